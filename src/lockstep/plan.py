@@ -1,0 +1,122 @@
+"""Cut a batch into shards, give the shards to devices, and fix the order of their sum.
+
+A shard is the unit of meaning: an update's result depends on how many shards there are. A
+device is only a place where shards run. All three answers below are integer arithmetic,
+so processes that are given the same numbers reach the same plan without a message.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate, pairwise
+
+
+def cut(num_samples: int, num_shards: int) -> list[range]:
+    """Cut samples into contiguous shards, the first ``num_samples % num_shards`` one longer.
+
+    Args:
+        num_samples: How many samples there are, at least 1.
+        num_shards: How many shards to cut, in 1..``num_samples``: no shard is empty.
+
+    Returns:
+        The samples of each shard, in order.
+
+    Raises:
+        ValueError: A count is out of range.
+
+    >>> cut(10, 4)
+    [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
+    """
+    if num_samples < 1:
+        raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
+    if not 1 <= num_shards <= num_samples:
+        rule = f"must lie in 1..`num_samples` (1..{num_samples})"
+        raise ValueError(f"`num_shards` {rule}, got {num_shards}.")
+    size, longer = divmod(num_samples, num_shards)
+    return _runs([size + (shard < longer) for shard in range(num_shards)])
+
+
+def assign(num_shards: int, workloads: Sequence[float]) -> list[range]:
+    """Give each device a run of neighbouring shards in proportion to its workload.
+
+    The shares are those of the largest remainder, ties to the earlier device; then a device that
+    came out empty takes a shard from the fullest one while there are shards for all.
+
+    Args:
+        num_shards: How many shards there are, at least 1.
+        workloads: The relative speed of each device; positive and finite.
+
+    Returns:
+        The shards of each device, in order; empty runs only where devices outnumber shards.
+
+    Raises:
+        ValueError: There is no device, or a number is out of range.
+
+    >>> assign(8, workloads=[3, 1])
+    [range(0, 6), range(6, 8)]
+    >>> assign(3, workloads=[100, 1, 1])
+    [range(0, 1), range(1, 2), range(2, 3)]
+    """
+    if num_shards < 1:
+        raise ValueError(f"`num_shards` must be at least 1, got {num_shards}.")
+    check_workloads(workloads)
+    counts = _largest_remainders(num_shards, workloads)
+    while 0 in counts and num_shards >= len(counts):
+        counts[counts.index(max(counts))] -= 1
+        counts[counts.index(0)] += 1
+    return _runs(counts)
+
+
+def check_workloads(workloads: Sequence[float]) -> None:
+    """Refuse workloads that are no relative speeds.
+
+    Raises:
+        ValueError: There are none, or one is not positive and finite.
+    """
+    if len(workloads) == 0:
+        raise ValueError("`workloads` must hold at least one number, got none.")
+    for index, workload in enumerate(workloads):
+        if not (math.isfinite(workload) and workload > 0):
+            raise ValueError(f"`workloads[{index}]` must be positive and finite, got {workload}.")
+
+
+def merges(num_shards: int) -> list[list[tuple[int, int]]]:
+    """List the additions that sum all shards into shard 0, level by level.
+
+    A pair ``(into, other)`` reads "add ``other`` to ``into``". Pairs of one level touch
+    different shards and may run at once, anywhere; the tree never depends on where.
+
+    Args:
+        num_shards: How many shards there are, at least 1.
+
+    Raises:
+        ValueError: There is no shard.
+
+    >>> merges(5)
+    [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
+    """
+    if num_shards < 1:
+        raise ValueError(f"`num_shards` must be at least 1, got {num_shards}.")
+    strides = [2**level for level in range((num_shards - 1).bit_length())]
+    return [
+        [(into, into + stride) for into in range(0, num_shards - stride, 2 * stride)] for stride in strides
+    ]
+
+
+def _largest_remainders(num_shards: int, workloads: Sequence[float]) -> list[int]:
+    """Round each device's exact share down, then hand out the rest by the largest remainders."""
+    speeds = [Fraction(workload) for workload in workloads]
+    total = sum(speeds)
+    shares = [num_shards * speed / total for speed in speeds]
+    counts = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda device: counts[device] - shares[device])
+    for device in by_remainder[: num_shards - sum(counts)]:
+        counts[device] += 1
+    return counts
+
+
+def _runs(counts: Sequence[int]) -> list[range]:
+    """Lay runs of these lengths end to end."""
+    return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
