@@ -3,14 +3,22 @@
 A shard is the unit of meaning: an update's result depends on how many shards there are. A
 device is only a place where shards run. All three answers below are integer arithmetic,
 so processes that are given the same numbers reach the same plan without a message.
+`schedule` puts the first two together for the batches of one update; `slices` cuts the elements of the
+gradients themselves, so that several threads can add them up.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+from typing import Final
+
+ALIGNMENT: Final = 64
+"""Elements. A slice that starts at a multiple of this meets the same vector lanes as the whole tensor."""
 
 
 def cut(num_samples: int, num_shards: int) -> list[range]:
@@ -103,6 +111,113 @@ def merges(num_shards: int) -> list[list[tuple[int, int]]]:
     return [
         [(into, into + stride) for into in range(0, num_shards - stride, 2 * stride)] for stride in strides
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One shard of an update.
+
+    Attributes:
+        index: Its leaf in the tree and its place in the random streams.
+        batch: Which of the update's batches it is cut from.
+        samples: Which samples of that batch.
+    """
+
+    index: int
+    batch: int
+    samples: range
+
+
+def schedule(
+    batch_sizes: Sequence[int], num_shards: int | None, workloads: Sequence[float]
+) -> list[list[Shard]]:
+    """Cut the batches of one update into shards and give them to devices.
+
+    With a number of shards, each batch is cut into that many (a batch with fewer samples into one a
+    sample), shard i of batch b is leaf ``b·num_shards + i``, and the shards that exist are given out by
+    `assign`. Without one, each device has one shard a batch, sized by its workload, and its leaves are
+    neighbours.
+
+    Args:
+        batch_sizes: Samples in each batch, at least 1.
+        num_shards: Shards a batch, at least 1, or None for one a device.
+        workloads: The relative speed of each device.
+
+    Returns:
+        The shards of each device in ascending order of index; empty where a device has nothing to do.
+
+    >>> schedule([3], 2, workloads=[1])
+    [[Shard(index=0, batch=0, samples=range(0, 2)), Shard(index=1, batch=0, samples=range(2, 3))]]
+    """
+    if num_shards is None:
+        return _one_shard_a_device(batch_sizes, workloads)
+    shards = [
+        Shard(batch * num_shards + shard, batch, samples)
+        for batch, size in enumerate(batch_sizes)
+        for shard, samples in enumerate(cut(size, min(num_shards, size)))
+    ]
+    return [shards[run.start : run.stop] for run in assign(len(shards), workloads)]
+
+
+def _one_shard_a_device(batch_sizes: Sequence[int], workloads: Sequence[float]) -> list[list[Shard]]:
+    parts = [assign(size, workloads) for size in batch_sizes]
+    return [
+        [
+            Shard(device * len(batch_sizes) + batch, batch, parts[batch][device])
+            for batch in range(len(batch_sizes))
+            if parts[batch][device]
+        ]
+        for device in range(len(workloads))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements of one tensor.
+
+    Attributes:
+        tensor: The tensor's index.
+        start: Its first element, a multiple of `ALIGNMENT`.
+        stop: One past its last.
+        whole: Whether that is all of the tensor.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+    whole: bool
+
+
+def slices(sizes: Sequence[int], num_slices: int) -> list[list[Piece]]:
+    """Cut tensors, laid end to end, into slices of about equal size at multiples of `ALIGNMENT`.
+
+    Args:
+        sizes: The number of elements of each tensor.
+        num_slices: At least 1.
+
+    Returns:
+        The pieces of each slice. Elementwise work on them gives the bits of work on whole tensors.
+
+    >>> slices([100, 28], 2)
+    [[Piece(tensor=0, start=0, stop=64, whole=False)], [Piece(tensor=0, start=64, stop=100, whole=False), \
+Piece(tensor=1, start=0, stop=28, whole=True)]]
+    """
+    offsets = list(accumulate((-(-size // ALIGNMENT) for size in sizes), initial=0))
+    cuts = [offsets[-1] * index // num_slices for index in range(num_slices + 1)]
+    return [list(_pieces(sizes, offsets, start, stop)) for start, stop in pairwise(cuts)]
+
+
+def _pieces(sizes: Sequence[int], offsets: Sequence[int], start: int, stop: int) -> list[Piece]:
+    """List what lies between two cuts, which count blocks of `ALIGNMENT` elements."""
+    pieces = []
+    tensor = bisect_right(offsets, start) - 1
+    while tensor < len(sizes) and offsets[tensor] < stop:
+        first = max(start - offsets[tensor], 0) * ALIGNMENT
+        last = min((stop - offsets[tensor]) * ALIGNMENT, sizes[tensor])
+        if first < last:
+            pieces.append(Piece(tensor, first, last, whole=last - first == sizes[tensor]))
+        tensor += 1
+    return pieces
 
 
 def _largest_remainders(num_shards: int, workloads: Sequence[float]) -> list[int]:

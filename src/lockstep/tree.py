@@ -62,7 +62,7 @@ class ShardSum:
         self._settle(shard + 1)
 
     def _settle(self, following: int) -> None:
-        """Add the last two sums while their common subtree ends before `following` and begins in this place."""
+        """Add the last two sums while their subtree ends before `following` and begins in this place."""
         partials = self.partials
         while len(partials) > 1:
             left, right = partials[-2].shard, partials[-1].shard

@@ -1,0 +1,11 @@
+"""Loss scales as values that name their successor, the finiteness check, and the autocast policy."""
+
+from lockstep.precision.finite import first_nonfinite as first_nonfinite
+from lockstep.precision.finite import norms_are_finite as norms_are_finite
+from lockstep.precision.policy import Precision as Precision
+from lockstep.precision.policy import parse_precision as parse_precision
+from lockstep.precision.scales import DynamicLossScale as DynamicLossScale
+from lockstep.precision.scales import LossScale as LossScale
+from lockstep.precision.scales import RampLossScale as RampLossScale
+from lockstep.precision.scales import StaticLossScale as StaticLossScale
+from lockstep.precision.scales import parse_loss_scale as parse_loss_scale

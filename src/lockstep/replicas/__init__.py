@@ -1,0 +1,3 @@
+"""One model on several devices of this process."""
+
+from lockstep.replicas.group import ReplicaGroup as ReplicaGroup

@@ -1,0 +1,112 @@
+"""Copy a model for a device, and notice what happens to the original afterwards.
+
+On the device where the model lives, a copy shares the memory of its parameters and has everything else
+of its own: gradients, buffers, plain attributes. Elsewhere its parameters are copies, to be refreshed.
+The model itself is never run, so nothing of it changes before an update is applied.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
+    """Copy a model for one device, with the memory of its parameters shared where it lives there.
+
+    Ties between parameters, between modules and between buffers stay as they are. A hook that is a
+    method of an object outside the model keeps calling that object.
+
+    Args:
+        model: Left untouched.
+        device: Where the copy shall run.
+
+    Raises:
+        ValueError: A parameter has no shape yet.
+        TypeError: The model holds something that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"`model` must have parameters of known shapes, got an uninitialised {name!r}. "
+                "Run the model once on a sample first."
+            )
+        memo[id(parameter)] = _copy_parameter(parameter, device)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to(device, copy=True)
+    modules = {id(module) for module in model.modules()}
+    for owner in _hook_owners(model):
+        if id(owner) not in modules:
+            memo[id(owner)] = owner
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise TypeError(
+            f"`model` must be something copy.deepcopy can copy, got a {type(model).__name__} that raised "
+            f"{type(error).__name__}: {error}. Keep locks, files, generators and results of earlier "
+            "forwards out of its attributes, or give their class a __deepcopy__."
+        ) from error
+
+
+def _copy_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Share memory and version counter with a parameter on this device, or copy it from another."""
+    values = parameter.detach() if parameter.device == device else parameter.detach().to(device)
+    copied = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    copied.__dict__.update(parameter.__dict__)
+    return copied
+
+
+def _hook_owners(model: nn.Module) -> list[object]:
+    """List the objects whose methods are registered as hooks."""
+    hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
+    return [hook.__self__ for hook in hooks if hasattr(hook, "__self__")]
+
+
+class ModelWatch:
+    """Notice changes of a model that its copies would not see.
+
+    Values of parameters and buffers are not looked at here: parameters share memory or are refreshed by
+    version, buffers are copied before each shard. What is noticed: attributes set to another object (also
+    ``train()`` and ``eval()``), modules, parameters, buffers or hooks added, replaced or removed, a
+    parameter frozen, or moved to other memory (``model.double()``, ``parameter.data = …``). What is not:
+    a list or dict that an attribute held before and that was changed in place.
+
+    The look costs about 1 µs a module and 0.2 µs a parameter.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._dicts = [
+            (watched, dict(watched)) for module in model.modules() for watched in _watched_dicts(module)
+        ]
+        self._parameters = [
+            (parameter, parameter.data_ptr(), parameter.requires_grad) for parameter in model.parameters()
+        ]
+
+    def changed(self) -> bool:
+        """Tell whether the model is no longer what it was when this watch began."""
+        for parameter, pointer, requires_grad in self._parameters:
+            if parameter.data_ptr() != pointer or parameter.requires_grad != requires_grad:
+                return True
+        try:
+            return any(now != before for now, before in self._dicts)
+        except Exception:  # noqa: BLE001 - tensors and arrays refuse a comparison unless they are the same object
+            return True
+
+
+def _watched_dicts(module: nn.Module) -> list[dict[str, Any]]:
+    """List the dicts of a module that say what it is."""
+    attributes = vars(module)
+    parts = ("_parameters", "_buffers", "_modules", *HOOKS)
+    return [attributes, *(attributes[part] for part in parts)]

@@ -1,0 +1,74 @@
+"""Read what the user names as devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
+
+import torch
+
+Devices: TypeAlias = "str | torch.device | Sequence[str | torch.device]"
+
+
+def parse_devices(devices: Devices) -> list[torch.device]:
+    """Turn names into devices, in order; repeats are allowed, for a device may hold several replicas.
+
+    Args:
+        devices: ``"auto"`` for every GPU, else every core this process may use; or a name; or a list of
+            names. On a CPU a device is one core: ``["cpu", "cpu"]`` are two.
+
+    Raises:
+        ValueError: There is none, or this machine has no such device.
+    """
+    if isinstance(devices, str) and devices == "auto":
+        return _every_device()
+    names = [devices] if isinstance(devices, str | torch.device) else list(devices)
+    if not names:
+        raise ValueError("`devices` must name at least one device, got none.")
+    return [_parse(name) for name in names]
+
+
+def _every_device() -> list[torch.device]:
+    if torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu")] * _usable_cores()
+
+
+def _usable_cores() -> int:
+    """Count the cores this process may use; where the system does not say (macOS), those there are."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def _parse(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"`devices` must hold names of devices such as 'cpu' or 'cuda:0', got {name!r}."
+        ) from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    available = _indices(device.type)
+    index = 0 if device.index is None else device.index
+    if index not in available:
+        has = f"{device.type} devices 0..{available[-1]}" if available else f"no {device.type} device"
+        raise ValueError(f"`devices` must name devices of this machine, which has {has}; got {name!r}.")
+    return torch.device(device.type, index)
+
+
+def device_context(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one of its type; a CPU needs none."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _indices(device_type: str) -> range:
+    """List this machine's devices of one type."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != device_type:
+        return range(0)
+    return range(torch.accelerator.device_count())

@@ -1,0 +1,282 @@
+"""Compute the gradient of a batch over all places: shards, tree, division, finiteness check."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from lockstep import plan
+from lockstep.errors import RandomStreamWarning
+from lockstep.plan import Piece, Shard
+from lockstep.precision import Precision, first_nonfinite, norms_are_finite
+from lockstep.replicas import ReplicaGroup
+from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers
+from lockstep.replicas.settings import ThreadSettings
+from lockstep.streams import (
+    DefaultGeneratorGuard,
+    DefaultStream,
+    StreamOverride,
+    StreamOverrideError,
+    shard_stream,
+    stream_seed,
+)
+from lockstep.tree import Tensors
+from lockstep.updaters.batches import Converter, batch_size, shard_arrays
+from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.reduction import can_be_cut, gather, reduce_slice, roots
+from lockstep.updaters.result import ShardReport
+from lockstep.updaters.shards import Place, PlaceSums, Recipe
+
+SIDE_BY_SIDE: Final = 400_000
+"""Elements. With fewer parameters one thread has added them up before a second has begun."""
+
+Stream = Callable[[Shard], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What one try at a batch came to; nothing of the training state has changed.
+
+    Attributes:
+        gradients: The gradient of the mean loss for each parameter that asks for one; None where no shard
+            reached it.
+        nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
+        buffers: What the shards made of the buffers, one entry a place.
+        samples: How many samples took part.
+        reports: What each shard that took part measured, in order.
+    """
+
+    gradients: Tensors
+    nonfinite: str | None
+    buffers: list[BufferSum]
+    samples: int
+    reports: list[ShardReport]
+
+
+class GradientEngine:
+    """Compute gradients of batches on a group of replicas, with the same bits on any devices.
+
+    Args:
+        group: The replicas.
+        loss_fn: Gives the loss of a shard.
+        converter: Makes arrays of samples.
+        num_shards: Shards a batch; None for one a device.
+        seed: Of the random streams.
+        precision: The policy of number formats.
+        buffers: The rule by which buffers are combined.
+    """
+
+    def __init__(
+        self,
+        group: ReplicaGroup,
+        *,
+        loss_fn: LossFunction,
+        converter: Converter,
+        num_shards: int | None,
+        seed: int,
+        precision: Precision,
+        buffers: BufferRule,
+    ) -> None:
+        self.group = group
+        self._loss_fn = loss_fn
+        self._converter = converter
+        self._num_shards = num_shards
+        self.seed = seed
+        self._precision = precision
+        self._buffer_rule: BufferRule = buffers
+        self._places: list[Place] = []
+        self._names: list[str] = []
+        self._whole: list[Piece] = []
+        self._slices: list[list[Piece]] = []
+        self.side_by_side = False
+        """Whether reducing and stepping are worth more than one thread."""
+        self._override = StreamOverride()
+        self._one_at_a_time = len(set(self._accelerators())) < len(self._accelerators())
+        weakref.finalize(self, self._override.remove)
+
+    @property
+    def shards_a_batch(self) -> int:
+        """How many shards a batch is cut into."""
+        return len(self.group.devices) if self._num_shards is None else self._num_shards
+
+    def attempt(
+        self, batches: Sequence[Any], *, update: int, loss_scale: float, settings: ThreadSettings
+    ) -> Attempt:
+        """Compute the gradient of the mean loss over some batches, as one.
+
+        Args:
+            batches: Each of samples, or a nest of tensors; at least one.
+            update: The number of the update, which keys the random streams.
+            loss_scale: The factor of the loss scale.
+            settings: What the calling thread computes under.
+
+        Raises:
+            ReplicaError: User code raised in a shard.
+            TypeError: The loss function returned no loss.
+            ValueError: A batch is empty or uneven, or the loss cannot be used.
+        """
+        sizes = [batch_size(batch) for batch in batches]
+        shards = plan.schedule(sizes, self._num_shards, self.group.workloads)
+        work = [
+            [(shard, shard_arrays(batches[shard.batch], shard, device, self._converter)) for shard in run]
+            for run, device in zip(shards, self.group.devices, strict=True)
+        ]
+        # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
+        single = sum(map(len, shards)) == 1
+        lift = None if single else 2.0 ** -(sum(sizes) - 1).bit_length()
+        recipe = Recipe(self._loss_fn, self._precision, lift, loss_scale)
+        first_stream = update * len(batches) * self.shards_a_batch
+        sums = self._compute(work, recipe, first_stream, settings)
+        return self._reduce(sums, recipe, settings)
+
+    def release(self) -> None:
+        """End the replicas' threads and give torch back its random kernels, until the next attempt."""
+        self.group.release()
+        self._override.remove()
+
+    def _prepare(self) -> None:
+        """Follow the model where it has changed since the last time."""
+        if not self.group.refresh() and self._places:
+            return
+        model = self.group.model
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not named:
+            raise ValueError("`model` must have a parameter that asks for a gradient, got none.")
+        self._names = [name for name, _ in named]
+        self._places = [
+            Place(
+                device,
+                replica,
+                [parameter for parameter in replica.parameters() if parameter.requires_grad],
+                ReplicaBuffers(model, replica, self._buffer_rule),
+            )
+            for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
+        ]
+        sizes = [parameter.numel() for _, parameter in named]
+        (self._whole,) = plan.slices(sizes, 1)
+        self._slices = plan.slices(sizes, len(self._places))
+        on_cpus = len(self._places) > 1 and all(device.type == "cpu" for device in self.group.devices)
+        self.side_by_side = on_cpus and sum(sizes) >= SIDE_BY_SIDE
+
+    def _compute(
+        self, work: list[list[tuple[Shard, Any]]], recipe: Recipe, first_stream: int, settings: ThreadSettings
+    ) -> list[PlaceSums]:
+        """Compute all shards, at once where threads can have random streams of their own."""
+        self._prepare()
+
+        def seed_of(shard: Shard) -> int:
+            return stream_seed(self.seed, first_stream + shard.index)
+
+        if not self._one_at_a_time and sum(map(bool, work)) > 1 and self._can_override():
+            guard = DefaultGeneratorGuard()
+            sums = self._run(work, recipe, self._thread_streams(seed_of), settings, at_once=True)
+            if not guard.moved():
+                return sums
+            guard.put_back()
+            self._fall_back("The model drew from the default random generator past its shard's stream")
+        with ExitStack() as stack:
+            borrowed = [stack.enter_context(DefaultStream(device)) for device in set(self.group.devices)]
+            return self._run(work, recipe, _seeding(borrowed, seed_of), settings, at_once=False)
+
+    def _run(
+        self,
+        work: list[list[tuple[Shard, Any]]],
+        recipe: Recipe,
+        streams: Callable[[torch.device], Stream],
+        settings: ThreadSettings,
+        *,
+        at_once: bool,
+    ) -> list[PlaceSums]:
+        """Run every place's shards."""
+        sums: list[PlaceSums | None] = [None] * len(work)
+        group, places = self.group, self._places
+
+        def compute(place: int) -> None:
+            stream = streams(group.devices[place])
+            sums[place] = places[place].run(work[place], recipe, stream, lambda: group.stopping)
+
+        group.run(compute, settings=settings, at_once=at_once)
+        return [place_sums for place_sums in sums if place_sums is not None]
+
+    def _thread_streams(self, seed_of: Callable[[Shard], int]) -> Callable[[torch.device], Stream]:
+        """Open streams for threads that compute at once."""
+
+        def streams(device: torch.device) -> Stream:
+            if device.type == "cpu":
+                return lambda shard: shard_stream(seed_of(shard))
+            return lambda shard: _device_stream(device, seed_of(shard))
+
+        return streams
+
+    def _can_override(self) -> bool:
+        """Install what gives threads random streams, or go on without, once and for all."""
+        try:
+            self._override.install()
+        except StreamOverrideError as error:
+            self._fall_back(str(error))
+            return False
+        return True
+
+    def _fall_back(self, reason: str) -> None:
+        """Compute one shard at a time from now on: the same bits, on one core."""
+        self._one_at_a_time = True
+        warnings.warn(
+            f"{reason}. The shards of this process now run one at a time, with the same result.",
+            RandomStreamWarning,
+            stacklevel=2,
+        )
+
+    def _accelerators(self) -> list[torch.device]:
+        return [device for device in self.group.devices if device.type != "cpu"]
+
+    def _reduce(self, sums: list[PlaceSums], recipe: Recipe, settings: ThreadSettings) -> Attempt:
+        """Add up the places, divide once by the summed weight and the loss scale, and check the result."""
+        reports = [report for place in sums for report in place.reports]
+        divisor = sum(recipe.factor(report.weight) for report in reports)
+        partials = gather(
+            [partial for place in sums for partial in place.gradients.partials], self.group.devices[0]
+        )
+        norms: list[torch.Tensor] = []
+        if self.side_by_side and can_be_cut(partials):
+
+            def reduce(place: int) -> None:
+                norms.extend(reduce_slice(partials, self._slices[place], divisor))
+
+            self.group.run(reduce, settings=settings)
+        else:
+            norms += reduce_slice(partials, self._whole, divisor)
+        gradients = roots(partials, len(self._names))
+        finite = norms_are_finite(norms)
+        return Attempt(
+            gradients=gradients,
+            nonfinite=None if finite else first_nonfinite(dict(zip(self._names, gradients, strict=True))),
+            buffers=[place.buffers for place in sums],
+            samples=sum(place.samples for place in sums),
+            reports=reports,
+        )
+
+
+def _seeding(borrowed: Sequence[DefaultStream], seed_of: Callable[[Shard], int]) -> Callable[[torch.device], Stream]:
+    """Seed the default generators before each shard, for one thread that computes them all."""
+
+    def stream(shard: Shard) -> AbstractContextManager[object]:
+        seed = seed_of(shard)
+        for generators in borrowed:
+            generators.seed(seed)
+        return nullcontext()
+
+    return lambda _: stream
+
+
+@contextmanager
+def _device_stream(device: torch.device, seed: int) -> Iterator[None]:
+    """Open a shard's stream in a thread that has an accelerator to itself."""
+    with shard_stream(seed), DefaultStream(device, cpu=False) as generators:
+        generators.seed(seed)
+        yield

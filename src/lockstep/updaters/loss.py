@@ -1,0 +1,111 @@
+"""What a loss function returns, and the usual one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A mean loss, what it is the mean of, and what else was measured on the way.
+
+    Args:
+        value: The mean over the shard; one element, carrying a gradient.
+        weight: How much the mean stands for, say its number of tokens: at least 0, a number or a tensor of
+            one element. None for the number of samples. A shard of weight 0 takes no part in the update.
+        metrics: Sums and weights by name, for example ``{"accuracy": (correct, count)}``; they are added
+            up over shards, so that the quotient is that of the whole batch.
+
+    >>> Loss(torch.tensor(0.5, requires_grad=True), weight=12, metrics={"accuracy": (9, 12)}).weight
+    12
+    """
+
+    value: torch.Tensor
+    weight: float | torch.Tensor | None = None
+    metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor]] = field(default_factory=dict)
+
+
+class LossFunction(Protocol):
+    """Called with the replica, never the original model, and the arrays of one shard."""
+
+    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
+        """Return the mean loss over the shard, or a `Loss`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Supervised:
+    """Run the model on the inputs and compare its output with the target; see `supervised`."""
+
+    criterion: Callable[[Any, Any], torch.Tensor]
+    target: str | None = None
+
+    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the criterion's mean loss over the shard."""
+        if self.target is None:
+            *inputs, target = args
+            return self.criterion(model(*inputs, **kwargs), target)
+        target = kwargs.pop(self.target)
+        return self.criterion(model(*args, **kwargs), target)
+
+
+def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | None = None) -> Supervised:
+    """Make a loss function of a criterion that compares an output with a target.
+
+    Args:
+        criterion: Called as ``criterion(output, target)``; returns the mean over samples.
+        target: The key of the target in a dict batch. Without it the target is the last of a tuple.
+
+    >>> loss_fn = supervised(nn.functional.mse_loss)
+    >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+    tensor(2.)
+    """
+    return Supervised(criterion, target)
+
+
+def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
+    """Take what the model itself returns as the loss."""
+    returned: torch.Tensor | Loss = model(*args, **kwargs)
+    return returned
+
+
+def check_loss(returned: object) -> Loss:
+    """Make a `Loss` of what a loss function returned.
+
+    Raises:
+        TypeError: It is neither a tensor nor a `Loss`.
+        ValueError: It has more than one element, carries no gradient, or its weight is negative or not finite.
+    """
+    loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type] - checked next
+    value = loss.value
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"`loss_fn` must return a tensor or a Loss, got a {type(value).__name__}.")
+    if value.numel() != 1:
+        raise ValueError(
+            f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean."
+        )
+    if not value.requires_grad:
+        raise ValueError(
+            "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "
+            "output of the model it is given, without detach(), item() or no_grad()."
+        )
+    return loss
+
+
+def loss_weight(loss: Loss, num_samples: int) -> float:
+    """Read the weight of a shard's loss; waits for the device if the weight is there.
+
+    Raises:
+        ValueError: The weight is negative or not finite.
+    """
+    if loss.weight is None:
+        return float(num_samples)
+    weight = float(loss.weight)
+    if not (math.isfinite(weight) and weight >= 0):
+        raise ValueError(f"`weight` of a Loss must be finite and at least 0, got {weight}.")
+    return weight

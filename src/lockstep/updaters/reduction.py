@@ -1,0 +1,73 @@
+"""Add up the places' partial sums, divide once, and check the result, in slices side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lockstep.plan import Piece
+from lockstep.precision.finite import norms
+from lockstep.tree import PartialSum, Tensors, total
+
+
+def gather(partials: Sequence[PartialSum], device: torch.device) -> list[PartialSum]:
+    """Bring partial sums of all places to one device; those that are there stay as they are."""
+    return [
+        PartialSum(
+            partial.shard,
+            [None if tensor is None else tensor.to(device, non_blocking=True) for tensor in partial.tensors],
+        )
+        for partial in partials
+    ]
+
+
+def roots(partials: Sequence[PartialSum], num_parameters: int) -> Tensors:
+    """Give the tensors that `reduce_slice` adds everything to: of each parameter the first there is."""
+    found: Tensors = [None] * num_parameters
+    for partial in reversed(partials):
+        for index, tensor in enumerate(partial.tensors):
+            if tensor is not None:
+                found[index] = tensor
+    return found
+
+
+@torch.no_grad()
+def reduce_slice(
+    partials: Sequence[PartialSum], pieces: Sequence[Piece], divisor: float
+) -> list[torch.Tensor]:
+    """Sum one slice of the gradient over all partial sums, in place of the roots, and divide it.
+
+    Args:
+        partials: In ascending order of shards, on one device; changed in place.
+        pieces: Which elements; slices of the same gradient may be reduced at the same time.
+        divisor: The sum is divided by it, unless it is 1.
+
+    Returns:
+        Norms of what came out, to tell whether it is finite.
+
+    Determinism: sums follow the tree and are elementwise, so neither slices nor threads show in the bits.
+    """
+    views = [
+        PartialSum(partial.shard, [_view(partial.tensors[piece.tensor], piece) for piece in pieces])
+        for partial in partials
+    ]
+    summed = [tensor for tensor in total(views) if tensor is not None] if views else []
+    if divisor != 1.0 and summed:
+        torch._foreach_div_(summed, divisor)
+    return norms(summed)
+
+
+def can_be_cut(partials: Sequence[PartialSum]) -> bool:
+    """Tell whether all gradients lie in memory without gaps, so that a run of elements is a view."""
+    return all(
+        tensor is None or (not tensor.is_sparse and tensor.is_contiguous())
+        for partial in partials
+        for tensor in partial.tensors
+    )
+
+
+def _view(tensor: torch.Tensor | None, piece: Piece) -> torch.Tensor | None:
+    if tensor is None or piece.whole:
+        return tensor
+    return tensor.view(-1)[piece.start : piece.stop]

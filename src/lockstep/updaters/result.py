@@ -1,0 +1,89 @@
+"""What one update did; its numbers stay on the device until somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from lockstep.metrics import Mean, merge
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What one shard measured.
+
+    Attributes:
+        shard: Its index.
+        weight: What its loss is the mean of.
+        loss: The mean loss, one element, detached.
+        metrics: (sum, weight) by name.
+    """
+
+    shard: int
+    weight: float
+    loss: torch.Tensor
+    metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one update did.
+
+    Attributes:
+        applied: Whether the weights moved.
+        tries: How often gradients were computed; 1 unless they were not finite at first.
+        loss_scale: The factor of the last try.
+        nonfinite: The name of the first parameter whose gradient was not finite in the last bad try; None
+            if there was none.
+        reports: What each shard of the last try measured, in order.
+    """
+
+    applied: bool
+    tries: int
+    loss_scale: float
+    nonfinite: str | None
+    reports: Sequence[ShardReport]
+
+    @cached_property
+    def weight(self) -> float:
+        """The summed weight of the shards: samples, unless the loss function said otherwise."""
+        return sum(report.weight for report in self.reports)
+
+    @cached_property
+    def loss(self) -> torch.Tensor:
+        """The mean loss over all shards, 0-d, float64, not scaled; NaN where no shard took part."""
+        total = self._loss_sum()
+        return total / self.weight if self.reports else total
+
+    @cached_property
+    def metrics(self) -> dict[str, Mean]:
+        """What the loss function measured, over all shards."""
+        names = dict.fromkeys(name for report in self.reports for name in report.metrics)
+        return {name: merge(self._means(name)) for name in names}
+
+    def observation(self) -> dict[str, Mean]:
+        """Give the loss and the metrics by name, as means that can still be merged."""
+        return {"loss": Mean(self._loss_sum(), self.weight), **self.metrics}
+
+    def _loss_sum(self) -> torch.Tensor:
+        """Sum weight times loss in order of shards, in float64, on the first shard's device."""
+        if not self.reports:
+            return torch.tensor(float("nan"), dtype=torch.float64)
+        device = self.reports[0].loss.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for report in self.reports:
+            total += report.loss.reshape(()).to(device, torch.float64) * report.weight
+        return total
+
+    def _means(self, name: str) -> list[Mean]:
+        """List one metric's parts in order of shards, all on one device."""
+        device = self.reports[0].loss.device
+        parts = [report.metrics[name] for report in self.reports if name in report.metrics]
+        return [Mean(_move(total, device), _move(weight, device)) for total, weight in parts]
+
+
+def _move(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
+    return value.detach().to(device) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,164 @@
+"""Compute the shards of one place: forward, backward, and the place's partial sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import ReplicaError
+from lockstep.plan import Shard
+from lockstep.precision import Precision
+from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
+from lockstep.tree import ShardSum, Tensors
+from lockstep.updaters.batches import call_arguments
+from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
+from lockstep.updaters.result import ShardReport
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What every shard of one try is computed by, wherever it runs.
+
+    Attributes:
+        loss_fn: Called with a replica and the arrays of a shard.
+        precision: The policy of number formats.
+        lift: What a weight of 1 multiplies the loss by: a power of two that keeps the products with the
+            weights below 1, or None where a single shard makes up the update and weights cancel.
+        loss_scale: The factor of the loss scale.
+    """
+
+    loss_fn: LossFunction
+    precision: Precision
+    lift: float | None
+    loss_scale: float
+
+    def factor(self, weight: float) -> float:
+        """Give what the loss of a shard of this weight is multiplied by before backward."""
+        return self.loss_scale * (1.0 if self.lift is None else weight * self.lift)
+
+
+@dataclass(slots=True)
+class PlaceSums:
+    """What the shards of one place add up to.
+
+    Attributes:
+        gradients: One entry a parameter that asks for a gradient.
+        buffers: What became of the buffers.
+        reports: What each shard measured.
+        samples: How many samples the shards that took part hold.
+    """
+
+    gradients: ShardSum
+    buffers: BufferSum
+    reports: list[ShardReport] = field(default_factory=list)
+    samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One replica and what is needed to run shards on it.
+
+    Attributes:
+        device: Where it lives.
+        replica: Its copy of the model.
+        parameters: Those of its parameters that ask for a gradient.
+        buffers: Its buffers.
+    """
+
+    device: torch.device
+    replica: nn.Module
+    parameters: list[nn.Parameter]
+    buffers: ReplicaBuffers
+
+    def run(
+        self,
+        work: Sequence[tuple[Shard, Any]],
+        recipe: Recipe,
+        stream: Callable[[Shard], AbstractContextManager[object]],
+        stopping: Callable[[], bool],
+    ) -> PlaceSums:
+        """Compute shards one after another, each from the same buffers and in its own random stream.
+
+        Args:
+            work: Shards with their arrays on this device, ascending.
+            recipe: What they are computed by.
+            stream: Opens the random stream of a shard.
+            stopping: Asked before each shard; where it says yes, the rest is left undone.
+
+        Raises:
+            ReplicaError: User code raised in a shard; the original error is the cause.
+            TypeError: The loss function returned something that is no loss.
+            ValueError: It returned a loss that cannot be used.
+        """
+        first = work[0][0].index if work else 0
+        sums = PlaceSums(ShardSum(first), self.buffers.begin(first))
+        for shard, arrays in work:
+            if stopping():
+                break
+            self.buffers.restore()
+            with stream(shard):
+                report = self._forward_backward(shard, arrays, recipe)
+            gradients = self._take_gradients()
+            if report.weight > 0:
+                sums.gradients.push(shard.index, gradients)
+                self.buffers.take(shard.index, len(shard.samples), sums.buffers)
+                sums.samples += len(shard.samples)
+                sums.reports.append(report)
+        return sums
+
+    def _forward_backward(self, shard: Shard, arrays: Any, recipe: Recipe) -> ShardReport:
+        """Leave the gradient of factor times loss in the replica's parameters, unless the weight is 0."""
+        args, kwargs = call_arguments(arrays)
+        try:
+            with recipe.precision.autocast(self.device.type):
+                returned = recipe.loss_fn(self.replica, *args, **kwargs)
+        except Exception as error:
+            raise self._error("forward", shard, error) from error
+        loss = check_loss(returned)
+        weight = loss_weight(loss, len(shard.samples))
+        if weight > 0:
+            try:
+                _backward(loss.value, recipe.factor(weight))
+            except Exception as error:
+                raise self._error("backward", shard, error) from error
+        return ShardReport(shard.index, weight, loss.value.detach(), _detached(loss))
+
+    def _take_gradients(self) -> Tensors:
+        """Take the fresh gradients away from the replica; None where backward did not reach."""
+        gradients: Tensors = []
+        for parameter in self.parameters:
+            gradients.append(parameter.grad)
+            parameter.grad = None
+        return gradients
+
+    def _error(self, phase: str, shard: Shard, error: Exception) -> ReplicaError:
+        samples = f"samples {shard.samples.start}..{shard.samples.stop - 1} of batch {shard.batch}"
+        return ReplicaError(
+            f"The {phase} of shard {shard.index} ({samples}) raised {type(error).__name__} on {self.device}: "
+            f"{error}",
+            device=str(self.device),
+            shard=shard.index,
+        )
+
+
+def _backward(loss: torch.Tensor, factor: float) -> None:
+    """Run backward from factor times loss; on a CPU and for CUDA in the calling thread and its stream."""
+    with torch.autograd.set_multithreading_enabled(False):
+        if factor == 1.0:
+            loss.backward(torch.ones_like(loss))  # type: ignore[no-untyped-call]  # torch's gap
+        else:
+            loss.backward(torch.full_like(loss, factor))  # type: ignore[no-untyped-call]  # torch's gap
+
+
+def _detached(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]:
+    """Let go of the graphs behind the metrics."""
+    return {name: (_detach(total), _detach(weight)) for name, (total, weight) in loss.metrics.items()}
+
+
+def _detach(value: float | torch.Tensor) -> float | torch.Tensor:
+    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,40 @@
+"""The same update on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.data import Iterator
+from lockstep.updaters.parallel import ParallelUpdater
+
+
+class StandardUpdater(ParallelUpdater):
+    """Train a model on one device, with the bits of a `ParallelUpdater` of as many shards.
+
+    Args:
+        iterator: Gives the batches.
+        optimizer: Any `torch.optim.Optimizer` over parameters of `model`.
+        model: Moved to the device.
+        device: Where to train.
+        **options: Those of `ParallelUpdater` but `devices` and `workloads`. By default a batch is one shard, and
+            the gradient is that of a plain loop on one intra-op thread, bit for bit.
+
+    Raises:
+        TypeError: As `ParallelUpdater`.
+        ValueError: As `ParallelUpdater`.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator,
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        device: str | torch.device = "cpu",
+        **options: Any,
+    ) -> None:
+        super().__init__(iterator, optimizer, model, devices=[device], **options)

@@ -1,0 +1,97 @@
+"""Take the optimizer's step: whole, or in parts side by side where every parameter is stepped by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import torch
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+PER_PARAMETER: Final = frozenset(
+    {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
+)
+"""Optimizers whose step of one parameter reads nothing of another."""
+
+
+def can_step_in_parts(optimizer: Optimizer) -> bool:
+    """Tell whether parts of the parameters may be stepped by themselves, with the same bits.
+
+    So it is for PyTorch's own per-parameter rules, by their exact class: a subclass may do otherwise.
+    """
+    return type(optimizer) in PER_PARAMETER
+
+
+def step_whole(optimizer: Optimizer) -> None:
+    """Take the step as any loop would."""
+    optimizer.step()
+
+
+def step_in_parts(
+    optimizer: Optimizer, parts: Sequence[frozenset[int]], run: Callable[[Callable[[int], None]], None]
+) -> None:
+    """Take one step in parts at the same time; hooks and schedulers see one whole step.
+
+    Args:
+        optimizer: One that `can_step_in_parts`.
+        parts: For each place, the parameters it steps, by ``id``; together all of them.
+        run: Runs a function of the place's index on all places at once.
+
+    Determinism: the bits of `step_whole`, for parameters are never cut.
+    """
+    args: tuple[Any, ...] = (optimizer,)
+    kwargs: dict[str, Any] = {}
+    for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):  # noqa: SLF001 - see below
+        hook(optimizer, args, kwargs)
+    pieces = [_part(optimizer, part) for part in parts]
+    run(lambda place: _bare_step(pieces[place]))
+    for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):  # noqa: SLF001 - PyTorch runs hooks inside step() only, so a step in parts must run them itself
+        hook(optimizer, args, kwargs)
+    if "step" in vars(optimizer):
+        # A scheduler has wrapped step() of this object to learn whether it was called.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _part(optimizer: Optimizer, part: frozenset[int]) -> Optimizer:
+    """Make a view of the optimizer on some of its parameters, with the same state and today's settings."""
+    view: Optimizer = object.__new__(type(optimizer))
+    view.__dict__.update(vars(optimizer))
+    view.param_groups = [
+        {**group, "params": [parameter for parameter in group["params"] if id(parameter) in part]}
+        for group in optimizer.param_groups
+    ]
+    return view
+
+
+def _bare_step(optimizer: Optimizer) -> None:
+    """Run the class's step without the wrapper that calls hooks."""
+    step = type(optimizer).step
+    bare: Callable[[Optimizer], Any] = step.__wrapped__  # type: ignore[attr-defined] - set by PyTorch's wrapper
+    with torch.no_grad():
+        bare(optimizer)
+
+
+def balanced(parameters: Sequence[torch.Tensor], num_parts: int) -> list[frozenset[int]]:
+    """Deal parameters, the largest first, to the part that has the fewest elements."""
+    parts: list[set[int]] = [set() for _ in range(num_parts)]
+    sizes = [0] * num_parts
+    for parameter in sorted(parameters, key=lambda parameter: parameter.numel(), reverse=True):
+        emptiest = sizes.index(min(sizes))
+        parts[emptiest].add(id(parameter))
+        sizes[emptiest] += parameter.numel()
+    return [frozenset(part) for part in parts]
