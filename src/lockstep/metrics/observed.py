@@ -1,0 +1,63 @@
+"""What may be observed during a run, and how it is read: a mean, a number or a 0-d tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+
+from lockstep.metrics.mean import Mean
+
+Observed: TypeAlias = Mean | float | torch.Tensor
+
+
+def as_mean(value: Observed) -> Mean:
+    """Turn an observed value into a mean; a bare number or tensor weighs 1.
+
+    Args:
+        value: A `Mean`, a number or a 0-d tensor; a tensor stays on its device and loses its graph.
+
+    Raises:
+        TypeError: It is something else, or a tensor with more than one element.
+
+    >>> as_mean(3.0)
+    Mean(total=3.0, weight=1)
+    """
+    if isinstance(value, Mean):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.ndim != 0:
+            raise TypeError(f"An observed tensor must have no dimension, got shape {tuple(value.shape)}.")
+        return Mean(value.detach(), 1)
+    if isinstance(value, (int, float)):
+        return Mean(value, 1)
+    raise TypeError(
+        f"An observed value must be a Mean, a number or a 0-d tensor, got {type(value).__name__}."
+    )
+
+
+def read(values: Sequence[float | torch.Tensor]) -> list[float]:
+    """Read many numbers to the host at the price of one wait for each device.
+
+    Args:
+        values: Numbers and 0-d tensors, on any devices.
+
+    Returns:
+        The same numbers, in order; a float holds every value of the narrower types exactly.
+
+    >>> read([1, torch.tensor(2.5), torch.tensor(3)])
+    [1.0, 2.5, 3.0]
+    """
+    numbers: list[float] = [0.0] * len(values)
+    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            kinds.setdefault((value.device, value.dtype), []).append(index)
+        else:
+            numbers[index] = float(value)
+    for indices in kinds.values():
+        tensors = [torch.as_tensor(values[index]) for index in indices]
+        for index, number in zip(indices, torch.stack(tensors).tolist(), strict=True):
+            numbers[index] = float(number)
+    return numbers

@@ -1,0 +1,111 @@
+"""Act when an observed value is the best so far."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.metrics import Average
+from lockstep.state import check_keys
+from lockstep.triggers.spec import TriggerSpec, get_trigger
+from lockstep.triggers.trigger import Progress, Trigger
+
+
+class BestValue(Trigger):
+    """Fires at the end of an interval whose mean of an observed value is better than every one before.
+
+    The mean weighs samples equally. The first interval always fires, unless its mean is NaN:
+    NaN is never the best.
+
+    Args:
+        key: The name of the observed value, such as ``"validation/main/accuracy"``. Whoever observes
+            it must have a higher priority than the extension that waits for this trigger.
+        compare: ``compare(best, new)`` says whether the new mean is better.
+        trigger: When an interval ends.
+    """
+
+    def __init__(
+        self, key: str, compare: Callable[[float, float], bool], trigger: TriggerSpec = (1, "epoch")
+    ) -> None:
+        self.key = key
+        self._compare = compare
+        self._interval = get_trigger(trigger)
+        self._average = Average()
+        self._best: float | None = None
+
+    @property
+    def best(self) -> float | None:
+        """The best mean so far; None before the first."""
+        return self._best
+
+    def __call__(self, progress: Progress) -> bool:
+        """Take the value in; at the end of an interval say whether its mean is the best.
+
+        Raises:
+            KeyError: The value was never observed in the interval.
+        """
+        if self.key in progress.observation:
+            self._average.update(progress.observation[self.key])
+        if not self._interval(progress):
+            return False
+        mean = self._mean(progress)
+        if math.isnan(mean) or (self._best is not None and not self._compare(self._best, mean)):
+            return False
+        self._best = mean
+        return True
+
+    def initialize(self, progress: Progress) -> None:
+        """Start the intervals."""
+        self._interval.initialize(progress)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the best mean, the values of the interval under way, and its trigger's state."""
+        return {
+            "best": self._best,
+            "average": self._average.state_dict(),
+            "trigger": self._interval.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state."""
+        check_keys(state, ("best", "average", "trigger"), of=type(self).__name__)
+        average, interval = Average(), copy.deepcopy(self._interval)
+        average.load_state_dict(state["average"])
+        interval.load_state_dict(state["trigger"])
+        self._best, self._average, self._interval = state["best"], average, interval
+
+    def _mean(self, progress: Progress) -> float:
+        if self._average.empty:
+            there = ", ".join(map(repr, sorted(progress.observation))) or "nothing"
+            raise KeyError(
+                f"`key` must be observed before its interval ends, got {self.key!r}; there is {there}."
+            )
+        mean = self._average.compute()
+        self._average.reset()
+        return mean
+
+
+class MinValue(BestValue):
+    """Fires at the end of an interval whose mean of an observed value is the lowest so far.
+
+    Args:
+        key: The name of the observed value.
+        trigger: When an interval ends.
+    """
+
+    def __init__(self, key: str, trigger: TriggerSpec = (1, "epoch")) -> None:
+        super().__init__(key, lambda best, new: new < best, trigger)
+
+
+class MaxValue(BestValue):
+    """Fires at the end of an interval whose mean of an observed value is the highest so far.
+
+    Args:
+        key: The name of the observed value.
+        trigger: When an interval ends.
+    """
+
+    def __init__(self, key: str, trigger: TriggerSpec = (1, "epoch")) -> None:
+        super().__init__(key, lambda best, new: new > best, trigger)

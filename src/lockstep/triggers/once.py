@@ -1,0 +1,40 @@
+"""Act at the first call only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.state import check_keys
+from lockstep.triggers.trigger import Progress, Trigger
+
+
+class Once(Trigger):
+    """Fires at its first call.
+
+    Args:
+        call_on_resume: Whether it also fires at the first call after a saved state was loaded.
+    """
+
+    def __init__(self, *, call_on_resume: bool = False) -> None:
+        self.call_on_resume = call_on_resume
+        self._fired = False
+
+    def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - whatever the progress
+        """Say whether this is the first call."""
+        first, self._fired = not self._fired, True
+        return first
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has fired."""
+        return self._fired
+
+    def state_dict(self) -> dict[str, object]:
+        """Return whether it has fired."""
+        return {"fired": self._fired}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, or begin anew where it is to be called on resume."""
+        check_keys(state, ("fired",), of="Once")
+        self._fired = state["fired"] and not self.call_on_resume

@@ -1,0 +1,63 @@
+"""The short forms in which a trigger may be given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from lockstep.triggers.interval import Interval
+from lockstep.triggers.position import Unit
+from lockstep.triggers.trigger import Never, Progress, Trigger
+
+TriggerSpec: TypeAlias = Trigger | tuple[float, Unit] | Callable[[Progress], bool] | None
+
+
+class Call(Trigger):
+    """Asks a function that keeps no state.
+
+    Args:
+        function: Called with the progress; returns whether to act.
+    """
+
+    def __init__(self, function: Callable[[Progress], bool]) -> None:
+        self.function = function
+
+    def __call__(self, progress: Progress) -> bool:
+        """Return the function's answer."""
+        return self.function(progress)
+
+
+def get_trigger(spec: TriggerSpec) -> Trigger:
+    """Return the trigger that a short form stands for.
+
+    Args:
+        spec: A `Trigger` is returned as it is; ``(period, unit)`` is an `Interval`; a function of
+            the progress is asked each time, and nothing of it is saved; None never fires.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: The period or the unit is out of range.
+
+    >>> get_trigger((2, "epoch")).period
+    2
+    """
+    if isinstance(spec, Trigger):
+        return spec
+    if spec is None:
+        return Never()
+    if isinstance(spec, tuple):
+        return Interval(*checked_pair(spec))
+    if callable(spec):
+        return Call(spec)
+    raise TypeError(f"A trigger must be a Trigger, (period, unit), a callable or None, got {spec!r}.")
+
+
+def checked_pair(spec: tuple[Any, ...]) -> tuple[float, Unit]:
+    """Return a pair of a number and a unit.
+
+    Raises:
+        TypeError: It is not such a pair.
+    """
+    if len(spec) != 2 or not isinstance(spec[0], (int, float)):  # noqa: PLR2004 - a pair
+        raise TypeError(f"A trigger given as a tuple must be (number, unit), got {spec!r}.")
+    return spec[0], spec[1]

@@ -1,0 +1,47 @@
+"""Act when so many seconds have passed, and again after as many more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.state import check_keys
+from lockstep.triggers.trigger import Progress, Trigger
+
+
+class Time(Trigger):
+    """Fires at a call later than its next appointment, which then moves on by one period.
+
+    After a long pause it therefore fires at several calls in a row, until it has caught up;
+    ``Interval(seconds, "second")`` fires once instead.
+
+    Args:
+        seconds: The period, more than 0.
+
+    Raises:
+        ValueError: It is not.
+
+    Determinism: none; it reads this process's clock.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"`seconds` must be more than 0, got {seconds}.")
+        self.seconds = seconds
+        self._next = seconds
+
+    def __call__(self, progress: Progress) -> bool:
+        """Say whether the appointment has passed."""
+        if progress.elapsed_time <= self._next:
+            return False
+        self._next += self.seconds
+        return True
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the next appointment."""
+        return {"next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved appointment."""
+        check_keys(state, ("next",), of="Time")
+        self._next = state["next"]

@@ -1,0 +1,77 @@
+"""What a trigger is, and what it may look at."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lockstep.metrics import Observed
+from lockstep.state import check_keys
+from lockstep.updaters import Updater
+
+
+class Progress(Protocol):
+    """What a trigger sees of a run; a `lockstep.Trainer` is one."""
+
+    @property
+    def updater(self) -> Updater:
+        """Who makes the updates, and counts them."""
+
+    @property
+    def observation(self) -> Mapping[str, Observed]:
+        """What was observed in the last update and by the extensions that ran after it."""
+
+    @property
+    def elapsed_time(self) -> float:
+        """How many seconds the run has taken, over all its sessions."""
+
+
+class Trigger(ABC):
+    """Answers, once after each update or more rarely, whether it is time to act.
+
+    Subclass it whenever the answer depends on earlier calls, so that the state is saved.
+    """
+
+    @abstractmethod
+    def __call__(self, progress: Progress) -> bool:
+        """Say whether to act now.
+
+        Args:
+            progress: The run as it stands; left untouched.
+        """
+
+    def initialize(self, progress: Progress) -> None:  # noqa: B027 - optional; most triggers need no start
+        """Take note of where a run begins or goes on; nothing by default.
+
+        Args:
+            progress: The run before its next update; left untouched.
+        """
+
+    @property
+    def finished(self) -> bool:
+        """Whether it can never fire again."""
+        return False
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what the next answer depends on, as numbers, text, None, and lists and dicts of these."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state.
+
+        Args:
+            state: What `state_dict` returned; left untouched.
+
+        Raises:
+            StateError: A key is missing or unknown; nothing has been changed.
+        """
+        check_keys(state, (), of=type(self).__name__)
+
+
+class Never(Trigger):
+    """Never fires."""
+
+    def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - whatever the progress
+        """Return False."""
+        return False
