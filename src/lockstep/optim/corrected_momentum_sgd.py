@@ -1,0 +1,131 @@
+"""Momentum SGD whose velocity is free of the learning rate, so that schedules act at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lockstep.optim.hooked import HookedOptimizer
+from lockstep.optim.momentum import check_fused, fused_momentum_step, momentum_step
+
+
+class CorrectedMomentumSGD(HookedOptimizer):
+    """Step along a velocity that a change of the learning rate leaves alone.
+
+    With weight w, velocity u, gradient g, learning rate η and momentum m::
+
+        u ← m·u + g
+        w ← w - η·u
+
+    `MomentumSGD` keeps η inside the velocity. That v = η·u: put v into its rule, with the correction
+    that a new η asks for, and the rule above comes out::
+
+        v' = m·(η'/η)·v + η'·g = η'·(m·u + g) = η'·u'
+
+    It steps as ``torch.optim.SGD(momentum=m)`` does, to the bit, and adds hooks, counters, Chainer's
+    treatment of missing gradients and a state that refuses strangers.
+
+    Args:
+        params: Parameters, or dicts of groups with options of their own.
+        lr: η, at least 0; a tensor spares `torch.compile` a new compilation when it changes.
+        momentum: m, in [0, 1).
+        missing_grad: "skip" leaves a parameter without gradient alone, "zero" has momentum move it.
+        frozen: Whether the parameters stay as they are.
+        fused: Whether one kernel does both lines in one pass, as in
+            ``torch.optim.SGD(fused=True)``. Faster; its bits depend on how tensors are cut.
+
+    Raises:
+        ValueError: An option is out of range.
+
+    Determinism: elementwise, so the same bits wherever each parameter is stepped.
+
+    References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
+    equation 9. Chainer's optimizer of this name keeps -u.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = CorrectedMomentumSGD([weight], lr=0.5, momentum=0.5)
+    >>> for lr in (0.5, 0.25):
+    ...     optimizer.lr = lr
+    ...     weight.grad = torch.tensor([1.0])
+    ...     optimizer.step()
+    >>> weight.item(), optimizer.state[weight]["velocity"].item(), optimizer.t
+    (0.125, 1.5, 2)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.01,
+        momentum: float = 0.9,
+        *,
+        missing_grad: str = "skip",
+        frozen: bool = False,
+        fused: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "missing_grad": missing_grad,
+            "frozen": frozen,
+            "fused": fused,
+        }
+        super().__init__(params, defaults)
+
+    def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:  # noqa: ARG002 - the same in all groups
+        """Name what is remembered for a parameter: its velocity u."""
+        return frozenset({"velocity"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters in, with options of their own.
+
+        Args:
+            param_group: "params" and any of the options; the others are those of the constructor.
+
+        Raises:
+            ValueError: An option is out of range, or ``fused`` meets half precision on a CPU.
+        """
+        super().add_param_group(param_group)
+        if not self.param_groups[-1]["fused"]:
+            return
+        try:
+            for weight in self.param_groups[-1]["params"]:
+                check_fused(weight)
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Move the weights one step by their gradients, and do nothing else: no hook, no count.
+
+        What is remembered belongs to one parameter, so each `part` may advance in a thread of its own.
+        """
+        self.fill_missing_grads()
+        for group in self.param_groups:
+            weights: list[Tensor] = []
+            grads: list[Tensor] = []
+            velocities: list[Tensor] = []
+            self._init_group(group, weights, grads, velocities)
+            step = fused_momentum_step if group["fused"] else momentum_step
+            for lists in self._by_kind(weights, velocities, grads):
+                step(*lists, lr=group["lr"], momentum=group["momentum"])
+
+    def _init_group(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]
+    ) -> None:
+        """Collect what moves, with its velocity; `torch.compile` runs a method of this name eagerly."""
+        if group["frozen"]:
+            return
+        for weight in group["params"]:
+            if weight.grad is not None:
+                state = self.state[weight]
+                if "velocity" not in state:
+                    # Minus zeros: see `momentum_step`.
+                    state["velocity"] = torch.zeros_like(weight).neg_()
+                weights.append(weight)
+                grads.append(weight.grad)
+                velocities.append(state["velocity"])

@@ -1,0 +1,351 @@
+"""What lockstep's optimizers have in common: hooks, counters, missing gradients, saved state."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from lockstep.errors import OrderError, StateError
+from lockstep.optim.hook_list import TIMINGS, HookList, describe
+
+Self = TypeVar("Self", bound="HookedOptimizer")
+
+_COUNTERS = ("t", "epoch")
+
+
+class HookedOptimizer(Optimizer):
+    """An optimizer in torch's conventions with hooks around its arithmetic.
+
+    `step` is, in this order: the closure, the hooks of timing "pre", `advance`, the count, the hooks
+    of timing "post". A subclass writes `advance`, the arithmetic, and names its state per parameter.
+
+    A group's options, given to the constructor or in the dict of a group (which is how parameters
+    get values of their own), are ``lr``, ``momentum`` and:
+
+    * ``missing_grad``: what a parameter without a gradient does. "skip" (torch's way) leaves it
+      alone; "zero" (Chainer's) gives it a gradient of zeros, so that momentum still moves it.
+    * ``frozen``: True leaves the parameters and their state alone, whatever their gradients; hooks
+      pass them over. May be changed at any time.
+
+    Attributes:
+        t: How many updates were applied.
+        epoch: How often `new_epoch` was called.
+        use_auto_new_epoch: Whether an updater calls `new_epoch`, and nobody else may.
+    """
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        self.t = 0
+        self.epoch = 0
+        self.use_auto_new_epoch = False
+        self._hooks = HookList()
+        super().__init__(params, defaults)
+
+    # Arithmetic ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Move the weights one step by their gradients, and do nothing else.
+
+        No hook is called and nothing is counted, and what is remembered belongs to one parameter.
+        So parts of the parameters may advance one after another or in several threads at once, to
+        the same bits as all together. Take the parts with `part`; then it is the caller who calls
+        the hooks and counts, as `step` does::
+
+            optimizer.call_hooks("pre")
+            for part in parts:
+                part.advance()
+            optimizer.t += 1
+            optimizer.call_hooks("post")
+        """
+
+    @abstractmethod
+    def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
+        """Name what is remembered for a parameter of this group."""
+
+    def part(self: Self, groups: list[dict[str, Any]]) -> Self:
+        """Return a shallow copy that holds these groups and shares the state of the parameters.
+
+        It has no hooks, and a count of its own that begins here. `copy.copy` gives the same with
+        all groups.
+
+        Args:
+            groups: Groups with any of this optimizer's parameters, say
+                ``[{**group, "params": group["params"][:3]}]``.
+        """
+        twin = type(self).__new__(type(self))
+        twin.__setstate__({**self.__getstate__(), "param_groups": groups, "_hooks": HookList()})
+        return twin
+
+    # The public step -------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Apply one update: hooks, arithmetic, count, hooks.
+
+        Args:
+            closure: Clears the gradients, computes the loss, calls backward and returns the loss.
+
+        Returns:
+            The loss of the closure, if there is one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.call_hooks("pre")
+        self.advance()
+        self.t += 1
+        self.call_hooks("post")
+        return loss
+
+    def new_epoch(self, auto: bool = False) -> None:
+        """Count an epoch.
+
+        Args:
+            auto: True when an updater calls, who sets `use_auto_new_epoch` before.
+
+        Raises:
+            OrderError: The updater calls without having said so, or somebody else calls although
+                the updater does.
+        """
+        if auto != self.use_auto_new_epoch:
+            owner = "the updater" if self.use_auto_new_epoch else "you"
+            raise OrderError(
+                f"`new_epoch` must be called by {owner} while `use_auto_new_epoch` is "
+                f"{self.use_auto_new_epoch}, got a call with auto={auto}."
+            )
+        self.epoch += 1
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters in, with options of their own.
+
+        Args:
+            param_group: "params" and any of the options; the others are those of the constructor.
+
+        Raises:
+            ValueError: An option is out of range.
+        """
+        check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    @property
+    def lr(self) -> float | Tensor:
+        """The learning rate η of the first group; may be set, at least 0."""
+        return cast("float | Tensor", self.param_groups[0]["lr"])
+
+    @lr.setter
+    def lr(self, lr: float | Tensor) -> None:
+        check_options({**self.param_groups[0], "lr": lr})
+        self.param_groups[0]["lr"] = lr
+
+    @property
+    def momentum(self) -> float:
+        """The momentum m of the first group; may be set, in [0, 1)."""
+        return cast("float", self.param_groups[0]["momentum"])
+
+    @momentum.setter
+    def momentum(self, momentum: float) -> None:
+        check_options({**self.param_groups[0], "momentum": momentum})
+        self.param_groups[0]["momentum"] = momentum
+
+    # Hooks -----------------------------------------------------------------------------------
+
+    def add_hook(
+        self,
+        hook: Callable[..., object],
+        name: str | None = None,
+        timing: str = "auto",
+        *,
+        group: int | None = None,
+    ) -> None:
+        """Have a function called in every update.
+
+        It is called as ``hook(optimizer)``; if it has a true attribute ``per_parameter``, as
+        ``hook(optimizer, parameter)`` for each parameter that has a gradient and is not frozen.
+        Those of timing "pre" may change gradients, those of timing "post" find the weights moved and
+        `t` counted. Hooks of one place are called in the order they were added.
+
+        Args:
+            hook: The function.
+            name: What `remove_hook` knows it by; by default ``hook.name``, else ``hook.__name__``.
+            timing: "pre", "post" or "auto": ``hook.timing``, and "pre" where it says nothing.
+            group: The index of a parameter group. The hook then gets a `part` with that group alone.
+
+        Raises:
+            TypeError: The hook is not callable.
+            ValueError: The timing is unknown, there is no name, or no such group.
+            KeyError: The name is taken.
+        """
+        self._check_group(group)
+        self._hooks.add(describe(hook, name, timing, group))
+
+    def remove_hook(self, name: str, *, group: int | None = None) -> None:
+        """Have a function called no more.
+
+        Args:
+            name: The name it was added by.
+            group: The index of its parameter group; None for the optimizer's own.
+
+        Raises:
+            KeyError: There is no such hook.
+        """
+        self._hooks.remove(name, group)
+
+    @torch.no_grad()
+    def call_hooks(self, timing: str = "pre") -> None:
+        """Call the hooks of one timing, as `step` does.
+
+        Args:
+            timing: "pre" or "post".
+
+        Raises:
+            ValueError: The timing is unknown.
+        """
+        if timing not in TIMINGS:
+            raise ValueError(f"`timing` must be 'pre' or 'post', got {timing!r}.")
+        for entry in self._hooks.due(timing):
+            # Before each, because a hook may clear gradients.
+            self.fill_missing_grads()
+            target = self if entry.group is None else self.part([self.param_groups[entry.group]])
+            if entry.per_parameter:
+                for parameter in target.moving_parameters():
+                    entry.hook(target, parameter)
+            else:
+                entry.hook(target)
+
+    def moving_parameters(self) -> list[Tensor]:
+        """List the parameters that an update would move now: with a gradient and not frozen."""
+        self.fill_missing_grads()
+        moving = [group for group in self.param_groups if not group["frozen"]]
+        return [weight for group in moving for weight in group["params"] if weight.grad is not None]
+
+    def fill_missing_grads(self) -> None:
+        """Give zeros to parameters without gradient in groups of ``missing_grad="zero"``."""
+        for group in self.param_groups:
+            if group["missing_grad"] == "zero" and not group["frozen"]:
+                for weight in group["params"]:
+                    if weight.grad is None and weight.requires_grad:
+                        weight.grad = torch.zeros_like(weight)
+
+    # State -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return hyperparameters, what is remembered per parameter, counters and hooks' state."""
+        packed = super().state_dict()
+        # Threads may have made the entries in any order; a saved state has one.
+        state = {index: packed["state"][index] for index in sorted(packed["state"])}
+        counters = {counter: getattr(self, counter) for counter in _COUNTERS}
+        return {**packed, "state": state, **counters, "hooks": self._hooks.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a saved state; nothing changes if it does not fit.
+
+        Keys that torch's schedulers keep in the groups are taken over.
+
+        Raises:
+            StateError: Something is missing, unknown or of another shape, or comes from other hooks.
+        """
+        self._check_state_dict(state_dict)
+        self._hooks.load_state_dict(state_dict["hooks"])
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        self.t, self.epoch = state_dict["t"], state_dict["epoch"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {key: self.__dict__[key] for key in (*_COUNTERS, "use_auto_new_epoch", "_hooks")}
+        return {**super().__getstate__(), **own}
+
+    def __copy__(self: Self) -> Self:
+        return self.part(self.param_groups)
+
+    def _by_kind(self, *lists: list[Tensor]) -> list[list[list[Tensor]]]:
+        """Sort parallel lists by device and dtype, as the multi-tensor kernels want them."""
+        if not lists[0]:
+            return []
+        kinds = self._group_tensors_by_device_and_dtype(cast("list[list[Tensor | None]]", list(lists)))
+        return cast("list[list[list[Tensor]]]", [tensors for tensors, _ in kinds.values()])
+
+    # Checks ----------------------------------------------------------------------------------
+
+    def _check_group(self, group: int | None) -> None:
+        """Refuse the index of a group that is not there."""
+        last = len(self.param_groups) - 1
+        if group is not None and not 0 <= group <= last:
+            raise ValueError(f"`group` must lie in 0..{last}, got {group}.")
+
+    def _check_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a state that was not written by an optimizer like this one."""
+        _check_keys("The state", saved, {"state", "param_groups", "hooks", *_COUNTERS})
+        groups = saved["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        saved_sizes = [len(group["params"]) for group in groups]
+        if sizes != saved_sizes:
+            raise StateError(
+                f"The groups must hold as many parameters as in the saved state ({saved_sizes}), got {sizes}."
+            )
+        for index, group in enumerate(groups):
+            _check_missing(f"Group {index} of the state", group, {"params", *self.defaults})
+        known = {index for group in groups for index in group["params"]}
+        strangers = sorted(saved["state"].keys() - known)
+        if strangers:
+            raise StateError(f"The state must be about parameters of its groups, got {strangers} too.")
+        for group, saved_group in zip(self.param_groups, groups, strict=True):
+            states = [saved["state"].get(index) for index in saved_group["params"]]
+            keys = self.state_keys(saved_group)
+            for index, weight, state in zip(saved_group["params"], group["params"], states, strict=True):
+                if state is not None:
+                    _check_parameter_state(f"The state of parameter {index}", state, keys, weight.shape)
+        self._hooks.check(saved["hooks"])
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse the options of a group that are out of range.
+
+    Raises:
+        ValueError: ``lr``, ``momentum`` or ``missing_grad`` is.
+    """
+    lr, momentum = options["lr"], options["momentum"]
+    if not (0 <= lr < math.inf):
+        raise ValueError(f"`lr` must be finite and at least 0, got {lr}.")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"`momentum` must lie in [0, 1), got {momentum}.")
+    if options["missing_grad"] not in {"skip", "zero"}:
+        raise ValueError(f"`missing_grad` must be 'skip' or 'zero', got {options['missing_grad']!r}.")
+
+
+def _check_missing(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
+    """Refuse a mapping that lacks a key."""
+    missing = sorted(wanted - saved.keys())
+    if missing:
+        raise StateError(f"{subject} must hold {sorted(wanted)}, got none for {missing}.")
+
+
+def _check_keys(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
+    """Refuse a mapping that lacks a key or has another."""
+    _check_missing(subject, saved, wanted)
+    unknown = sorted(saved.keys() - wanted)
+    if unknown:
+        raise StateError(f"{subject} must hold nothing but {sorted(wanted)}, got {unknown} too.")
+
+
+def _check_parameter_state(
+    subject: str, state: Mapping[str, Any], keys: frozenset[str], shape: torch.Size
+) -> None:
+    """Refuse what is remembered for another parameter or by another optimizer."""
+    _check_keys(subject, state, keys)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape != shape:
+            raise StateError(
+                f"{subject} must hold a {key!r} of shape {tuple(shape)}, got {tuple(value.shape)}."
+            )

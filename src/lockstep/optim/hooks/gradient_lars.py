@@ -1,0 +1,71 @@
+"""Give every parameter a step in proportion to its own norm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.optim.hooks.gradient_hook import GradientHook
+from lockstep.optim.norm import norms
+
+
+@dataclass(frozen=True)
+class GradientLARS(GradientHook):
+    """Scale each parameter's gradient so that its step is in proportion to the parameter's norm.
+
+    With ‖·‖ the Euclidean norm of one parameter or its gradient, and λ the weight decay::
+
+        r = ‖w‖ / (ε + ‖g‖ + λ·‖w‖)   where ‖w‖ > threshold, else 1
+        g ← r·(g + λ·w)
+
+    The learning rate then reads as the share of its norm that a parameter moves in a step.
+
+    Args:
+        threshold: Parameters of a norm up to this keep their gradient; at least 0.
+        weight_decay: λ, at least 0.
+        eps: ε, above 0.
+
+    Raises:
+        ValueError: A number is out of range.
+
+    Determinism: the order of summation depends on the shapes (see `lockstep.optim.norm`). Nothing
+    waits for the device.
+
+    References: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017,
+    arXiv:1708.03888, section 4.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([6.0, 8.0]))
+    >>> weight.grad = torch.tensor([0.0, 5.0])
+    >>> GradientLARS()(torch.optim.SGD([weight]))
+    >>> weight.grad
+    tensor([ 0., 10.])
+    """
+
+    threshold: float = 1e-2
+    weight_decay: float = 0.0
+    eps: float = 1e-9
+
+    def __post_init__(self) -> None:
+        for name, value in (("threshold", self.threshold), ("weight_decay", self.weight_decay)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` must be finite and at least 0, got {value}.")
+        if not self.eps > 0:
+            raise ValueError(f"`eps` must be above 0, got {self.eps}.")
+
+    def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
+        """Decay and scale each gradient."""
+        rates = [
+            torch.where(
+                weight_norm > self.threshold,
+                weight_norm / (self.eps + grad_norm + self.weight_decay * weight_norm),
+                1.0,
+            )
+            for weight_norm, grad_norm in zip(norms(weights), norms(grads), strict=True)
+        ]
+        if self.weight_decay != 0:
+            torch._foreach_add_(grads, weights, alpha=self.weight_decay)
+        for grad, rate in zip(grads, rates, strict=True):
+            grad.mul_(rate)

@@ -1,0 +1,40 @@
+"""Pull weights towards zero by a constant."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.optim.hooks.gradient_hook import GradientHook
+
+
+@dataclass(frozen=True)
+class Lasso(GradientHook):
+    """Add the gradient of the sum of the weights' absolute values, times a rate: g ← g + rate·sign(w).
+
+    Args:
+        rate: At least 0.
+
+    Raises:
+        ValueError: The rate is out of range.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([2.0, 0.0, -2.0]))
+    >>> weight.grad = torch.tensor([1.0, 1.0, 1.0])
+    >>> Lasso(0.25)(torch.optim.SGD([weight]))
+    >>> weight.grad
+    tensor([1.2500, 1.0000, 0.7500])
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate < math.inf:
+            raise ValueError(f"`rate` must be finite and at least 0, got {self.rate}.")
+
+    def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
+        """Add rate·sign(w) to each gradient."""
+        signs = torch._foreach_sign(weights)  # noqa: SLF001 - torch's multi-tensor kernels have no other name
+        torch._foreach_add_(grads, signs, alpha=self.rate)

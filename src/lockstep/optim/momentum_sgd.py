@@ -1,0 +1,156 @@
+"""Momentum SGD whose velocity has the learning rate inside, with or without momentum correction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lockstep.optim.hooked import HookedOptimizer
+from lockstep.optim.momentum import add_to_lr_velocity, lr_momentum_step
+
+
+class MomentumSGD(HookedOptimizer):
+    """Step along a velocity that has the learning rate inside.
+
+    With weight w, velocity v, gradient g, learning rate η and momentum m::
+
+        v ← m·v + η·g
+        w ← w - v
+
+    When η changes, the old part of v keeps the old rate for about 1/(1 - m) steps. With
+    ``correction=True`` it is brought to the new rate in the step of the change, and the weights
+    follow `CorrectedMomentumSGD` up to rounding::
+
+        v ← m·(new η / old η)·v + η·g
+
+    While η is 0 nothing moves and the velocity goes on at the last rate that was not 0 (at 1 if there
+    was none yet), for a velocity of zeros could not be brought to any other rate.
+
+    Args:
+        params: Parameters, or dicts of groups with options of their own.
+        lr: η, at least 0; with ``correction`` a plain number, for the old one is compared on the host.
+        momentum: m, in [0, 1).
+        correction: Whether a change of η rescales the velocity.
+        missing_grad: "skip" leaves a parameter without gradient alone, "zero" has momentum move it.
+        frozen: Whether the parameters stay as they are.
+
+    Raises:
+        ValueError: An option is out of range.
+        TypeError: ``lr`` is a tensor in a group with ``correction``.
+
+    Determinism: elementwise, so the same bits wherever each parameter is stepped.
+
+    References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
+    equation 10 and the remark on momentum correction. Chainer's optimizer of this name keeps -v.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
+    >>> optimizer = MomentumSGD([weight], lr=0.5, momentum=0.5, correction=True)
+    >>> for lr in (0.5, 0.25):
+    ...     optimizer.lr = lr
+    ...     weight.grad = torch.tensor([1.0])
+    ...     optimizer.step()
+    >>> weight.item(), optimizer.state[weight]["velocity"].item(), optimizer.t
+    (0.125, 0.375, 2)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 0.01,
+        momentum: float = 0.9,
+        *,
+        correction: bool = False,
+        missing_grad: str = "skip",
+        frozen: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "correction": correction,
+            "missing_grad": missing_grad,
+            "frozen": frozen,
+        }
+        super().__init__(params, defaults)
+
+    def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
+        """Name what is remembered for a parameter: its velocity v and, to correct it, the η inside."""
+        return frozenset({"velocity", "velocity_lr"} if group["correction"] else {"velocity"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take more parameters in, with options of their own.
+
+        Args:
+            param_group: "params" and any of the options; the others are those of the constructor.
+
+        Raises:
+            ValueError: An option is out of range.
+            TypeError: ``lr`` is a tensor and ``correction`` is asked for.
+        """
+        options = {**self.defaults, **param_group}
+        if options["correction"] and isinstance(options["lr"], Tensor):
+            raise TypeError("`lr` must be a plain number with `correction`, got a tensor.")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Move the weights one step by their gradients, and do nothing else: no hook, no count.
+
+        What is remembered belongs to one parameter, so each `part` may advance in a thread of its own.
+        """
+        self.fill_missing_grads()
+        for group in self.param_groups:
+            weights: list[Tensor] = []
+            grads: list[Tensor] = []
+            velocities: list[Tensor] = []
+            self._init_group(group, weights, grads, velocities)
+            for lists in self._by_kind(weights, velocities, grads):
+                if group["correction"]:
+                    self._corrected_step(*lists, lr=group["lr"], momentum=group["momentum"])
+                else:
+                    lr_momentum_step(*lists, lr=group["lr"], momentum=group["momentum"])
+
+    def _init_group(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]
+    ) -> None:
+        """Collect what moves, with its velocity; `torch.compile` runs a method of this name eagerly."""
+        if group["frozen"]:
+            return
+        for weight in group["params"]:
+            if weight.grad is not None:
+                state = self.state[weight]
+                if "velocity" not in state:
+                    state["velocity"] = torch.zeros_like(weight)
+                if not group["correction"]:
+                    state.pop("velocity_lr", None)
+                weights.append(weight)
+                grads.append(weight.grad)
+                velocities.append(state["velocity"])
+
+    def _corrected_step(
+        self,
+        weights: list[Tensor],
+        velocities: list[Tensor],
+        grads: list[Tensor],
+        *,
+        lr: float,
+        momentum: float,
+    ) -> None:
+        """Step the parameters by the rate inside their velocities, which differs where some were skipped."""
+        rows_by_lr: dict[float, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for row in zip(weights, velocities, grads, strict=True):
+            old_lr = self.state[row[0]].setdefault("velocity_lr", lr or 1.0)
+            rows_by_lr.setdefault(old_lr, []).append(row)
+        for old_lr, rows in rows_by_lr.items():
+            some_weights, some_velocities, some_grads = map(list, zip(*rows, strict=True))
+            if lr == 0:
+                add_to_lr_velocity(some_velocities, some_grads, lr=old_lr, momentum=momentum)
+                continue
+            lr_momentum_step(
+                some_weights, some_velocities, some_grads, lr=lr, momentum=momentum * (lr / old_lr)
+            )
+            for weight in some_weights:
+                self.state[weight]["velocity_lr"] = lr
