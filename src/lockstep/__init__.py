@@ -1,3 +1,36 @@
-"""Synchronous data-parallel training for PyTorch whose result does not depend on where it ran."""
+"""Synchronous data-parallel training for PyTorch whose result does not depend on where it ran.
+
+    import lockstep as ls
+
+The names below are the public face; `docs/` says how they fit together.
+"""
+
+from lockstep import metrics as metrics
+from lockstep import optim as optim
+from lockstep import triggers as triggers
+from lockstep.data import BatchIterator as BatchIterator
+from lockstep.data import collate as collate
+from lockstep.digest import digest as digest
+from lockstep.errors import LockstepError as LockstepError
+from lockstep.errors import NonFiniteError as NonFiniteError
+from lockstep.errors import OrderError as OrderError
+from lockstep.errors import RandomStreamWarning as RandomStreamWarning
+from lockstep.errors import ReplicaError as ReplicaError
+from lockstep.errors import StateError as StateError
+from lockstep.optim import CorrectedMomentumSGD as CorrectedMomentumSGD
+from lockstep.optim import MomentumSGD as MomentumSGD
+from lockstep.precision import DynamicLossScale as DynamicLossScale
+from lockstep.precision import LossScale as LossScale
+from lockstep.precision import RampLossScale as RampLossScale
+from lockstep.precision import StaticLossScale as StaticLossScale
+from lockstep.replicas import ReplicaGroup as ReplicaGroup
+from lockstep.trainer import Extension as Extension
+from lockstep.trainer import Trainer as Trainer
+from lockstep.updaters import Loss as Loss
+from lockstep.updaters import ParallelUpdater as ParallelUpdater
+from lockstep.updaters import StandardUpdater as StandardUpdater
+from lockstep.updaters import Updater as Updater
+from lockstep.updaters import UpdateResult as UpdateResult
+from lockstep.updaters import supervised as supervised
 
 __version__ = "0.1.0"

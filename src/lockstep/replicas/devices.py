@@ -54,7 +54,7 @@ def _parse(name: str | torch.device) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     available = _indices(device.type)
-    index = 0 if device.index is None else device.index
+    index: int = device.index or 0
     if index not in available:
         has = f"{device.type} devices 0..{available[-1]}" if available else f"no {device.type} device"
         raise ValueError(f"`devices` must name devices of this machine, which has {has}; got {name!r}.")

@@ -44,10 +44,10 @@ def refuse_accumulate_hooks(model: nn.Module) -> None:
         ValueError: A parameter has such a hook.
     """
     for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]  # noqa: SLF001 - no public way to look
+        if parameter._post_accumulate_grad_hooks:  # noqa: SLF001 - no public way to look
             raise ValueError(
-                f"`model` must have no post-accumulate-grad hooks, got one on {name!r}. A shard's gradient is "
-                "not the batch's; use Tensor.register_hook or a hook of the optimizer."
+                f"`model` must have no post-accumulate-grad hooks, got one on {name!r}. A shard's gradient "
+                "is not the batch's; use Tensor.register_hook or a hook of the optimizer."
             )
 
 

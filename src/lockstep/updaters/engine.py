@@ -262,7 +262,9 @@ class GradientEngine:
         )
 
 
-def _seeding(borrowed: Sequence[DefaultStream], seed_of: Callable[[Shard], int]) -> Callable[[torch.device], Stream]:
+def _seeding(
+    borrowed: Sequence[DefaultStream], seed_of: Callable[[Shard], int]
+) -> Callable[[torch.device], Stream]:
     """Seed the default generators before each shard, for one thread that computes them all."""
 
     def stream(shard: Shard) -> AbstractContextManager[object]:

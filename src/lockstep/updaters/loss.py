@@ -79,9 +79,9 @@ def check_loss(returned: object) -> Loss:
 
     Raises:
         TypeError: It is neither a tensor nor a `Loss`.
-        ValueError: It has more than one element, carries no gradient, or its weight is negative or not finite.
+        ValueError: It has more than one element, or carries no gradient.
     """
-    loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type] - checked next
+    loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type]  # checked next
     value = loss.value
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"`loss_fn` must return a tensor or a Loss, got a {type(value).__name__}.")

@@ -127,10 +127,9 @@ class ParallelUpdater(Updater):
         self._computed: _Tried | None = None
         if num_shards is None and len(group.devices) > 1:
             LOG.info(
-                "num_shards is not given: %d shards, one a device; another number of devices gives other bits.",
+                "num_shards is not given: %d shards, one a device; other devices give other bits.",
                 len(group.devices),
             )
-'''
 
     def update(self) -> UpdateResult:
         """Do one update with the iterator's next batch.
@@ -310,9 +309,7 @@ class ParallelUpdater(Updater):
             batches, update=self._iteration, loss_scale=scale.factor, settings=settings
         )
 
-    def _try(
-        self, interrupts: HeldInterrupts, settings: ThreadSettings
-    ) -> tuple[list[Any], _Tried]:
+    def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[list[Any], _Tried]:
         """Try batches, at ever lower loss scales, until a gradient is finite or no try is left."""
         scale, nonfinite, tries = self._loss_scale, None, 0
         while True:
@@ -335,8 +332,8 @@ class ParallelUpdater(Updater):
     def _give_up(self, tried: _Tried) -> None:
         if self._on_exhausted == "raise":
             raise NonFiniteError(
-                f"The gradient of {tried.nonfinite!r} is not finite after {tried.tries} tries, the last with a "
-                f"loss scale of {tried.scale.factor}. The weights are those of the update before.",
+                f"The gradient of {tried.nonfinite!r} is not finite after {tried.tries} tries, the last with "
+                f"a loss scale of {tried.scale.factor}. The weights are those of the update before.",
                 parameter=str(tried.nonfinite),
                 tries=tried.tries,
             )

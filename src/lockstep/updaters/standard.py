@@ -20,8 +20,8 @@ class StandardUpdater(ParallelUpdater):
         optimizer: Any `torch.optim.Optimizer` over parameters of `model`.
         model: Moved to the device.
         device: Where to train.
-        **options: Those of `ParallelUpdater` but `devices` and `workloads`. By default a batch is one shard, and
-            the gradient is that of a plain loop on one intra-op thread, bit for bit.
+        **options: Those of `ParallelUpdater` but `devices` and `workloads`. By default a batch is one shard,
+            and the gradient is that of a plain loop on one intra-op thread, bit for bit.
 
     Raises:
         TypeError: As `ParallelUpdater`.

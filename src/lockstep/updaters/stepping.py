@@ -81,7 +81,7 @@ def _part(optimizer: Optimizer, part: frozenset[int]) -> Optimizer:
 def _bare_step(optimizer: Optimizer) -> None:
     """Run the class's step without the wrapper that calls hooks."""
     step = type(optimizer).step
-    bare: Callable[[Optimizer], Any] = step.__wrapped__  # type: ignore[attr-defined] - set by PyTorch's wrapper
+    bare: Callable[[Optimizer], Any] = step.__wrapped__  # type: ignore[attr-defined]  # set by PyTorch's wrapper
     with torch.no_grad():
         bare(optimizer)
 
