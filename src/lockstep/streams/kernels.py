@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lockstep.streams.state import is_stand_in
+from lockstep.streams.state import means_default
 from lockstep.streams.thread import THREAD
 
 _HOOK = torch.DispatchKey.BackendSelect
@@ -114,7 +114,7 @@ def _with_generator(kernel: RandomKernel) -> Callable[..., Any]:
         given = args[position] if positional else kwargs.get("generator")
         if given is None:
             chosen = stream if stream is not None and keyset.has(cpu) else None
-        elif given is default or is_stand_in(given):
+        elif means_default(given):
             chosen = default if stream is None else stream
         else:
             chosen = given
