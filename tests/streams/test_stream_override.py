@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import pytest
 import torch
@@ -249,11 +250,26 @@ def test_it_says_why_it_cannot_be_installed() -> None:
         assert owner.installed
 
 
-def test_a_torch_without_the_means_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch._C, "_dispatch_keyset_full_after"),
+        (torch.random, "default_generator"),
+        (torch.cuda, "manual_seed_all"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_torch_without_the_means_is_named(
+    owner: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = kernels()
     with monkeypatch.context() as patch:
-        patch.delattr(torch._C, "_dispatch_keyset_full_after")
-        with pytest.raises(StreamOverrideError, match=r"with torch .*: .*_dispatch_keyset_full_after'"):
+        patch.delattr(owner, name)
+        with pytest.raises(
+            StreamOverrideError, match=rf"with torch .*: .*{name}.* Compute one shard at a time"
+        ):
             StreamOverride().install()
+    assert kernels() == before
 
 
 def test_a_stream_without_the_override_is_refused() -> None:

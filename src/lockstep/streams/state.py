@@ -27,18 +27,17 @@ class StandInGenerator(torch.Generator):
 
 
 STAND_IN = StandInGenerator()
-_ADDRESSES = (
-    object.__getattribute__(STAND_IN, "_cdata"),
-    object.__getattribute__(torch.default_generator, "_cdata"),
-)
 
 
-def means_default(generator: torch.Generator) -> bool:
-    """Tell whether a generator that came through torch's dispatcher is the default one or its stand-in.
+def default_addresses() -> tuple[int, int]:
+    """Name the default generator and its stand-in as they come through torch's dispatcher.
 
-    The dispatcher may hand out another Python object for the same C++ generator, so addresses are compared.
+    The dispatcher may hand out another Python object for the same C++ generator; ``_cdata`` is its address.
     """
-    return generator._cdata in _ADDRESSES  # type: ignore[attr-defined]  # noqa: SLF001 - its only identity
+    default, stand_in = (
+        object.__getattribute__(each, "_cdata") for each in (torch.default_generator, STAND_IN)
+    )
+    return default, stand_in
 
 
 class ThreadAwareState:
@@ -48,7 +47,11 @@ class ThreadAwareState:
         self._replaced: list[tuple[ModuleType, str, object, object]] = []
 
     def install(self) -> None:
-        """Put our own behind the names."""
+        """Put our own behind the names.
+
+        Raises:
+            KeyError: This torch lacks a name; what was put before has to be removed.
+        """
         self._replace(torch.random, "default_generator", STAND_IN)
         for module in (torch.cuda, torch.cuda.random):
             self._replace(module, "manual_seed_all", _seed_own_device(module.manual_seed_all))
