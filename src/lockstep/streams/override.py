@@ -73,7 +73,7 @@ class StreamOverride:
     it is there, the random CPU operations of a thread inside a `shard_stream` draw from that stream, and
     `torch.get_rng_state`, `set_rng_state`, `manual_seed`, `seed`, `initial_seed`, `torch.random.fork_rng`
     and activation checkpointing act on it. A generator passed explicitly is respected, unless it is
-    the default one. Outside of streams nothing changes, but a random operation costs some 2 µs more.
+    the default one. Outside of streams nothing changes, but a random operation costs some 3 µs more.
 
     Methods called on ``torch.default_generator`` itself, and extensions that draw past torch's operators,
     reach the default generator even inside a stream; a `DefaultGeneratorGuard` finds what they draw.
