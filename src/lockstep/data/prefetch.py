@@ -47,8 +47,12 @@ def fetch_ahead(
         # Else the loader would draw its seed from the default generator.
         generator=torch.Generator().manual_seed(seed % 2**32),
     )
-    for packed in loader:
-        yield unpack(packed)
+    stream = iter(loader)
+    try:
+        yield from map(unpack, stream)
+    finally:
+        # Otherwise they stop when the stream is collected, and an exception may hold on to it for long.
+        stream._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public way
 
 
 def pack(samples: list[Any]) -> _Packed:
