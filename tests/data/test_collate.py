@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data import Samples, collate
 
@@ -198,6 +198,21 @@ def test_neighbours_are_a_view_and_others_a_copy() -> None:
     (copy,) = collate(Samples(TensorDataset(data), (2, 3, 4)))
     assert view.data_ptr() == data[2:].data_ptr()
     assert copy.untyped_storage().data_ptr() != data.untyped_storage().data_ptr()
+
+
+def test_a_subset_is_cut_out_of_the_whole() -> None:
+    whole = TensorDataset(torch.arange(10), torch.rand(10, 2, generator=torch.Generator().manual_seed(0)))
+    inner = Subset(Subset(whole, torch.tensor([7, 1, 3, 9]).tolist()), range(3))
+    samples = Samples(inner, (2, 0))
+    for ours, stacked in zip(collate(samples), collate(list(samples)), strict=True):
+        assert torch.equal(ours, stacked)
+    assert collate(samples)[0].tolist() == [3, 7]
+
+
+@pytest.mark.parametrize("indices", [range(2, 4), (0, 3)])
+def test_samples_outside_of_the_dataset_are_refused(indices: range | tuple[int, ...]) -> None:
+    with pytest.raises((IndexError, RuntimeError), match=r"out of range|exceeds dimension size"):
+        collate(Samples(TensorDataset(torch.zeros(3)), indices))
 
 
 def test_fetched_samples_are_used() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data.samples import Samples
 from lockstep.nest import rebuild
@@ -39,8 +39,9 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     bits of a result may depend on the number of shards, as with batch normalisation; without it, a
     shard holds the same numbers however the batch was cut.
 
-    Samples of a `torch.utils.data.TensorDataset` are cut out of its tensors at once. A run of
-    neighbours is then a view: it shares its memory with the dataset, so do not change it in place.
+    Samples of a `torch.utils.data.TensorDataset`, or of a `Subset` of one, are cut out of its tensors
+    at once. A run of neighbours is then a view: it shares its memory with the dataset, so do not
+    change it in place.
 
     Args:
         samples: At least one.
@@ -71,9 +72,13 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
         raise ValueError("`samples` must hold at least one sample, got none.")
     if not isinstance(samples, Samples):
         return _field(samples, "", device, padding)
-    # A subclass may do more to a sample than to index its tensors.
-    if samples.fetched is None and type(samples.dataset) is TensorDataset:
-        return tuple(_move(_rows(tensor, samples.indices), device) for tensor in samples.dataset.tensors)
+    dataset: Any = samples.dataset
+    indices = samples.indices
+    # Not `isinstance`: a subclass may do more to a sample than to index its tensors.
+    while type(dataset) is Subset:
+        dataset, indices = dataset.dataset, [int(dataset.indices[index]) for index in indices]
+    if samples.fetched is None and type(dataset) is TensorDataset:
+        return tuple(_move(_rows(tensor, indices), device) for tensor in dataset.tensors)
     return _field(samples.fetch(), "", device, padding)
 
 
@@ -87,7 +92,7 @@ class _Array(Protocol):
 def _rows(tensor: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
     """Take rows out of a tensor: a view where they are neighbours, else a copy."""
     if isinstance(indices, range) and indices.step == 1:
-        return tensor[indices.start : indices.stop]
+        return tensor.narrow(0, indices.start, len(indices))
     # An array's buffer becomes a tensor three times as fast as a tuple does.
     places = torch.frombuffer(array("q", indices), dtype=torch.int64)
     return tensor.index_select(0, places.to(tensor.device))
