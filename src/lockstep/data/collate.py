@@ -51,6 +51,9 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
             One number for all fields, or a tuple or dict with an entry for each field; None, for a
             field or for all, where shapes must agree. An exact number of the field's dtype.
 
+    Returns:
+        A tensor, or a nest of tensors; each has the samples along its first dimension.
+
     Raises:
         ValueError: There is no sample; or samples differ in structure, dtype or shape; or padding has
             another structure, or is no number of the field's dtype.
@@ -72,12 +75,14 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
         raise ValueError("`samples` must hold at least one sample, got none.")
     if not isinstance(samples, Samples):
         return _field(samples, "", device, padding)
+    if samples.fetched is not None:
+        return _field(samples.fetched, "", device, padding)
     dataset: Any = samples.dataset
     indices = samples.indices
     # Not `isinstance`: a subclass may do more to a sample than to index its tensors.
     while type(dataset) is Subset:
         dataset, indices = dataset.dataset, [int(dataset.indices[index]) for index in indices]
-    if samples.fetched is None and type(dataset) is TensorDataset:
+    if type(dataset) is TensorDataset:
         return tuple(_move(_rows(tensor, indices), device) for tensor in dataset.tensors)
     return _field(samples.fetch(), "", device, padding)
 
