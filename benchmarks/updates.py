@@ -34,7 +34,6 @@ from lockstep.data import Iterator
 BATCH_SIZE = 256
 NUM_BATCHES = 4  # different batches, taken in turn
 ROUND_SECONDS = 0.25  # long beside the hand-over between contenders, short beside the drift of the machine
-PEERS = 0.0  # lockstep must be above the fastest of them
 
 
 class Encoder(nn.Module):
@@ -108,13 +107,14 @@ WORKLOADS: Mapping[str, Workload] = {
 class ReadyBatches(Iterator):
     """The same few batches for ever, as the plain loops take them."""
 
+    epoch = 0
+    epoch_detail = 0.0
+    previous_epoch_detail = None
+    is_new_epoch = False
+
     def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._batches = batches
         self._position = 0
-        self.epoch = 0
-        self.epoch_detail = 0.0
-        self.previous_epoch_detail = None
-        self.is_new_epoch = False
 
     def peek(self, ahead: int = 0) -> Any:
         """Give a batch of tensors."""
