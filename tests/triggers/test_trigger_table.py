@@ -37,7 +37,7 @@ TABLE: list[tuple[Callable[[], Trigger], float, Sequence[Observed | None], str]]
     (lambda: Interval(2, "update"), 5, [None] * 6, "010101"),
     (lambda: Interval(3, "epoch"), 1, [None] * 7, "0010010"),
     (lambda: Interval(1.5, "epoch"), 2, [None] * 7, "0010010"),
-    (lambda: Interval(1, "epoch"), 2.5, [None] * 7, "0010101"),
+    (lambda: Interval(1, "epoch"), 2.5, [None] * 8, "00101001"),
     (lambda: Interval(1, "epoch"), 0.5, [None] * 3, "111"),
     # 3 / 10 divided by 0.1 is a little less than 3, and 0.1 of an epoch is due all the same.
     (lambda: Interval(0.1, "epoch"), 10, [None] * 10, "1111111111"),
