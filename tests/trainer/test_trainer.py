@@ -369,9 +369,9 @@ def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
     with pytest.raises(
         TypeError, match="`extension` must be an Extension or a function of the trainer, got 3"
     ):
-        trainer.extend(3)  # type: ignore[arg-type]
+        trainer.extend(3)
     with pytest.raises(ValueError, match="`unit` must be one of"):
-        trainer.extend(Recorder("x", []), trigger=(1, "day"))  # type: ignore[arg-type]
+        trainer.extend(Recorder("x", []), trigger=(1, "day"))
     assert trainer.state_dict()["extensions"] == {}
 
 
