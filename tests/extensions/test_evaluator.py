@@ -347,3 +347,9 @@ def test_a_generator_is_used_up_and_says_so() -> None:
     evaluator.evaluate()
     with pytest.raises(ValueError, match="A generator is used up at once"):
         evaluator.evaluate()
+
+
+def test_a_model_that_the_updater_lacks_is_named(tmp_path: Path) -> None:
+    trainer = build(tmp_path, Evaluator(batches(), {"accuracy": Accuracy()}, model_name="critic"))
+    with pytest.raises(KeyError, match=r"`model_name` must be one of \['main'\], got 'critic'"):
+        trainer.run()

@@ -153,11 +153,12 @@ def test_accuracy_counts_like_sorting(shape: tuple[int, ...], ignore: int | None
     assert accuracy.compute() == slow_accuracy(output, target, k, ignore)
 
 
-def test_accuracy_is_argmax_for_one_class() -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_accuracy_is_argmax_for_one_class(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     output, target = torch.randn(50, 4, generator=generator), torch.randint(0, 4, (50,), generator=generator)
     accuracy = Accuracy()
-    accuracy.update(output, target)
+    accuracy.update(output, target.to(dtype))
     assert accuracy.compute() == float((output.argmax(1) == target).double().mean())
 
 
