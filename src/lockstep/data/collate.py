@@ -95,9 +95,9 @@ class _Array(Protocol):
 
 
 def _rows(tensor: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """Take rows out of a tensor: a view where they are neighbours, else a copy."""
+    """Copy rows out of a tensor; a view would let a model that writes to its inputs change the dataset."""
     if isinstance(indices, range) and indices.step == 1:
-        return tensor.narrow(0, indices.start, len(indices))
+        return tensor.narrow(0, indices.start, len(indices)).clone()
     # An array's buffer becomes a tensor three times as fast as a tuple does.
     places = torch.frombuffer(array("q", indices), dtype=torch.int64)
     return tensor.index_select(0, places.to(tensor.device))

@@ -7,6 +7,8 @@ update, none sees another's, and the new ones become state only when the update 
   number of samples; a shard that left it alone counts with the old value. Every other buffer (a counter)
   becomes what the first shard that changed it made of it: set once, never summed.
 * ``"first"``: every buffer becomes what the first shard that changed it made of it.
+
+A buffer that is None is so at the start of every shard; what a shard puts there is dropped.
 """
 
 from __future__ import annotations
@@ -41,14 +43,17 @@ class Slot:
 
 def buffer_slots(model: nn.Module) -> list[Slot]:
     """List a model's buffers, each tensor once, in an order that its copies share."""
-    seen: set[int] = set()
-    slots = []
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                slots.append(Slot(module, name))
-    return slots
+    slots: dict[int, Slot] = {}
+    for slot in _all_slots(model):
+        buffer = slot.get()
+        if buffer is not None:
+            slots.setdefault(id(buffer), slot)
+    return list(slots.values())
+
+
+def _all_slots(model: nn.Module) -> list[Slot]:
+    """List every name under which a module keeps a buffer, or none as yet."""
+    return [Slot(module, name) for module in model.modules() for name in module._buffers]
 
 
 @dataclass(slots=True)
@@ -69,6 +74,9 @@ class BufferSum:
 class ReplicaBuffers:
     """The buffers of one replica: put back before a shard, taken after it.
 
+    Whether a shard changed a buffer is told by its values. Version counters would not do: batch
+    normalisation writes its running statistics past them, and so does whoever writes to ``buffer.data``.
+
     Args:
         original: The model whose buffers are the state; only read.
         replica: A copy of it.
@@ -80,33 +88,39 @@ class ReplicaBuffers:
         self._sources = buffer_slots(original)
         self._slots = buffer_slots(replica)
         self._own = [slot.get() for slot in self._slots]
-        self._clean: list[tuple[object, int, int]] = [(None, 0, 0)] * len(self._slots)
+        self._bound = [(slot, slot.get()) for slot in _all_slots(replica)]
+        self._start: Tensors = []
+        self._clean = [False] * len(self._slots)
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def begin(self, first: int) -> BufferSum:
-        """Begin a run of shards, the first with this number."""
+        """Begin a run of shards, the first with this number; the original's buffers stand still during it."""
         size = len(self._slots)
+        self._start = [
+            None if own is None or (source := slot.get()) is None else source.detach().to(own.device)
+            for slot, own in zip(self._sources, self._own, strict=True)
+        ]
+        self._clean = [False] * size
         return BufferSum(ShardSum(first), [0.0] * size, [None] * size)
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the replica's buffers back to those of the original, writing only where they differ."""
-        stale = []
-        for index, (slot, own) in enumerate(zip(self._slots, self._own, strict=True)):
-            source = self._sources[index].get()
-            if own is None or source is None:
-                continue
+        """Put the replica's buffers back to those of the original, writing only where that may be needed."""
+        for slot, own in self._bound:
             if slot.get() is not own:
                 slot.put(own)
-            if self._clean[index] != (id(source), source._version, own._version):
-                stale.append((index, own, source))
+        stale = [
+            (own, start)
+            for own, start, clean in zip(self._own, self._start, self._clean, strict=True)
+            if own is not None and start is not None and not clean
+        ]
         if stale:
-            _, owns, sources = zip(*stale, strict=True)
-            torch._foreach_copy_(owns, sources)
-        for index, own, source in stale:
-            self._clean[index] = (id(source), source._version, own._version)
+            owns, starts = zip(*stale, strict=True)
+            torch._foreach_copy_(owns, starts)
+        # Until `take` has looked: the shard may fail on the way.
+        self._clean = [False] * len(self._slots)
 
     @torch.no_grad()
     def take(self, shard: int, weight: float, into: BufferSum) -> None:
@@ -116,11 +130,15 @@ class ReplicaBuffers:
             shard: The shard's number, ascending.
             weight: Its share among the shards; a product with it must be exact in float64.
             into: The sums of this place, changed in place.
+
+        Raises:
+            ValueError: The shard gave a buffer another shape.
         """
         values: Tensors = [None] * len(self._slots)
-        for index, (slot, own) in enumerate(zip(self._slots, self._own, strict=True)):
-            value = slot.get()
-            if value is None or own is None or (value is own and own._version == self._clean[index][2]):
+        for index, changed in enumerate(self._changed()):
+            value = self._slots[index].get()
+            self._clean[index] = not changed and value is self._own[index]
+            if value is None or not changed:
                 continue
             if self._rule == "mean" and (value.is_floating_point() or value.is_complex()):
                 values[index] = value * weight
@@ -128,6 +146,35 @@ class ReplicaBuffers:
             elif into.firsts[index] is None:
                 into.firsts[index] = value.detach().clone()
         into.means.push(shard, values)
+
+    def _changed(self) -> list[bool]:
+        """Tell for each buffer whether the shard changed it."""
+        pairs = []
+        for slot, start in zip(self._slots, self._start, strict=True):
+            value = slot.get()
+            if value is not None and start is not None and value.shape != start.shape:
+                raise ValueError(
+                    f"`model` must keep the shapes of its buffers, got {tuple(value.shape)} for "
+                    f"{slot.name!r} of a {type(slot.module).__name__}, which was {tuple(start.shape)}. "
+                    "Keep what has no fixed shape in a plain attribute."
+                )
+            pairs.append((value, start))
+        return _differ(pairs)
+
+
+def _differ(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> list[bool]:
+    """Tell for each pair whether it differs, waiting for the device once; where one is absent it does not."""
+    flags = [
+        False
+        if value is None or start is None
+        else not torch.equal(value, start)
+        if value.device.type == "cpu" and value.dtype == start.dtype
+        else (value != start).any()
+        for value, start in pairs
+    ]
+    waiting = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+    answers = iter(torch.stack(waiting).tolist() if waiting else [])
+    return [next(answers) if isinstance(flag, torch.Tensor) else flag for flag in flags]
 
 
 @torch.no_grad()

@@ -48,7 +48,7 @@ class Attempt:
             reached it.
         nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
         buffers: What the shards made of the buffers, one entry a place.
-        samples: How many samples took part.
+        samples: How many samples took part; 1 where a single shard did.
         reports: What each shard that took part measured, in order.
     """
 

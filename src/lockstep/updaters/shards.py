@@ -50,7 +50,7 @@ class PlaceSums:
         gradients: One entry a parameter that asks for a gradient.
         buffers: What became of the buffers.
         reports: What each shard measured.
-        samples: How many samples the shards that took part hold.
+        samples: How many samples the shards that took part hold; 1 where there is a single shard.
     """
 
     gradients: ShardSum
@@ -106,8 +106,10 @@ class Place:
             gradients = self._take_gradients()
             if report.weight > 0:
                 sums.gradients.push(shard.index, gradients)
-                self.buffers.take(shard.index, len(shard.samples), sums.buffers)
-                sums.samples += len(shard.samples)
+                # A single shard's buffers are taken as they are: x * n / n is not always x.
+                share = 1 if recipe.lift is None else len(shard.samples)
+                self.buffers.take(shard.index, share, sums.buffers)
+                sums.samples += share
                 sums.reports.append(report)
         return sums
 
