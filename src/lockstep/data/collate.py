@@ -39,9 +39,8 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     bits of a result may depend on the number of shards, as with batch normalisation; without it, a
     shard holds the same numbers however the batch was cut.
 
-    Samples of a `torch.utils.data.TensorDataset`, or of a `Subset` of one, are cut out of its tensors
-    at once. A run of neighbours is then a view: it shares its memory with the dataset, so do not
-    change it in place.
+    Samples of a `torch.utils.data.TensorDataset`, or of a `Subset` of one, are copied out of its tensors
+    at once.
 
     Args:
         samples: At least one.
