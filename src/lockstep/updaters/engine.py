@@ -251,9 +251,9 @@ class GradientEngine:
         """Add up the places, divide once by the summed weight and the loss scale, and check the result."""
         reports = [report for place in sums for report in place.reports]
         divisor = sum(recipe.factor(report.weight) for report in reports)
-        partials = gather(
-            [partial for place in sums for partial in place.gradients.partials], self.group.devices[0]
-        )
+        partials = [partial for place in sums for partial in place.gradients.partials]
+        if len(self._places) > 1:
+            partials = gather(partials, self.group.devices[0])
         norms: list[torch.Tensor] = []
         if self.side_by_side and can_be_cut(partials):
 

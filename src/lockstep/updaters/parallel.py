@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from lockstep.precision import LossScale, parse_loss_scale, parse_precision
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
-from lockstep.replicas.settings import Applied, ThreadSettings
+from lockstep.replicas.settings import Computing, ThreadSettings
 from lockstep.state import check_keys
 from lockstep.updaters.batches import Converter
 from lockstep.updaters.commit import Committer
@@ -288,12 +287,9 @@ class ParallelUpdater(Updater):
         if (state["scheduler"] is None) != (self._scheduler is None):
             raise StateError("`state` must hold a scheduler exactly if the updater has one.")
 
-    @contextmanager
-    def _computing(self) -> Generator[ThreadSettings, None, None]:
-        """Put the calling thread under the settings that all places share, recording for backward."""
-        settings = replace(self._engine.group.settings(), grad=True, inference=False)
-        with Applied(settings):
-            yield settings
+    def _computing(self) -> Computing:
+        """Put the calling thread into the state in which all places compute."""
+        return Computing(ThreadSettings.capture(self._engine.group.device_types, training=True))
 
     def _next_batches(self) -> list[Any]:
         """Look at the next batches without moving the iterator; fewer where it ends."""
