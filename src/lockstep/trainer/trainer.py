@@ -312,26 +312,33 @@ class Trainer:
 
     def _close(self, error: BaseException | None) -> None:
         """Call everything that must be called at the end, whatever fails; then raise what failed first."""
+        entries = self._initialized
         calls: list[tuple[str, Callable[[], object]]] = []
         if error is not None:
-            for entry in self._initialized:
-                calls.append((f"`on_error` of {entry.name}", partial(entry.extension.on_error, self, error)))
-        for entry in self._initialized:
-            calls.append((f"`finalize` of {entry.name}", partial(entry.extension.finalize, self)))
+            calls += [
+                (f"`on_error` of {each.name}", partial(each.extension.on_error, self, error))
+                for each in entries
+            ]
+        calls += [(f"`finalize` of {each.name}", partial(each.extension.finalize, self)) for each in entries]
         calls.append(("`finalize` of the updater", self.updater.finalize))
         first = error
         for what, call in calls:
-            try:
-                call()
-            except BaseException as failure:  # noqa: BLE001 - raised below, or reported beside what failed first
-                if first is None:
-                    first = failure
-                else:
-                    _report(what, failure, beside=first)
+            failure = _failure(call)
+            if failure is not None and first is not None:
+                _report(what, failure, beside=first)
+            first = first or failure
         self._initialized.clear()
         self._elapsed, self._started = self.elapsed_time, None
         if error is None and first is not None:
             raise first
+
+
+def _failure(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as failure:  # noqa: BLE001 - the caller raises or reports it
+        return failure
+    return None
 
 
 def _report(what: str, failure: BaseException, *, beside: BaseException) -> None:
