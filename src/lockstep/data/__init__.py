@@ -1,0 +1,6 @@
+"""Batches of a dataset whose order and state depend on nothing but the seed, and how they become tensors."""
+
+from lockstep.data.batch_iterator import BatchIterator as BatchIterator
+from lockstep.data.collate import collate as collate
+from lockstep.data.iterator import Iterator as Iterator
+from lockstep.data.samples import Samples as Samples

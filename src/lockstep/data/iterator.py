@@ -1,0 +1,83 @@
+"""What an updater needs from a source of batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Iterator(ABC):
+    """A source of batches that is looked at first and moved past afterwards.
+
+    An updater peeks at the next batch, computes with it, and advances only when the update is
+    applied or the batch is given up. So an exception on the way leaves the iterator where it was.
+
+    Progress is counted in epochs: ``epoch_detail`` is the number of epochs passed, fractions
+    included, and ``previous_epoch_detail`` what it was before the last advance, however many
+    batches that passed at once. A trigger finds what lies between the two.
+    """
+
+    @abstractmethod
+    def peek(self, ahead: int = 0) -> Sequence[Any]:
+        """Give the batch that comes after ``ahead`` others, without moving.
+
+        Raises:
+            StopIteration: The batches end before it.
+        """
+
+    @abstractmethod
+    def advance(self, num_batches: int = 1) -> None:
+        """Move past the next batches.
+
+        Raises:
+            StopIteration: Fewer batches are left; nothing has moved.
+        """
+
+    def __next__(self) -> Sequence[Any]:
+        batch = self.peek()
+        self.advance()
+        return batch
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """The number of whole epochs passed."""
+
+    @property
+    @abstractmethod
+    def epoch_detail(self) -> float:
+        """The number of epochs passed, fractions included."""
+
+    @property
+    @abstractmethod
+    def previous_epoch_detail(self) -> float | None:
+        """``epoch_detail`` before the last advance; None before the first."""
+
+    @property
+    @abstractmethod
+    def is_new_epoch(self) -> bool:
+        """Whether the last advance reached the end of an epoch."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Go back to the first batch of epoch 0."""
+
+    @abstractmethod
+    def finalize(self) -> None:
+        """Let go of what costs something to hold, such as worker processes."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Say where the iterator stands, in numbers and tensors."""
+
+    @abstractmethod
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go where a saved iterator stood; all of it or, after an error, nothing.
+
+        Raises:
+            StateError: A key is unknown or missing, or a value does not fit this iterator.
+        """

@@ -1,0 +1,111 @@
+"""Load samples in worker processes, ahead of their use, with PyTorch's own loader as the engine."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader
+
+from lockstep.data.samples import MapDataset
+
+# A shared file per tensor would use up the files a process may open: a batch travels as one buffer.
+_Place: TypeAlias = "tuple[int, torch.Size, torch.dtype]"
+_Packed: TypeAlias = "tuple[bytes, torch.Tensor, list[_Place]]"
+
+_BATCHES_PER_WORKER = 2
+_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
+
+
+def fetch_ahead(
+    dataset: MapDataset, batches: Iterable[Sequence[int]], *, num_workers: int, seed: int
+) -> Iterator[list[Any]]:
+    """Load batch after batch in worker processes, and give them in order.
+
+    The workers start with the first batch and stop when the iterator is closed or exhausted. They
+    hold two batches each, so ``batches`` is read that far ahead.
+
+    Args:
+        dataset: Must be picklable where worker processes are not forked.
+        batches: The indices of each batch.
+        num_workers: At least 1.
+        seed: Where the random numbers of the workers begin. Which worker loads which batch depends
+            on their number, so a dataset that draws such numbers is different for another number.
+
+    Raises:
+        Exception: What the dataset raised, as PyTorch's loader reports it.
+    """
+    loader: DataLoader[Any] = DataLoader(
+        dataset,  # type: ignore[arg-type]  # the loader asks for no more than a MapDataset has
+        batch_sampler=(list(indices) for indices in batches),
+        num_workers=num_workers,
+        collate_fn=pack,
+        prefetch_factor=_BATCHES_PER_WORKER,
+        # Else the loader would draw its seed from the default generator.
+        generator=torch.Generator().manual_seed(seed % 2**32),
+    )
+    for packed in loader:
+        yield unpack(packed)
+
+
+def pack(samples: list[Any]) -> _Packed:
+    """Turn samples into one buffer for the bytes of all tensors, and one string for the rest."""
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(samples)
+    places = []
+    size = 0
+    for tensor in pickler.tensors:
+        places.append((size, tensor.shape, tensor.dtype))
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = torch.empty(size, dtype=torch.uint8)
+    for tensor, place in zip(pickler.tensors, places, strict=True):
+        _view(buffer, place).copy_(tensor)
+    return stream.getvalue(), buffer, places
+
+
+def unpack(packed: _Packed) -> list[Any]:
+    """Turn what `pack` made back into samples, whose tensors are views of the buffer.
+
+    >>> unpack(pack([(torch.arange(3), "a name")]))
+    [(tensor([0, 1, 2]), 'a name')]
+    """
+    content, buffer, places = packed
+    samples: list[Any] = _Unpickler(io.BytesIO(content), [_view(buffer, place) for place in places]).load()
+    return samples
+
+
+def _view(buffer: torch.Tensor, place: _Place) -> torch.Tensor:
+    """Find a tensor's bytes in the buffer."""
+    start, shape, dtype = place
+    return buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps plain tensors out of the stream and collects them."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        # Whatever is more than values on the CPU goes the long way, and comes back as it was.
+        plain = type(obj) is torch.Tensor and obj.layout == torch.strided and obj.device.type == "cpu"
+        if not plain or obj.requires_grad or obj.is_quantized:
+            return None
+        self.tensors.append(obj)
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Puts the tensors back."""
+
+    def __init__(self, stream: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(stream)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: int) -> torch.Tensor:
+        return self._tensors[pid]

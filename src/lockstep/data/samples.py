@@ -1,0 +1,97 @@
+"""Some samples of a dataset, named by index and loaded when somebody asks for them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final, overload, runtime_checkable
+
+
+@runtime_checkable
+class MapDataset(Protocol):
+    """A dataset with a length whose samples are found by index, as `torch.utils.data.Dataset` has it."""
+
+    def __len__(self) -> int:
+        """Count the samples."""
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Load one sample."""
+
+
+@runtime_checkable
+class _ManyAtOnce(Protocol):
+    """A dataset that can load several samples in one go, as PyTorch's own loader asks it to."""
+
+    def __getitems__(self, indices: list[int], /) -> Sequence[Any]: ...
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Samples(Sequence[Any]):
+    """Samples of a dataset by index, as a sequence; each is loaded when it is asked for, every time.
+
+    A slice loads nothing, so whoever cuts a batch into shards and reads only some of them loads
+    only those.
+
+    Args:
+        dataset: Where the samples come from.
+        indices: Which samples, in which order; an index may occur more than once.
+        fetched: The samples themselves, where somebody has loaded them ahead; one for each index.
+
+    >>> samples = Samples("abcdef", [5, 0, 3, 3])
+    >>> len(samples), samples[0], list(samples[1:])
+    (4, 'f', ['a', 'd', 'd'])
+    >>> samples[1:].indices
+    (0, 3, 3)
+    """
+
+    dataset: MapDataset
+    indices: Sequence[int]
+    fetched: Sequence[Any] | None = None
+
+    def __post_init__(self) -> None:
+        # Ranges and tuples cannot change behind our back, and are what slices hand on.
+        if not isinstance(self.indices, range | tuple):
+            object.__setattr__(self, "indices", tuple(map(operator.index, self.indices)))
+        if self.fetched is not None and len(self.fetched) != len(self.indices):
+            counts = f"{len(self.fetched)} for {len(self.indices)}"
+            raise ValueError(f"`fetched` must hold one sample for each of `indices`, got {counts}.")
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, key: int, /) -> Any: ...
+    @overload
+    def __getitem__(self, key: slice, /) -> Samples: ...
+    def __getitem__(self, key: int | slice, /) -> Any:
+        if isinstance(key, slice):
+            fetched = None if self.fetched is None else self.fetched[key]
+            return Samples(self.dataset, self.indices[key], fetched)
+        if self.fetched is not None:
+            return self.fetched[key]
+        return self.dataset[self.indices[key]]
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not the iteration that `Sequence` offers: it takes an IndexError of the dataset for the end.
+        return (self[place] for place in range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"Samples({type(self.dataset).__name__}, {self.indices})"
+
+    def fetch(self) -> list[Any]:
+        """Load all samples, in one go where the dataset has ``__getitems__``.
+
+        Raises:
+            ValueError: The dataset's ``__getitems__`` gave another number of samples than asked for.
+        """
+        if self.fetched is not None:
+            return list(self.fetched)
+        if not isinstance(self.dataset, _ManyAtOnce):
+            return [self.dataset[index] for index in self.indices]
+        samples = list(self.dataset.__getitems__(list(self.indices)))
+        if len(samples) != len(self.indices):
+            rule = f"must return one sample for each of the {len(self.indices)} indices"
+            raise ValueError(f"`{type(self.dataset).__name__}.__getitems__` {rule}, got {len(samples)}.")
+        return samples

@@ -1,0 +1,311 @@
+"""Replay what the original systems computed: read their traces, compare ours, account for what differs.
+
+A trace file holds cases; each records what was given to an original and what came out. A replay gives
+the same to lockstep, builds a record of the same form, and has it compared, all in one call::
+
+    from traces import Case, Tolerance, cases
+
+    TRIGGERS = cases("chainer-cunn/triggers.json", num_cases=135, given=["trigger", "args"])
+
+    @pytest.mark.parametrize("case", TRIGGERS)
+    def test_triggers(case: Case) -> None:
+        ours = {"fired": [...], "attrs": [...]}                 # same keys and lists as in the file
+        case.check(ours, {"attrs.*.best": Tolerance(1e-5)})     # whatever has no tolerance is exact
+
+A place in a record is called by its path, keys and indices joined by dots: ``steps.3.param.w``. Paths
+are matched by patterns in which ``*`` stands for anything, dots included.
+
+Nothing is left out in silence. Every field of a case must be named as given, or be in our record; our
+record holds nothing else; the file holds the stated number of cases; and each place where lockstep
+differs on purpose has an entry in ``differences.toml``::
+
+    [[difference]]
+    file = "chainer-cunn/serial_iterator.json"
+    case = "empty_dataset_*"          # a pattern for names of cases
+    field = "nexts"                   # a pattern for paths; what lies below is not compared further
+    ours = "ValueError: ..."          # the value in our record instead
+    reason = "Why it is better so."
+
+Such an entry is checked: ours must be that value, it must differ from the original's, and each case the
+entry is for must come past it. An entry for no case at all is an error.
+
+The reference folder is found by the environment variable LOCKSTEP_REFERENCE, or beside the repository as
+``../shared/reference``. Where there is none, the replays are skipped. The cases of a file can be taken
+for traces of the same kind, of another variant: those may have another number of cases.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import pytest
+import torch
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DIFFERENCES = Path(__file__).with_name("differences.toml")
+_MOST_SHOWN = 10
+_ARRAY_KEYS = {"dtype", "shape", "data"}
+_ABSENT = "<absent>"
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a number may be from the original's: |ours - original| ≤ relative · max(floor, |original|)."""
+
+    relative: float
+    floor: float = 1.0
+
+    def accepts(self, ours: float, original: float) -> bool:
+        if math.isnan(ours) or math.isnan(original):
+            return math.isnan(ours) and math.isnan(original)
+        # The first holds for infinities, whose difference is no number.
+        return ours == original or abs(ours - original) <= self.relative * max(self.floor, abs(original))
+
+
+EXACT = Tolerance(0.0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A place where lockstep differs from the original on purpose."""
+
+    file: str
+    case: str
+    field: str
+    ours: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case of a trace.
+
+    Attributes:
+        name: What the case is called in `differences.toml` and in the test's name.
+        content: The case as recorded.
+        shared: What the file says once for all cases.
+        given: Patterns for the places that are no results.
+        differences: The entries of `differences.toml` for this case.
+    """
+
+    name: str
+    content: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    given: Sequence[str] = ()
+    differences: Sequence[Difference] = ()
+
+    def __getitem__(self, key: str) -> Any:
+        return self.content[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.content
+
+    def check(self, ours: Mapping[str, object], tolerances: Mapping[str, Tolerance] | None = None) -> None:
+        """Compare our record of the whole case with the original's; the first pattern that fits is used."""
+        reached: set[int] = set()
+        found = list(self._mismatches("", self.content, ours, tolerances or {}, reached))
+        for number, difference in enumerate(self.differences):
+            if number not in reached:
+                found.append(f"{difference.field}: listed as a difference, but this case never comes past it")
+        more = f"\n... and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+        assert not found, f"case {self.name}:\n" + "\n".join(found[:_MOST_SHOWN]) + more
+
+    def _mismatches(
+        self,
+        path: str,
+        original: Any,
+        ours: object,
+        tolerances: Mapping[str, Tolerance],
+        reached: set[int],
+    ) -> Iterator[str]:
+        """Compare one place and all below it."""
+        if any(fnmatchcase(path, pattern) for pattern in self.given):
+            return
+        for number, difference in enumerate(self.differences):
+            if fnmatchcase(path, difference.field):
+                reached.add(number)
+                yield from _wrong_difference(path, original, ours, difference, _tolerance(path, tolerances))
+                return
+        parts = list(_parts(original, ours))
+        for key, original_part, our_part in parts:
+            below = f"{path}.{key}".lstrip(".")
+            yield from self._mismatches(below, original_part, our_part, tolerances, reached)
+        if not parts and not equal(original, ours, _tolerance(path, tolerances)):
+            yield f"{path}: the original has {_short(original)}, ours has {_short(ours)}"
+
+
+def cases(
+    file: str,
+    num_cases: int,
+    *,
+    given: Iterable[str] = (),
+    key: str = "cases",
+    name: Callable[[Mapping[str, Any]], str] = lambda content: str(content.get("name", "case")),
+) -> list[Any]:
+    """List the cases of a trace as parameters for a test.
+
+    Args:
+        file: The folder and the name of the file, as in ``"chainer-cunn/serial_iterator.json"``.
+        num_cases: How many cases it must hold.
+        given: Patterns for what is no result; ``"name"`` always is one.
+        key: Where in the file the list of cases is.
+        name: Makes the name of a case; a further case of the same name gets a number.
+    """
+    folder = reference_folder()
+    if folder is None:
+        reason = "no reference folder: neither LOCKSTEP_REFERENCE nor ../shared/reference"
+        return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
+    found = read(folder, file, num_cases, given=given, key=key, name=name, differences=read_differences())
+    return [pytest.param(case, id=case.name) for case in found]
+
+
+def read(
+    folder: Path,
+    file: str,
+    num_cases: int,
+    *,
+    given: Iterable[str],
+    key: str,
+    name: Callable[[Mapping[str, Any]], str],
+    differences: Iterable[Difference],
+) -> list[Case]:
+    """Read the cases of a trace."""
+    system, trace = file.split("/")
+    content = json.loads((folder / system / "traces" / trace).read_text(encoding="utf-8"))
+    contents = content.pop(key)
+    is_public = content.get("variant", content.get("origin", {}).get("variant")) == "dev"
+    counts = f"{file} must hold {num_cases} cases, got {len(contents)}."
+    assert len(contents) == num_cases if is_public else contents, counts
+    listed = [difference for difference in differences if difference.file == file]
+    seen: Counter[str] = Counter()
+    result = []
+    for each in contents:
+        plain_name = name(each)
+        seen[plain_name] += 1
+        unique = plain_name if seen[plain_name] == 1 else f"{plain_name}#{seen[plain_name]}"
+        own = [difference for difference in listed if fnmatchcase(unique, difference.case)]
+        result.append(Case(unique, each, content, ["name", *given], own))
+    for difference in listed:
+        lost = not any(difference in case.differences for case in result)
+        assert not (lost and is_public), f"{file} has no case for the difference {difference}."
+    return result
+
+
+def read_differences(path: Path = DIFFERENCES) -> list[Difference]:
+    """Read the list of the places where lockstep differs on purpose."""
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))["difference"]
+    return [Difference(**entry) for entry in entries]
+
+
+def reference_folder() -> Path | None:
+    """Find the reference folder, or None; a folder that the environment names must be there."""
+    named = os.environ.get("LOCKSTEP_REFERENCE")
+    if named:
+        assert Path(named).is_dir(), f"LOCKSTEP_REFERENCE must name a folder, got {named}."
+        return Path(named)
+    beside = Path(__file__).resolve().parents[3] / "shared" / "reference"
+    return beside if beside.is_dir() else None
+
+
+def tensor(original: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Make a tensor of a recorded array, or of a list of numbers where the dtype is known."""
+    if isinstance(original, Mapping):
+        flat = torch.tensor(_numbers(original["data"]), dtype=getattr(torch, original["dtype"]))
+        return flat.reshape(original["shape"])
+    return torch.tensor(_numbers(original), dtype=dtype)
+
+
+def equal(original: Any, ours: Any, tolerance: Tolerance = EXACT) -> bool:
+    """Say whether ours is what the original recorded, in the form that JSON has for it."""
+    if isinstance(ours, torch.Tensor):
+        return _equal_tensor(original, ours, tolerance)
+    if isinstance(original, Mapping) or isinstance(ours, Mapping):
+        if not (isinstance(original, Mapping) and isinstance(ours, Mapping)):
+            return False
+        same_keys = original.keys() == ours.keys()
+        return same_keys and all(equal(original[key], ours[key], tolerance) for key in original)
+    if _is_list(original) or _is_list(ours):
+        if not (_is_list(original) and _is_list(ours)) or len(original) != len(ours):
+            return False
+        return all(equal(*pair, tolerance) for pair in zip(original, ours, strict=True))
+    return _equal_scalar(original, ours, tolerance)
+
+
+def _parts(original: Any, ours: Any) -> Iterator[tuple[object, Any, Any]]:
+    """Pair what two containers of one kind hold; nothing where there are not two such."""
+    if isinstance(ours, Mapping) and isinstance(original, Mapping):
+        for key in [*original, *(key for key in ours if key not in original)]:
+            yield key, original.get(key, _ABSENT), ours.get(key, _ABSENT)
+    elif _is_list(ours) and _is_list(original) and len(ours) == len(original):
+        yield from zip(range(len(ours)), original, ours, strict=True)
+
+
+def _equal_tensor(original: Any, ours: torch.Tensor, tolerance: Tolerance) -> bool:
+    """Compare a tensor with an array, a list (flat, or nested as the tensor is), or a number."""
+    if isinstance(original, Mapping):
+        if original.keys() != _ARRAY_KEYS or list(ours.shape) != original["shape"]:
+            return False
+        # Recorded decimals are short ones: they mean the number of the dtype that is next to them.
+        same_dtype = str(ours.dtype) == f"torch.{original['dtype']}"
+        return same_dtype and equal(tensor(original).tolist(), ours.tolist(), tolerance)
+    is_flat = _is_list(original) and not any(map(_is_list, original))
+    return equal(original, ours.flatten().tolist() if is_flat else ours.tolist(), tolerance)
+
+
+def _equal_scalar(original: Any, ours: Any, tolerance: Tolerance) -> bool:
+    """Compare numbers by value, everything else by type and value."""
+    if isinstance(ours, float) and original in ("nan", "inf", "-inf"):
+        original = float(original)
+    if not (_is_number(original) and _is_number(ours)):
+        return type(original) is type(ours) and bool(original == ours)
+    if isinstance(original, int) and isinstance(ours, int):
+        return original == ours
+    return tolerance.accepts(ours, original)
+
+
+def _wrong_difference(
+    path: str, original: Any, ours: object, difference: Difference, tolerance: Tolerance
+) -> Iterator[str]:
+    """Say what is wrong with an entry of the list at the place it is for."""
+    if not equal(difference.ours, ours, tolerance):
+        yield f"{path}: listed as a difference with {_short(difference.ours)}, ours has {_short(ours)}"
+    if equal(original, ours, tolerance):
+        yield f"{path}: listed as a difference, but ours is what the original has, {_short(original)}"
+
+
+def _tolerance(path: str, tolerances: Mapping[str, Tolerance]) -> Tolerance:
+    """Find the first tolerance whose pattern fits the path."""
+    return next((value for pattern, value in tolerances.items() if fnmatchcase(path, pattern)), EXACT)
+
+
+def _numbers(data: Any) -> Any:
+    """Turn the words for numbers that are not finite into numbers."""
+    if isinstance(data, list):
+        return [_numbers(value) for value in data]
+    return float(data) if isinstance(data, str) else data
+
+
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
