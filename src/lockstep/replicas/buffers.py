@@ -80,7 +80,7 @@ class ReplicaBuffers:
         self._sources = buffer_slots(original)
         self._slots = buffer_slots(replica)
         self._own = [slot.get() for slot in self._slots]
-        self._clean: list[tuple[object, int, int]] = [(None, 0, 0)] * len(self._slots)
+        self._versions = [0] * len(self._slots)
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -92,21 +92,23 @@ class ReplicaBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the replica's buffers back to those of the original, writing only where they differ."""
-        stale = []
-        for index, (slot, own) in enumerate(zip(self._slots, self._own, strict=True)):
-            source = self._sources[index].get()
+        """Put the replica's buffers back to those of the original.
+
+        All of them, every time: kernels such as batch norm's write running statistics without counting
+        up the tensor's version, so nothing cheaper than the values tells whether a shard wrote.
+        """
+        owns, sources = [], []
+        for slot, own, origin in zip(self._slots, self._own, self._sources, strict=True):
+            source = origin.get()
             if own is None or source is None:
                 continue
             if slot.get() is not own:
                 slot.put(own)
-            if self._clean[index] != (id(source), source._version, own._version):
-                stale.append((index, own, source))
-        if stale:
-            _, owns, sources = zip(*stale, strict=True)
+            owns.append(own)
+            sources.append(source)
+        if owns:
             torch._foreach_copy_(owns, sources)
-        for index, own, source in stale:
-            self._clean[index] = (id(source), source._version, own._version)
+        self._versions = [0 if own is None else own._version for own in self._own]
 
     @torch.no_grad()
     def take(self, shard: int, weight: float, into: BufferSum) -> None:
@@ -120,7 +122,7 @@ class ReplicaBuffers:
         values: Tensors = [None] * len(self._slots)
         for index, (slot, own) in enumerate(zip(self._slots, self._own, strict=True)):
             value = slot.get()
-            if value is None or own is None or (value is own and own._version == self._clean[index][2]):
+            if value is None or own is None or not self._changed(index, value):
                 continue
             if self._rule == "mean" and (value.is_floating_point() or value.is_complex()):
                 values[index] = value * weight
@@ -128,6 +130,13 @@ class ReplicaBuffers:
             elif into.firsts[index] is None:
                 into.firsts[index] = value.detach().clone()
         into.means.push(shard, values)
+
+    def _changed(self, index: int, value: torch.Tensor) -> bool:
+        """Tell whether a shard wrote to a buffer: counted by its version, or seen in its values."""
+        if value is not self._own[index] or value._version != self._versions[index]:
+            return True
+        source = self._sources[index].get()
+        return source is None or not torch.equal(value, source.to(value.device))
 
 
 @torch.no_grad()
