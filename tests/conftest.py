@@ -1,1 +1,75 @@
-"""Its presence puts this folder on the path, so that test modules find the small members beside it."""
+"""A test leaves no trace: whatever it changes for the process or the thread, it puts back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def hygiene() -> Iterator[None]:
+    """Fail a test that leaves something changed."""
+    before = _traces()
+    yield
+    if _lingering_threads() or _random_kernels_are_ours():
+        gc.collect()  # an updater or group in a cycle is no leak
+    for thread in _lingering_threads():
+        thread.join(timeout=5)  # told to end already; give it the time
+    after = _traces()
+    names = before.keys() | after.keys()
+    changed = {
+        name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)
+    }
+    assert not changed, f"the test left changes behind: {changed}"
+
+
+@pytest.fixture
+def one_intra_op_thread() -> Iterator[None]:
+    """Compute here as replicas do: kernels cut their work by the number of threads, and round by the cut."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _traces() -> dict[str, object]:
+    return {
+        **_environment(),
+        "threads": [thread.name for thread in _lingering_threads()],
+        "intra-op threads": torch.get_num_threads(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        "denormals flushed": 5e-324 * 1.0 == 0.0,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "memory filled": torch.utils.deterministic.fill_uninitialized_memory,
+        "SIGINT handler": signal.getsignal(signal.SIGINT),
+        "random kernels overridden": _random_kernels_are_ours(),
+    }
+
+
+def _environment() -> dict[str, str]:
+    """List the variables, but pytest's own and those that scikit-learn and torch's compiler set on import."""
+    foreign = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")
+    return {f"${name}": value for name, value in os.environ.items() if not name.startswith(foreign)}
+
+
+def _lingering_threads() -> list[threading.Thread]:
+    """List threads that would keep the process alive; a daemon (tqdm has one) would not."""
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread() and not thread.daemon
+    ]
+
+
+def _random_kernels_are_ours() -> bool:
+    return torch.random.default_generator is not torch.default_generator

@@ -35,7 +35,7 @@ def test_an_average_holds_a_bounded_number_of_values_and_loses_none() -> None:
     average = Average()
     for _ in range(3 * HELD + 5):
         average.update(torch.tensor(0.1, dtype=torch.float64))
-        assert len(average.state_dict()["held_totals"]) < HELD  # type: ignore[arg-type]
+        assert len(average.state_dict()["held_totals"]) < HELD
     assert average.compute() == pytest.approx(0.1, rel=1e-15)
 
 
@@ -94,7 +94,7 @@ def test_an_average_keeps_no_graph() -> None:
     average = Average()
     leaf = torch.tensor(1.0, requires_grad=True)
     average.update(leaf * 2)
-    assert not average._held[0].total.requires_grad  # type: ignore[union-attr]
+    assert not average._held[0].total.requires_grad
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), "1", None, [1.0]])
@@ -153,11 +153,12 @@ def test_accuracy_counts_like_sorting(shape: tuple[int, ...], ignore: int | None
     assert accuracy.compute() == slow_accuracy(output, target, k, ignore)
 
 
-def test_accuracy_is_argmax_for_one_class() -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_accuracy_is_argmax_for_one_class(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     output, target = torch.randn(50, 4, generator=generator), torch.randint(0, 4, (50,), generator=generator)
     accuracy = Accuracy()
-    accuracy.update(output, target)
+    accuracy.update(output, target.to(dtype))
     assert accuracy.compute() == float((output.argmax(1) == target).double().mean())
 
 

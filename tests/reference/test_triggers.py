@@ -48,7 +48,7 @@ def build(case: dict[str, Any]) -> Trigger:
         "MinValueTrigger": MinValue,
         "MaxValueTrigger": MaxValue,
     }
-    return kinds[case["trigger"]](*args, **kwargs)  # type: ignore[no-any-return]
+    return kinds[case["trigger"]](*args, **kwargs)
 
 
 def attributes(trigger: Trigger) -> dict[str, Any]:

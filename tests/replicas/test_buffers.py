@@ -1,93 +1,148 @@
-"""Running statistics: what batch norm writes, it writes past the version counter of its buffers."""
+"""The rule of buffers: every shard starts from the same ones, and what becomes of them is combined."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
-import lockstep as ls
-
-BATCH = 16
+from lockstep.replicas.buffers import BufferRule
+from tests.updaters.small import Changing, updater_of
 
 
-class Net(nn.Module):
-    """Batch norm, and a buffer that no forward writes, with a value that no mean of itself would keep."""
+def shards_of(x: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, ...]:
+    return torch.tensor_split(x, num_shards)
+
+
+def one_update(
+    model: nn.Module, x: torch.Tensor, *, num_shards: int, devices: int = 2, buffers: BufferRule = "mean"
+) -> nn.Module:
+    with updater_of(model, devices=devices, num_shards=num_shards, buffers=buffers) as updater:
+        updater.compute_gradients(x)
+        updater.apply_gradients()
+    return model
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_running_statistics_become_the_mean_over_shards(devices: int) -> None:
+    x = torch.randn(12, 4, dtype=torch.float64)
+    model = one_update(nn.BatchNorm1d(4).double(), x, num_shards=3, devices=devices)
+    means, variances = [], []
+    for part in shards_of(x, 3):
+        alone = nn.BatchNorm1d(4).double()
+        alone(part)
+        means.append(alone.running_mean)
+        variances.append(alone.running_var)
+    # Same numbers, added and divided in another order.
+    torch.testing.assert_close(model.running_mean, sum(means) / 3, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(model.running_var, sum(variances) / 3, rtol=1e-14, atol=1e-14)
+    assert model.num_batches_tracked == 1
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_a_single_shard_leaves_the_bits_of_a_plain_forward() -> None:
+    x = torch.randn(9, 4)
+    alone = nn.BatchNorm1d(4)
+    alone(x)
+    model = one_update(nn.BatchNorm1d(4), x, num_shards=1)
+    assert torch.equal(model.running_mean, alone.running_mean)
+    assert torch.equal(model.running_var, alone.running_var)
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_by_the_rule_first_the_first_shard_alone_counts() -> None:
+    x = torch.randn(9, 4)
+    alone = nn.BatchNorm1d(4)
+    alone(x[:3])
+    model = one_update(nn.BatchNorm1d(4), x, num_shards=3, buffers="first")
+    assert torch.equal(model.running_mean, alone.running_mean)
+
+
+@pytest.mark.parametrize("how", ["in place", "rebound", "past the version counter"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_however_a_forward_writes_a_buffer_every_shard_starts_from_the_same(how: str, devices: int) -> None:
+    x = torch.tensor([[1.0], [2.0], [4.0], [9.0]])
+    model = one_update(Changing(how), x, num_shards=4, devices=devices)
+    # Each shard adds its input to 10.0 and counts from 5: were it to see another's, it would be more.
+    assert model.total.item() == 10.0 + (1.0 + 2.0 + 4.0 + 9.0) / 4
+    assert model.count.item() == 6
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_shard_that_leaves_a_buffer_alone_counts_with_the_old_value(devices: int) -> None:
+    x = torch.tensor([[1.0], [-2.0], [-4.0], [9.0]])
+    model = one_update(Changing("in place", only_positive=True), x, num_shards=4, devices=devices)
+    assert model.total.item() == 10.0 + (1.0 + 0.0 + 0.0 + 9.0) / 4
+
+
+def test_an_untouched_buffer_keeps_its_bits() -> None:
+    model = Changing("in place")
+    model.register_buffer("table", torch.tensor([0.1, 0.7, float("nan"), -0.0]))
+    before = model.table.clone()
+    one_update(model, torch.ones(7, 1), num_shards=3)
+    assert torch.equal(model.table.view(torch.int32), before.view(torch.int32))
+
+
+class Caching(nn.Module):
+    """Fills a buffer that was None, as caches do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.norm = nn.BatchNorm1d(3)
-        self.register_buffer("table", torch.rand(5, generator=torch.Generator().manual_seed(3)))
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("cache", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x))
+        if self.cache is None:
+            self.cache = x.detach().clone()
+        return (self.weight * x * self.cache.mean()).mean()
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """What is computed here for comparison must round as replicas do: on one intra-op thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_buffer_that_is_none_is_none_for_every_shard(devices: int) -> None:
+    x = torch.arange(1.0, 7.0).reshape(6, 1)
+    model = one_update(Caching(), x, num_shards=6, devices=devices)
+    assert model.cache is None
+    assert model.weight.grad.item() == (x**2).mean().item()
 
 
-def train(num_devices: int, num_shards: int, num_updates: int = 3) -> tuple[nn.Module, nn.Module]:
-    """Return the model and a copy of what it was before the last update."""
-    generator = torch.Generator().manual_seed(1)
-    dataset = TensorDataset(
-        torch.randn(4 * BATCH, 4, generator=generator), torch.randn(4 * BATCH, 3, generator=generator)
-    )
-    torch.manual_seed(2)
-    model = Net()
-    updater = ls.ParallelUpdater(
-        ls.BatchIterator(dataset, BATCH),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model,
-        devices=["cpu"] * num_devices,
-        num_shards=num_shards,
-        loss_fn=ls.supervised(nn.functional.mse_loss),
-    )
-    for _ in range(num_updates - 1):
-        updater.update()
-    before = copy.deepcopy(model)
-    before.inputs = dataset.tensors[0][(num_updates - 1) * BATCH : num_updates * BATCH]
-    updater.update()
-    updater.finalize()
-    return model, before
+class Growing(nn.Module):
+    """Puts a tensor of another shape into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(0, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x])
+        return (self.weight * x).mean()
 
 
-@pytest.mark.parametrize("num_devices", [1, 2, 3])
-@pytest.mark.parametrize("num_shards", [1, 2, 4])
-def test_running_statistics_are_the_mean_over_shards_that_all_began_alike(num_devices, num_shards):
-    model, before = train(num_devices, num_shards)
-    made = []
-    for part in before.inputs.chunk(num_shards):
-        replica = copy.deepcopy(before)
-        replica(part)
-        made.append(replica.norm)
-    # Shards of 16, 8 or 4 samples: weights are powers of two, so every product and quotient is exact,
-    # and the tree of up to four is two levels of pairs.
-    for name in ("running_mean", "running_var"):
-        values = [getattr(norm, name) for norm in made]
-        while len(values) > 1:
-            values = [(left + right) / 2 for left, right in zip(values[::2], values[1::2], strict=True)]
-        assert torch.equal(getattr(model.norm, name), values[0])
-    assert int(model.norm.num_batches_tracked) == 3
+def test_a_buffer_that_changes_its_shape_is_refused_before_anything_has_moved() -> None:
+    model = Growing()
+    with updater_of(model, devices=2, num_shards=2) as updater:
+        with pytest.raises(ValueError, match=r"keep the shapes of its buffers, got \(2, 1\) for 'seen'"):
+            updater.compute_gradients(torch.ones(4, 1))
+        assert model.weight.item() == 1.0
+        assert model.seen.shape == (0, 1)
 
 
-def test_a_buffer_that_no_shard_writes_keeps_its_bits():
-    # Three shards of 6, 5 and 5 samples: a weighted mean of equal numbers would round.
-    model, before = train(num_devices=2, num_shards=3)
-    assert torch.equal(model.table, before.table)
+class Twice(nn.Module):
+    """Holds one buffer under two names and rebinds the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("first", torch.ones(1))
+        self.register_buffer("second", self.first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = (self.weight * x * self.second).mean()
+        self.second = self.second + 1.0
+        return loss
 
 
-def test_running_statistics_of_one_shard_are_those_of_a_plain_loop():
-    model, before = train(num_devices=1, num_shards=1)
-    before(before.inputs)
-    assert torch.equal(model.norm.running_mean, before.norm.running_mean)
-    assert torch.equal(model.norm.running_var, before.norm.running_var)
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_every_name_of_a_shared_buffer_is_put_back(devices: int) -> None:
+    model = one_update(Twice(), torch.ones(3, 1), num_shards=3, devices=devices)
+    assert model.weight.grad.item() == 1.0

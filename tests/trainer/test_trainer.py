@@ -369,10 +369,17 @@ def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
     with pytest.raises(
         TypeError, match="`extension` must be an Extension or a function of the trainer, got 3"
     ):
-        trainer.extend(3)  # type: ignore[arg-type]
+        trainer.extend(3)
     with pytest.raises(ValueError, match="`unit` must be one of"):
-        trainer.extend(Recorder("x", []), trigger=(1, "day"))  # type: ignore[arg-type]
+        trainer.extend(Recorder("x", []), trigger=(1, "day"))
     assert trainer.state_dict()["extensions"] == {}
+
+
+def test_a_trigger_that_two_extensions_would_ask_is_refused(out: Path) -> None:
+    trainer, shared = Trainer(CountingUpdater(), out=out), ManualSchedule(3, "iteration")
+    trainer.extend(Recorder("x", []), trigger=shared)
+    with pytest.raises(ValueError, match="`trigger` must be no other extension's, got that of x"):
+        trainer.extend(Recorder("y", []), trigger=shared)
 
 
 # Resume

@@ -199,13 +199,12 @@ def test_early_stopping_warns_of_a_check_without_a_value_and_leaves_it_out() -> 
 
 def test_a_latch_shows_an_observation_once() -> None:
     place = Place(CountingUpdater(4), {})
-    inner = EarlyStopping("x", patience=3, check_trigger=(1, "iteration"))
+    inner = EarlyStopping("x", patience=3, check_trigger=(2, "iteration"))
     trigger = Latch(inner)
-    place.advance({"x": 1.0})
-    trigger(place)
-    place.advance({"x": 1.0})
-    assert not any(trigger(place) for _ in range(5))
-    assert inner.count == 1
+    for value in (1.0, 3.0):
+        place.advance({"x": value})
+        assert not any(trigger(place) for _ in range(5))
+    assert inner.best == 2.0
 
 
 def test_get_trigger() -> None:

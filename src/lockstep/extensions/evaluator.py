@@ -115,7 +115,7 @@ class Evaluator(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         """Evaluate, and observe the values."""
-        model = trainer.updater.get_all_models()[self.model_name] if self.model is None else self.model
+        model = self._model_of(trainer) if self.model is None else self.model
         prefix = f"{trainer.name_of(self)}/{self.model_name}"
         for name, value in self.evaluate(model).items():
             trainer.observe(f"{prefix}/{name}", value)
@@ -150,6 +150,12 @@ class Evaluator(Extension):
                 )
             losses = {name: average.compute() for name, average in averages.items()}
             return {**losses, **{name: metric.compute() for name, metric in self.metrics.items()}}
+
+    def _model_of(self, trainer: Trainer) -> torch.nn.Module:
+        models = trainer.updater.get_all_models()
+        if self.model_name not in models:
+            raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
+        return models[self.model_name]
 
     def _batches(self) -> Iterator[Any]:
         if isinstance(self.iterator, Resettable):

@@ -102,6 +102,8 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
     ):
         for key in keys:
             _curve(axes, log, key)
+        if log[-1]["epoch_detail"] >= 4:  # noqa: PLR2004 - enough whole epochs to mark
+            axes.locator_params(axis="x", integer=True)
         axes.set_title(name)
         axes.set_xlabel("epoch")
         axes.set_ylabel(name)

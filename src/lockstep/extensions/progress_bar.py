@@ -12,8 +12,8 @@ from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import Until
 from lockstep.triggers.position import Unit, position
 
-BOUNDED = "{desc}{percentage:3.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
-UNBOUNDED = "{desc}{postfix} [{elapsed}]"
+BOUNDED = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
+UNBOUNDED = "{desc} [{elapsed}]"
 
 
 class ProgressBar(Extension):
@@ -44,13 +44,14 @@ class ProgressBar(Extension):
         self._began_at = (trainer.updater.iteration, time.perf_counter())
         self._bar = _Bar(
             total=until.bound if until else None,
-            initial=position(trainer, self._unit),
+            initial=min(position(trainer, self._unit), until.bound) if until else 0,
             file=self.out or sys.stderr,
             disable=None if self.show is None else not self.show,
             bar_format=BOUNDED if until else UNBOUNDED,
             mininterval=0.1,
             miniters=0,
             dynamic_ncols=True,
+            desc=_text(trainer, 0.0),
         )
 
     def __call__(self, trainer: Trainer) -> None:
@@ -71,8 +72,10 @@ class ProgressBar(Extension):
     def _show(self, bar: _Bar, trainer: Trainer) -> None:
         iteration, began = self._began_at
         speed = (trainer.updater.iteration - iteration) / max(time.perf_counter() - began, 1e-9)
-        bar.n = position(trainer, self._unit)
-        bar.postfix = _text(trainer, speed)
+        # The last update of an uneven epoch leads a little beyond the bound.
+        place = position(trainer, self._unit)
+        bar.n = place if bar.total is None else min(place, bar.total)
+        bar.desc = _text(trainer, speed)
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
@@ -83,4 +86,4 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
 
 def _text(trainer: Trainer, speed: float) -> str:
     updater = trainer.updater
-    return f"epoch {updater.epoch_detail:.2f}, iteration {updater.iteration}, {speed:.4g} updates/s"
+    return f"epoch {updater.epoch_detail:.2f}, iteration {updater.iteration}, {speed:.1f} updates/s"

@@ -7,6 +7,8 @@ update, none sees another's, and the new ones become state only when the update 
   number of samples; a shard that left it alone counts with the old value. Every other buffer (a counter)
   becomes what the first shard that changed it made of it: set once, never summed.
 * ``"first"``: every buffer becomes what the first shard that changed it made of it.
+
+A buffer that is None is so at the start of every shard; what a shard puts there is dropped.
 """
 
 from __future__ import annotations
@@ -34,21 +36,24 @@ class Slot:
         """Give the tensor that is there now."""
         return self.module._buffers[self.name]
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Put a tensor there."""
+    def put(self, tensor: torch.Tensor | None) -> None:
+        """Put a tensor there, or none."""
         self.module._buffers[self.name] = tensor
 
 
 def buffer_slots(model: nn.Module) -> list[Slot]:
     """List a model's buffers, each tensor once, in an order that its copies share."""
-    seen: set[int] = set()
-    slots = []
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                slots.append(Slot(module, name))
-    return slots
+    slots: dict[int, Slot] = {}
+    for slot in _all_slots(model):
+        buffer = slot.get()
+        if buffer is not None:
+            slots.setdefault(id(buffer), slot)
+    return list(slots.values())
+
+
+def _all_slots(model: nn.Module) -> list[Slot]:
+    """List every name under which a module keeps a buffer, or none as yet."""
+    return [Slot(module, name) for module in model.modules() for name in module._buffers]
 
 
 @dataclass(slots=True)
@@ -69,6 +74,9 @@ class BufferSum:
 class ReplicaBuffers:
     """The buffers of one replica: put back before a shard, taken after it.
 
+    Whether a shard changed a buffer is told by its values. Version counters would not do: batch
+    normalisation writes its running statistics past them, and so does whoever writes to ``buffer.data``.
+
     Args:
         original: The model whose buffers are the state; only read.
         replica: A copy of it.
@@ -80,37 +88,39 @@ class ReplicaBuffers:
         self._sources = buffer_slots(original)
         self._slots = buffer_slots(replica)
         self._own = [slot.get() for slot in self._slots]
-        self._versions = [0] * len(self._slots)
+        self._bound = [(slot, slot.get()) for slot in _all_slots(replica)]
+        self._start: Tensors = []
+        self._clean = [False] * len(self._slots)
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def begin(self, first: int) -> BufferSum:
-        """Begin a run of shards, the first with this number."""
+        """Begin a run of shards, the first with this number; the original's buffers stand still during it."""
         size = len(self._slots)
+        self._start = [
+            None if own is None or (source := slot.get()) is None else source.detach().to(own.device)
+            for slot, own in zip(self._sources, self._own, strict=True)
+        ]
+        self._clean = [False] * size
         return BufferSum(ShardSum(first), [0.0] * size, [None] * size)
 
-    @torch.no_grad()
     def restore(self) -> None:
-        """Put the replica's buffers back to those of the original.
-
-        All of them, every time: kernels such as batch norm's write running statistics without counting
-        up the tensor's version, so nothing cheaper than the values tells whether a shard wrote.
-        """
-        owns, sources = [], []
-        for slot, own, origin in zip(self._slots, self._own, self._sources, strict=True):
-            source = origin.get()
-            if own is None or source is None:
-                continue
+        """Put the replica's buffers back to those of the original, writing only where that may be needed."""
+        for slot, own in self._bound:
             if slot.get() is not own:
                 slot.put(own)
-            owns.append(own)
-            sources.append(source)
-        if owns:
-            torch._foreach_copy_(owns, sources)
-        self._versions = [0 if own is None else own._version for own in self._own]
+        stale = [
+            (own, start)
+            for own, start, clean in zip(self._own, self._start, self._clean, strict=True)
+            if own is not None and start is not None and not clean
+        ]
+        if stale:
+            owns, starts = zip(*stale, strict=True)
+            torch._foreach_copy_(owns, starts)
+        # Until `take` has looked: the shard may fail on the way.
+        self._clean = [False] * len(self._slots)
 
-    @torch.no_grad()
     def take(self, shard: int, weight: float, into: BufferSum) -> None:
         """Add what a shard made of the buffers.
 
@@ -118,39 +128,63 @@ class ReplicaBuffers:
             shard: The shard's number, ascending.
             weight: Its share among the shards; a product with it must be exact in float64.
             into: The sums of this place, changed in place.
+
+        Raises:
+            ValueError: The shard gave a buffer another shape.
         """
         values: Tensors = [None] * len(self._slots)
-        for index, (slot, own) in enumerate(zip(self._slots, self._own, strict=True)):
-            value = slot.get()
-            if value is None or own is None or not self._changed(index, value):
+        for index, changed in enumerate(self._changed()):
+            value = self._slots[index].get()
+            self._clean[index] = not changed and value is self._own[index]
+            if value is None or not changed:
                 continue
             if self._rule == "mean" and (value.is_floating_point() or value.is_complex()):
-                values[index] = value * weight
+                values[index] = value.detach() * weight
                 into.weights[index] += weight
             elif into.firsts[index] is None:
                 into.firsts[index] = value.detach().clone()
         into.means.push(shard, values)
 
-    def _changed(self, index: int, value: torch.Tensor) -> bool:
-        """Tell whether a shard wrote to a buffer: counted by its version, or seen in its values."""
-        if value is not self._own[index] or value._version != self._versions[index]:
-            return True
-        source = self._sources[index].get()
-        return source is None or not torch.equal(value, source.to(value.device))
+    def _changed(self) -> list[bool]:
+        """Tell for each buffer whether the shard changed it."""
+        pairs = []
+        for slot, start in zip(self._slots, self._start, strict=True):
+            value = slot.get()
+            if value is not None and start is not None and value.shape != start.shape:
+                raise ValueError(
+                    f"`model` must keep the shapes of its buffers, got {tuple(value.shape)} for "
+                    f"{slot.name!r} of a {type(slot.module).__name__}, which was {tuple(start.shape)}. "
+                    "Keep what has no fixed shape in a plain attribute."
+                )
+            pairs.append((value, start))
+        return _differ(pairs)
 
 
-@torch.no_grad()
-def combine(sums: Sequence[BufferSum], model: nn.Module, *, weight: float) -> None:
+def _differ(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) -> list[bool]:
+    """Tell for each pair whether it differs, waiting for the device once; where one is absent it does not."""
+    flags = [
+        False
+        if value is None or start is None
+        else not torch.equal(value, start)
+        if value.device.type == "cpu" and value.dtype == start.dtype
+        else (value != start).any()
+        for value, start in pairs
+    ]
+    waiting = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+    answers = iter(torch.stack(waiting).tolist() if waiting else [])
+    return [next(answers) if isinstance(flag, torch.Tensor) else flag for flag in flags]
+
+
+def combine(sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float) -> None:
     """Make what all shards made of the buffers the model's new buffers.
 
     Args:
         sums: One for each place, in order of shards.
-        model: The buffers are written in place, each on its own device.
+        slots: The model's buffers, which are written in place, each on its own device.
         weight: The weight of all shards together.
 
     Determinism: the bits depend on the shards alone; sums follow the tree, one division follows.
     """
-    slots = buffer_slots(model)
     partials = [
         PartialSum(
             partial.shard, [_move(tensor, slot) for tensor, slot in zip(partial.tensors, slots, strict=True)]

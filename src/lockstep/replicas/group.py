@@ -57,6 +57,8 @@ class ReplicaGroup:
         self._device_types = frozenset(device.type for device in self.devices)
         self._replicas: list[nn.Module] = []
         self._watch: ModelWatch | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._one_memory = True
         self._versions: list[int] = []
         self._workers: list[Worker] = []
         self._stopping = False
@@ -95,24 +97,27 @@ class ReplicaGroup:
             OrderError: The group is closed.
         """
         self._check_open()
-        rebuilt = self._watch is None or self._watch.changed()
-        if rebuilt:
+        if self._watch is None or self._watch.changed():
             self._replicas = [copy_model(self.model, device) for device in self.devices]
+            self._parameters = list(self.model.parameters())
+            self._one_memory = all(
+                parameter.device == device for device in self.devices for parameter in self._parameters
+            )
             self._watch = ModelWatch(self.model)
             self._versions = self._parameter_versions()
-        elif self._versions != (versions := self._parameter_versions()):
+            return True
+        if not self._one_memory and self._versions != (versions := self._parameter_versions()):
             self.sync_parameters()
             self._versions = versions
-        return rebuilt
+        return False
 
     @torch.no_grad()
     def sync_parameters(self) -> None:
         """Copy the model's parameters to replicas on other memory; rarely needed, `refresh` sees writes."""
-        parameters = list(self.model.parameters())
         for replica in self._replicas:
             pairs = [
                 (copied, parameter)
-                for copied, parameter in zip(replica.parameters(), parameters, strict=True)
+                for copied, parameter in zip(replica.parameters(), self._parameters, strict=True)
                 if copied.device != parameter.device
             ]
             if pairs:
@@ -120,12 +125,8 @@ class ReplicaGroup:
                 torch._foreach_copy_(copies, originals)
 
     def _parameter_versions(self) -> list[int]:
-        """Version counters of the parameters that some replica holds a copy of; empty on one memory."""
-        if all(
-            parameter.device == device for device in self.devices for parameter in self.model.parameters()
-        ):
-            return []
-        return [parameter._version for parameter in self.model.parameters()]
+        """Give the parameters' version counters, which count every write."""
+        return [parameter._version for parameter in self._parameters]
 
     def settings(self) -> ThreadSettings:
         """Take the calling thread's settings, to be carried into the workers."""

@@ -46,7 +46,8 @@ class Trainer:
     An extension that raises ends the run, and so does Ctrl-C; `run` called again goes on exactly
     there, with the extension that did not finish. A state saved by an extension holds how far
     the iteration had come: loaded, the run goes on with the extensions after that one, each of
-    which is asked about that very iteration, once.
+    which is asked about that very iteration, once. Where the process that saved it lived on, they
+    ran there as well; so whoever saves had better come last.
 
     Args:
         updater: Makes the updates.
@@ -113,6 +114,7 @@ class Trainer:
 
         Raises:
             TypeError: It cannot be called, or the trigger is none.
+            ValueError: The trigger is another extension's already, or is out of range.
             OrderError: The run is under way.
         """
         if not callable(extension):
@@ -127,7 +129,7 @@ class Trainer:
         entry = Entry(
             name=self._free_name(name or extension.name),
             extension=extension,
-            trigger=get_trigger(extension.trigger if trigger is None else trigger),
+            trigger=self._own_trigger(extension.trigger if trigger is None else trigger),
             priority=extension.priority if priority is None else priority,
             call_before_training=before,
         )
@@ -262,6 +264,16 @@ class Trainer:
             for old_part, own in before:
                 old_part.load_state_dict(own)
             raise
+
+    def _own_trigger(self, spec: TriggerSpec) -> Trigger:
+        """Return the trigger; one that two ask would tell the second that nothing has happened since."""
+        trigger = get_trigger(spec)
+        for entry in self._entries.values():
+            if entry.trigger is trigger:
+                raise ValueError(
+                    f"`trigger` must be no other extension's, got that of {entry.name}. Make a second."
+                )
+        return trigger
 
     def _free_name(self, name: str) -> str:
         count = 0

@@ -23,8 +23,9 @@ from lockstep.replicas.devices import Devices
 from lockstep.replicas.settings import Applied, ThreadSettings
 from lockstep.state import check_keys
 from lockstep.updaters.batches import Converter
-from lockstep.updaters.commit import Committer, hand_over, refuse_accumulate_hooks
+from lockstep.updaters.commit import Committer
 from lockstep.updaters.engine import Attempt, GradientEngine
+from lockstep.updaters.handover import hand_over
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.result import UpdateResult
@@ -122,7 +123,7 @@ class ParallelUpdater(Updater):
         self._on_overflow = on_overflow
         self._max_tries = max_tries
         self._on_exhausted = on_exhausted
-        self._committer = Committer(model, optimizer)
+        self._committer = Committer(optimizer)
         self._iteration = 0
         self._applied_updates = 0
         self._computed: _Tried | None = None
@@ -146,7 +147,7 @@ class ParallelUpdater(Updater):
         with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
             batches, tried = self._try(interrupts, settings)
             interrupts.commit()
-            hand_over(self._model, tried.attempt.gradients)
+            hand_over(self._engine.parameters, tried.attempt.gradients)
             result = self._commit(tried, settings)
             self._iterator.advance(len(batches))
             return result
@@ -167,7 +168,7 @@ class ParallelUpdater(Updater):
         with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
             attempt = self._attempt([batch], self._loss_scale, settings)
             interrupts.check()
-            hand_over(self._model, attempt.gradients)
+            hand_over(self._engine.parameters, attempt.gradients)
         self._computed = _Tried(attempt, self._loss_scale, 1, attempt.nonfinite)
         return self._computed.result(applied=False)
 
@@ -310,7 +311,6 @@ class ParallelUpdater(Updater):
         return batches
 
     def _attempt(self, batches: Sequence[Any], scale: LossScale, settings: ThreadSettings) -> Attempt:
-        refuse_accumulate_hooks(self._model)
         return self._engine.attempt(
             batches, update=self._iteration, loss_scale=scale.factor, settings=settings
         )
@@ -351,7 +351,7 @@ class ParallelUpdater(Updater):
         if applied:
             places = len(self._engine.group.devices) if self._engine.side_by_side else 1
             run = partial(self._engine.group.run, settings=settings)
-            self._committer.apply(attempt, places=places, run=run)
+            self._committer.apply(attempt, self._engine.slots, places=places, run=run)
             if self._scheduler is not None:
                 self._scheduler.step()
             self._applied_updates += 1

@@ -50,7 +50,7 @@ class PlaceSums:
         gradients: One entry a parameter that asks for a gradient.
         buffers: What became of the buffers.
         reports: What each shard measured.
-        samples: How many samples the shards that took part hold.
+        samples: How many samples the shards that took part hold; 1 where there is a single shard.
     """
 
     gradients: ShardSum
@@ -95,6 +95,8 @@ class Place:
             TypeError: The loss function returned something that is no loss.
             ValueError: It returned a loss that cannot be used.
         """
+        for parameter in self.parameters:
+            parameter.grad = None  # a shard that failed may have left some
         first = work[0][0].index if work else 0
         sums = PlaceSums(ShardSum(first), self.buffers.begin(first))
         for shard, arrays in work:
@@ -106,8 +108,10 @@ class Place:
             gradients = self._take_gradients()
             if report.weight > 0:
                 sums.gradients.push(shard.index, gradients)
-                self.buffers.take(shard.index, len(shard.samples), sums.buffers)
-                sums.samples += len(shard.samples)
+                # A single shard's buffers are taken as they are: x * n / n is not always x.
+                share = 1 if recipe.lift is None else len(shard.samples)
+                self.buffers.take(shard.index, share, sums.buffers)
+                sums.samples += share
                 sums.reports.append(report)
         return sums
 
@@ -147,12 +151,13 @@ class Place:
 
 
 def _backward(loss: torch.Tensor, factor: float) -> None:
-    """Run backward from factor times loss; on a CPU and for CUDA in the calling thread and its stream."""
+    """Run backward from factor times loss, in the calling thread and so in its shard's stream."""
+    gradient = None if factor == 1.0 and loss.dim() == 0 else torch.full_like(loss, factor)
+    if loss.device.type == "cpu":
+        loss.backward(gradient)  # type: ignore[no-untyped-call]  # torch's gap
+        return
     with torch.autograd.set_multithreading_enabled(False):
-        if factor == 1.0:
-            loss.backward(torch.ones_like(loss))  # type: ignore[no-untyped-call]  # torch's gap
-        else:
-            loss.backward(torch.full_like(loss, factor))  # type: ignore[no-untyped-call]  # torch's gap
+        loss.backward(gradient)  # type: ignore[no-untyped-call]  # torch's gap
 
 
 def _detached(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]:

@@ -1,0 +1,111 @@
+"""The placement law bites: each way to break it is caught by one device, two, three or four."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep import tree
+from lockstep.replicas import settings
+from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
+from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.updaters import engine, reduction
+from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
+from tests.laws.runs import EQUAL, cross_entropy, digests
+
+
+def caught(work: Workload, **options: object) -> bool:
+    """Tell whether the placement law, over one to four devices, finds something."""
+    with torch.random.fork_rng():
+        return len(set(digests(work, EQUAL, num_shards=6, **options).values())) > 1
+
+
+def dawdling(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Let the other threads come in between the seed of a stream and what is drawn from it."""
+    time.sleep(0.002)
+    return cross_entropy(model, x, target)
+
+
+@pytest.mark.parametrize("work", [MLP, CONVNET, TRANSFORMER], ids=repr)
+def test_without_a_mutant_there_is_nothing_to_catch(work: Workload) -> None:
+    assert not caught(work, loss_fn=dawdling)
+
+
+@pytest.mark.parametrize("work", [MLP, CONVNET, TRANSFORMER], ids=repr)
+def test_a_left_fold_is_caught(work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fold(self: ShardSum, following: int) -> None:  # noqa: ARG001 - a fold has no look ahead
+        while len(self.partials) > 1:
+            tree.add_into(self.partials[-2].tensors, self.partials.pop().tensors)
+
+    def folded(shards: Sequence[int]) -> list[tuple[int, int]]:
+        return [(0, index) for index in range(1, len(shards))]
+
+    monkeypatch.setattr(ShardSum, "_settle", fold)
+    monkeypatch.setattr(tree, "merge_order", folded)
+    assert caught(work)
+
+
+@pytest.mark.parametrize("work", [MLP, CONVNET, TRANSFORMER], ids=repr)
+def test_a_sum_over_a_stack_is_caught(work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stacked(partials: Sequence[PartialSum]) -> Tensors:
+        first = partials[0].tensors
+        for index in range(len(first)):
+            present = [tensor for partial in partials if (tensor := partial.tensors[index]) is not None]
+            first[index].copy_(torch.stack(present).sum(0))
+        return first
+
+    monkeypatch.setattr(reduction, "total", stacked)
+    assert caught(work)
+
+
+def test_buffers_carried_from_shard_to_shard_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin, restore = ReplicaBuffers.begin, ReplicaBuffers.restore
+
+    def restoring_begin(self: ReplicaBuffers, first: int) -> BufferSum:
+        sums = begin(self, first)
+        restore(self)
+        return sums
+
+    monkeypatch.setattr(ReplicaBuffers, "begin", restoring_begin)
+    monkeypatch.setattr(ReplicaBuffers, "restore", lambda _: None)
+    assert caught(CONVNET)
+
+
+@pytest.mark.parametrize("work", [CONVNET, TRANSFORMER], ids=repr)
+def test_one_stream_per_device_is_caught(work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_place(seed: int, position: int) -> int:  # noqa: ARG001 - that is the fault
+        name = threading.current_thread().name
+        return int(name.split("-")[1]) if name.startswith("lockstep-") else 0
+
+    monkeypatch.setattr(engine, "stream_seed", by_place)
+    assert caught(work)
+
+
+@pytest.mark.parametrize("work", [CONVNET, TRANSFORMER], ids=repr)
+def test_the_global_generator_in_threads_is_caught(work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def seeded(seed: int) -> Iterator[None]:
+        torch.default_generator.manual_seed(seed)
+        yield
+
+    monkeypatch.setattr(engine, "shard_stream", seeded)
+    monkeypatch.setattr(engine.DefaultGeneratorGuard, "moved", lambda _: False)
+    assert caught(work, loss_fn=dawdling)
+
+
+def test_two_intra_op_threads_in_the_main_thread_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter = settings.Applied.__enter__
+
+    def two_in_main(self: settings.Applied) -> None:
+        enter(self)
+        if threading.current_thread() is threading.main_thread():
+            torch.set_num_threads(2)
+
+    monkeypatch.setattr(settings.Applied, "__enter__", two_in_main)
+    assert caught(WIDE, batch_size=192, num_samples=384, updates=4)
