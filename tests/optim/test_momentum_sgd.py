@@ -194,6 +194,14 @@ def test_correction_wants_a_plain_number_as_rate() -> None:
         MomentumSGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), correction=True)
 
 
+def in_threads(calls: list[Any]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @BOTH
 def test_parts_in_threads_advance_to_the_same_bits(cls: type[HookedOptimizer]) -> None:
     whole, parted = parameters(), parameters()
@@ -206,13 +214,9 @@ def test_parts_in_threads_advance_to_the_same_bits(cls: type[HookedOptimizer]) -
         alone.step()
         group = optimizer.param_groups[0]
         parts = [optimizer.part([{**group, "params": group["params"][cut]}]) for cut in cuts]
-        threads = [threading.Thread(target=part.advance) for part in parts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        optimizer.step(advance=lambda parts=parts: in_threads([part.advance for part in parts]))
     assert bits(whole) == bits(parted)
-    assert optimizer.t == 0
+    assert optimizer.t == alone.t == 5
     saved, other = optimizer.state_dict(), alone.state_dict()
     assert list(saved["state"]) == list(other["state"]) == [0, 1, 2, 3, 4]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -184,6 +185,11 @@ class ParallelUpdater(Updater):
         with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
             interrupts.commit()
             return self._commit(tried, settings)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where the replicas are, one entry each: what ``"auto"`` came to."""
+        return tuple(self._engine.group.devices)
 
     @property
     def iteration(self) -> int:
