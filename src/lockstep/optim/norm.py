@@ -58,7 +58,7 @@ def _piece_norms(pieces: list[Tensor]) -> Iterator[Tensor]:
     """Take the norms of many small tensors, in half precision with float32 inside."""
     kinds = {piece.dtype for piece in pieces}
     if kinds <= {torch.float32, torch.float64, torch.complex64, torch.complex128}:
-        return iter(torch._foreach_norm(pieces))  # noqa: SLF001 - torch's multi-tensor kernels have no other name
+        return iter(torch._foreach_norm(pieces))
     return iter([torch.linalg.vector_norm(piece.to(_precision(piece))) for piece in pieces])
 
 

@@ -36,8 +36,8 @@ class Slot:
         """Give the tensor that is there now."""
         return self.module._buffers[self.name]
 
-    def put(self, tensor: torch.Tensor) -> None:
-        """Put a tensor there."""
+    def put(self, tensor: torch.Tensor | None) -> None:
+        """Put a tensor there, or none."""
         self.module._buffers[self.name] = tensor
 
 

@@ -101,8 +101,12 @@ class Place:
             if stopping():
                 break
             self.buffers.restore()
-            with stream(shard):
-                report = self._forward_backward(shard, arrays, recipe)
+            try:
+                with stream(shard):
+                    report = self._forward_backward(shard, arrays, recipe)
+            except BaseException:
+                self._take_gradients()  # backward may have come halfway, and the next one would add to that
+                raise
             gradients = self._take_gradients()
             if report.weight > 0:
                 sums.gradients.push(shard.index, gradients)
