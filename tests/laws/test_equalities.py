@@ -19,6 +19,7 @@ from tests.laws.runs import (
     EQUAL,
     NUM_UPDATES,
     ONE,
+    OPTIMIZERS,
     Placement,
     cross_entropy,
     digests,
@@ -96,8 +97,6 @@ def plain_loop(work: Workload, *, optimizer: Callable[[nn.Module], Any], precisi
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)
 def test_one_shard_on_one_device_is_a_plain_loop(work: Workload, optimizer: str, precision: str) -> None:
-    from tests.laws.runs import OPTIMIZERS
-
     still = Workload(work.name, lambda: without_dropout(work.build()), work.shape, work.vocabulary)
     plain = plain_loop(still, optimizer=OPTIMIZERS[optimizer], precision=precision)
     assert train(still, optimizer=optimizer, precision=precision) == plain

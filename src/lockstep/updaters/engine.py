@@ -187,7 +187,11 @@ class GradientEngine:
 
         if not self._one_at_a_time and sum(map(bool, work)) > 1 and self._can_override():
             guard = DefaultGeneratorGuard()
-            sums = self._run(work, recipe, self._thread_streams(seed_of), settings, at_once=True)
+            try:
+                sums = self._run(work, recipe, self._thread_streams(seed_of), settings, at_once=True)
+            except BaseException:
+                guard.put_back()
+                raise
             if not guard.moved():
                 return sums
             guard.put_back()

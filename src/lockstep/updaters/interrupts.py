@@ -42,11 +42,16 @@ class HeldInterrupts:
             if self._pending and error is None:
                 self._handler(_signal.SIGINT, None)
 
-    def check(self) -> None:
-        """Deliver an interrupt that came since; called where nothing has changed yet."""
-        if self._pending:
-            self._pending = False
+    def check(self) -> bool:
+        """Deliver an interrupt that came since; called where nothing has changed yet.
+
+        Returns:
+            Whether one came whose handler lets the work go on; shards may have been left out by then.
+        """
+        came, self._pending = self._pending, False
+        if came:
             self._handler(_signal.SIGINT, None)
+        return came
 
     def commit(self) -> None:
         """Hold every interrupt from here to the end."""

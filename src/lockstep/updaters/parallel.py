@@ -166,7 +166,8 @@ class ParallelUpdater(Updater):
         """
         with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
             attempt = self._attempt([batch], self._loss_scale, settings)
-            interrupts.check()
+            while interrupts.check():
+                attempt = self._attempt([batch], self._loss_scale, settings)
             hand_over(self._engine.parameters, attempt.gradients)
         self._computed = _Tried(attempt, self._loss_scale, 1, attempt.nonfinite)
         return self._computed.result(applied=False)
@@ -317,7 +318,8 @@ class ParallelUpdater(Updater):
         while True:
             batches = self._next_batches()
             attempt = self._attempt(batches, scale, settings)
-            interrupts.check()
+            if interrupts.check():
+                continue
             tries += 1
             nonfinite = attempt.nonfinite or nonfinite
             tried = _Tried(attempt, scale, tries, nonfinite)

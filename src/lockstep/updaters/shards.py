@@ -95,16 +95,18 @@ class Place:
             TypeError: The loss function returned something that is no loss.
             ValueError: It returned a loss that cannot be used.
         """
-        for parameter in self.parameters:
-            parameter.grad = None  # a shard that failed may have left some
         first = work[0][0].index if work else 0
         sums = PlaceSums(ShardSum(first), self.buffers.begin(first))
         for shard, arrays in work:
             if stopping():
                 break
             self.buffers.restore()
-            with stream(shard):
-                report = self._forward_backward(shard, arrays, recipe)
+            try:
+                with stream(shard):
+                    report = self._forward_backward(shard, arrays, recipe)
+            except BaseException:
+                self._take_gradients()  # backward may have come halfway, and the next one would add to that
+                raise
             gradients = self._take_gradients()
             if report.weight > 0:
                 sums.gradients.push(shard.index, gradients)

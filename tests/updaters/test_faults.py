@@ -1,0 +1,246 @@
+"""After a fault the state is that of the last update, and going on gives the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from tests.laws.models import CONVNET, WIDE
+from tests.laws.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
+
+NUM_SHARDS = 6
+FAULT_AT = 3
+"""The update that is disturbed, counted from 0."""
+
+
+class Trap:
+    """A loss function that does something once, in one shard of one update."""
+
+    def __init__(
+        self, action: Callable[[], None], *, where: str = "forward", thread: str | None = None
+    ) -> None:
+        self.action = action
+        self.where = where
+        self.thread = thread
+        self.armed = False
+        self.sprung = 0
+
+    def __call__(self, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.where == "forward":
+            self.spring()
+            return cross_entropy(model, x, target)
+        # Made before the model's own nodes, so backward comes to it when other gradients are there already.
+        tripwire = Tripwire.apply(next(model.parameters()), self).sum()
+        return cross_entropy(model, x, target) + 0.0 * tripwire
+
+    def spring(self) -> None:
+        mine = self.thread is None or threading.current_thread().name.startswith(self.thread)
+        if self.armed and mine:
+            self.armed = False
+            self.sprung += 1
+            self.action()
+
+
+class Tripwire(torch.autograd.Function):
+    """Hands values and gradients through, and springs the trap in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, trap: Trap) -> torch.Tensor:
+        ctx.trap = trap
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.trap.spring()
+        return grad, None
+
+
+def fail() -> None:
+    raise RuntimeError("sprung")
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def snapshot(updater: ls.ParallelUpdater) -> str:
+    """Name everything the next update depends on."""
+    return ls.digest(updater.state_dict())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_exception_in_a_shard_leaves_the_last_update(where: str, place: int) -> None:
+    thread = "MainThread" if place == 0 else f"lockstep-{place}-"
+    trap = Trap(fail, where=where, thread=thread)
+    with finalized(updater_for(CONVNET, Placement(3), num_shards=NUM_SHARDS, loss_fn=trap)) as updater:
+        for _ in range(FAULT_AT):
+            updater.update()
+        before = snapshot(updater), torch.get_rng_state()
+        trap.armed = True
+        with pytest.raises(ls.ReplicaError, match=f"The {where} of shard {2 * place} ") as caught:
+            updater.update()
+        assert trap.sprung == 1
+        assert caught.value.device == "cpu"
+        assert caught.value.shard == 2 * place
+        assert str(caught.value).endswith("raised RuntimeError on cpu: sprung")
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        assert snapshot(updater) == before[0]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        for _ in range(12 - FAULT_AT):
+            updater.update()
+        disturbed = state_digest(updater)
+    undisturbed = Trap(fail, where=where)
+    assert disturbed == train(CONVNET, num_shards=NUM_SHARDS, loss_fn=undisturbed)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_interrupt_in_a_shard_applies_nothing_or_all(where: str, devices: int) -> None:
+    trap = Trap(interrupt, where=where, thread="MainThread" if devices == 1 else "lockstep-1-")
+    with finalized(updater_for(CONVNET, Placement(devices), num_shards=NUM_SHARDS, loss_fn=trap)) as updater:
+        for _ in range(FAULT_AT):
+            updater.update()
+        before = snapshot(updater)
+        trap.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            updater.update()
+        assert trap.sprung == 1
+        assert updater.iteration in {FAULT_AT, FAULT_AT + 1}
+        if updater.iteration == FAULT_AT:
+            assert snapshot(updater) == before
+        while updater.iteration < 12:
+            updater.update()
+        disturbed = state_digest(updater)
+    assert disturbed == train(CONVNET, num_shards=NUM_SHARDS, loss_fn=Trap(interrupt, where=where))
+
+
+@pytest.mark.parametrize("work", [CONVNET, WIDE], ids=repr)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_an_interrupt_while_the_weights_move_waits_for_the_end(work: Any, devices: int) -> None:
+    updater = updater_for(work, Placement(devices), num_shards=NUM_SHARDS)
+    steps = 0
+
+    def interrupted(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == FAULT_AT + 1:
+            interrupt()
+
+    updater.get_optimizer("main").register_step_pre_hook(interrupted)
+    with finalized(updater):
+        for _ in range(FAULT_AT):
+            updater.update()
+        with pytest.raises(KeyboardInterrupt):
+            updater.update()
+        assert updater.iteration == FAULT_AT + 1
+        while updater.iteration < 12:
+            updater.update()
+        assert state_digest(updater) == train(work, num_shards=NUM_SHARDS)
+
+
+def test_a_second_interrupt_is_not_kept_waiting() -> None:
+    def twice() -> None:
+        interrupt()
+        interrupt()
+
+    trap = Trap(twice, thread="MainThread")
+    with finalized(updater_for(CONVNET, Placement(2), num_shards=NUM_SHARDS, loss_fn=trap)) as updater:
+        before = snapshot(updater)
+        trap.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            updater.update()
+        assert snapshot(updater) == before
+        while updater.iteration < 12:
+            updater.update()
+        assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+
+
+def test_an_interrupt_is_given_to_the_handler_that_was_there() -> None:
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))  # noqa: ARG005 - Python's interface
+    try:
+        trap = Trap(interrupt)
+        with finalized(updater_for(CONVNET, Placement(2), num_shards=NUM_SHARDS, loss_fn=trap)) as updater:
+            trap.armed = True
+            while updater.iteration < 12:
+                updater.update()
+            assert heard == [signal.SIGINT]
+            assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_an_error_in_a_hook_of_the_optimizer_moves_nothing() -> None:
+    updater = updater_for(CONVNET, Placement(2), num_shards=NUM_SHARDS)
+    with finalized(updater):
+        for _ in range(FAULT_AT):
+            updater.update()
+        before = snapshot(updater)
+        handle = updater.get_optimizer("main").register_step_pre_hook(lambda *_: fail())
+        with pytest.raises(RuntimeError, match="sprung"):
+            updater.update()
+        handle.remove()
+        assert snapshot(updater) == before
+        while updater.iteration < 12:
+            updater.update()
+        assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+
+
+def test_an_updater_works_outside_of_the_main_thread() -> None:
+    found: list[str] = []
+    worker = threading.Thread(
+        target=lambda: found.append(train(CONVNET, Placement(2), num_shards=NUM_SHARDS))
+    )
+    worker.start()
+    worker.join()
+    assert found == [train(CONVNET, num_shards=NUM_SHARDS)]
+
+
+FORGETFUL = """
+import torch, lockstep as ls
+model = torch.nn.Linear(2, 1)
+data = torch.utils.data.TensorDataset(torch.ones(4, 2))
+updater = ls.ParallelUpdater(
+    ls.BatchIterator(data, 4), torch.optim.SGD(model.parameters(), lr=0.1), model,
+    devices=["cpu"] * 3, loss_fn=lambda model, x: model(x).mean(),
+)
+updater.update()
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"])
+def test_a_script_that_forgets_to_finalize_ends(ending: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL + ending], timeout=60, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == {"": 0, "raise SystemExit(3)": 3, "1 / 0": 1}[ending], done.stderr
+    assert ending.startswith("1 / 0") or not done.stderr
+
+
+def test_a_forgotten_updater_leaves_no_thread() -> None:
+    before = threading.active_count()
+    updater = updater_for(CONVNET, Placement(4), num_shards=NUM_SHARDS)
+    updater.update()
+    assert threading.active_count() == before + 3
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("lockstep-")]
+    reference = weakref.ref(updater)
+    del updater
+    gc.collect()
+    assert reference() is None
+    for thread in threads:
+        thread.join(timeout=5)
+    assert threading.active_count() == before
+    assert torch.random.default_generator is torch.default_generator
