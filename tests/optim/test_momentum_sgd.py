@@ -134,6 +134,20 @@ def test_missing_gradient_skips_or_counts_as_zeros(cls: type[HookedOptimizer]) -
     assert (skipping.item(), moving.item(), still.item()) == (0.5, 0.25, 1.0)
 
 
+@BOTH
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+def test_sparse_gradients_do_what_dense_ones_do(cls: type[HookedOptimizer]) -> None:
+    dense, sparse = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(4, 2))
+    optimizers = [cls([dense], lr=0.5), cls([sparse], lr=0.5)]
+    for row in (1, 3, 1):
+        dense.grad = torch.zeros(4, 2)
+        dense.grad[row] = 1.0
+        sparse.grad = dense.grad.to_sparse()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(dense, sparse)
+
+
 def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = CorrectedMomentumSGD([weight], lr=0.5)
