@@ -375,3 +375,17 @@ def test_clipping_takes_gradients_of_several_dtypes_as_one_vector() -> None:
         weight.grad = torch.full_like(weight, 2.0)
     hooks.GradientClipping(2.0)(torch.optim.SGD(weights))
     assert [weight.grad.item() for weight in weights if weight.grad is not None] == [1.0] * 4
+
+
+@pytest.mark.parametrize("hook", ALL, ids=lambda hook: hook.name)
+@pytest.mark.parametrize("cls", [CorrectedMomentumSGD, MomentumSGD])
+def test_nothing_is_read_from_the_device(hook: hooks.GradientHook, cls: type[CorrectedMomentumSGD]) -> None:
+    # Tensors on this device have shapes and no numbers, so that whoever reads one fails.
+    weight = torch.nn.Parameter(torch.ones(PIECE + 3, device="meta"))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match="meta"):
+        weight.grad.norm().item()
+    optimizer = cls([weight])
+    optimizer.add_hook(copy.deepcopy(hook))
+    optimizer.step()
+    assert optimizer.t == 1

@@ -6,13 +6,21 @@ import copy
 import math
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep.errors import OrderError, StateError
-from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, fused_momentum_step
+from lockstep.optim import (
+    CorrectedMomentumSGD,
+    HookedOptimizer,
+    MomentumSGD,
+    fused_momentum_step,
+    lr_momentum_step,
+    momentum_step,
+)
 
 SHAPES = [(3, 5), (), (65,), (2, 0, 3), (4, 3, 2)]
 BOTH = pytest.mark.parametrize("cls", [CorrectedMomentumSGD, MomentumSGD])
@@ -82,6 +90,11 @@ def test_velocity_form_equals_torch_sgd_of_scaled_gradients() -> None:
     for mine, other in zip(ours, theirs, strict=True):
         # The scaled gradient is rounded once more on its way into the velocity.
         torch.testing.assert_close(mine, other, rtol=1e-13, atol=1e-15)
+
+
+@pytest.mark.parametrize("step", [momentum_step, fused_momentum_step, lr_momentum_step])
+def test_steps_of_no_tensors_do_nothing(step: Callable[..., None]) -> None:
+    step([], [], [], lr=0.1, momentum=0.9)
 
 
 def test_first_step_keeps_the_sign_of_zero() -> None:
