@@ -64,7 +64,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def network() -> nn.Module:
-    """Make a network that starts steep, as deep ones do: its first weights are three times the usual."""
+    """Make a network that starts steep: its first weights are three times as large as torch makes them."""
     layers = [nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 10)]
     with torch.no_grad():
         for layer in layers:
