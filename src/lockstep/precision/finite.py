@@ -1,4 +1,4 @@
-"""Find out whether gradients are finite, at the price of reading them once."""
+"""Divide gradients by a loss scale and find out whether they are finite, at the price of reading them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+
+_LARGEST_INVERTIBLE = 2.0**126
+"""The inverse is a normal float32, in which torch's kernel takes it."""
+
+_MANTISSA_OF_POWERS = 0.5
+"""What `math.frexp` says of powers of two."""
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -40,3 +46,73 @@ def first_nonfinite(tensors: Mapping[str, torch.Tensor | None]) -> str | None:
             if not bool(values.isfinite().all()):
                 return name
     return None
+
+
+def unscale_(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+    """Divide gradients by a factor and tell, without waiting, whether all that came out is finite.
+
+    What is checked is the quotient: a factor below 1 can carry a finite gradient past the largest number
+    of its format. Where neither that nor rounding can be (a power of two from 1 on, on a CPU, where
+    looking at it is free) both are done in one pass over the memory.
+
+    Args:
+        gradients: Changed in place; sparse ones must be coalesced.
+        factor: Positive, 0-d, float64, on any device.
+
+    Returns:
+        1 if an element is not finite, else 0: 0-d, float32, on the factor's device.
+
+    Determinism: elementwise division, rounded once.
+
+    >>> gradients = [torch.tensor([8.0, 16.0])]
+    >>> unscale_(gradients, torch.tensor(8.0, dtype=torch.float64)), gradients
+    (tensor(0.), [tensor([1., 2.])])
+    """
+    inverse = 1.0
+    if factor.device.type == "cpu" and _is_harmless(factor.item()):
+        inverse = 1.0 / factor.item()
+    else:
+        for device, values in _by_device(gradients).items():
+            torch._foreach_div_(values, factor.to(device, non_blocking=True))
+    return _check_and_multiply_(gradients, inverse, factor.device)
+
+
+def nonfinite_flag(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Tell, without waiting, whether gradients are finite, and leave them as they are.
+
+    Returns:
+        1 if an element is not finite, else 0: 0-d, float32, on the device.
+
+    >>> nonfinite_flag([torch.ones(2), torch.tensor([float("inf")])], torch.device("cpu"))
+    tensor(1.)
+    """
+    return _check_and_multiply_(gradients, 1.0, device)
+
+
+def _check_and_multiply_(
+    gradients: Sequence[torch.Tensor], inverse: float, device: torch.device
+) -> torch.Tensor:
+    """Run torch's kernel for both, device by device and dtype by dtype, and gather the flags."""
+    found = torch.zeros((), device=device)
+    for there, values in _by_device(gradients).items():
+        flag = torch.zeros((), device=there)
+        factor = torch.full((), inverse, device=there)
+        for dtype in {value.dtype for value in values}:
+            same = [value for value in values if value.dtype == dtype]
+            torch._amp_foreach_non_finite_check_and_unscale_(same, flag, factor)
+        found = torch.maximum(found, flag.to(device, non_blocking=True))
+    return found
+
+
+def _by_device(gradients: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    """Sort the values of gradients by device."""
+    sorted_values: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - values() is a copy where gradients are off
+        sorted_values.setdefault(values.device, []).append(values)
+    return sorted_values
+
+
+def _is_harmless(factor: float) -> bool:
+    """Tell whether dividing by it can neither round a normal number nor overflow."""
+    return 1.0 <= factor <= _LARGEST_INVERTIBLE and math.frexp(factor)[0] == _MANTISSA_OF_POWERS
