@@ -48,6 +48,17 @@ def first_nonfinite(tensors: Mapping[str, torch.Tensor | None]) -> str | None:
     return None
 
 
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """List the gradients there are, after adding up in place what sparse ones hold twice."""
+    found: list[torch.Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.coalesce()
+            found.append(parameter.grad)
+    return found
+
+
 def unscale_(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
     """Divide gradients by a factor and tell, without waiting, whether all that came out is finite.
 

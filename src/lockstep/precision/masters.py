@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lockstep.errors import StateError
+from lockstep.precision.finite import gradients_of
 from lockstep.state import check_keys
 
 HALF_PRECISION: Final = frozenset({torch.float16, torch.bfloat16})
@@ -123,12 +124,7 @@ class MasterWeights:
 
     def gradients(self) -> list[Tensor]:
         """List the gradients that a step would use: of masters, where there are, after `take_gradients`."""
-        moved = (
-            self._masters.get(parameter, parameter)
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-        )
-        return [tensor.grad for tensor in moved if tensor.grad is not None]
+        return gradients_of(self._masters.get(parameter, parameter) for parameter in self._parameters())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -253,15 +249,16 @@ class MasterWeights:
             self._replace(back)
 
     def _replace(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Put other tensors into the groups, and what is remembered under them."""
+        """Put other tensors into the groups, and what is remembered under them, in the order of the groups."""
+        if not others:
+            return
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
             for index, old in enumerate(group["params"]):
-                new = others.get(old)
-                if new is not None:
-                    group["params"][index] = new
-                    if old in state:
-                        state[new] = state.pop(old)
+                new = others.get(old, old)
+                group["params"][index] = new
+                if old in state:
+                    state[new] = state.pop(old)
 
     @torch.no_grad()
     def _write_back(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from lockstep.errors import OrderError, StateError
-from lockstep.precision.finite import nonfinite_flag, unscale_
+from lockstep.precision.finite import gradients_of, nonfinite_flag, unscale_
 from lockstep.precision.masters import HALF_PRECISION, MasterWeights
 from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_scale
 from lockstep.state import check_keys
@@ -88,10 +88,10 @@ class LossScaler:
     """
 
     def __init__(self, scale: LossScale | float | None = None) -> None:
-        self._policy = DynamicLossScale() if scale is None else parse_loss_scale(scale)
-        self._moving: dict[str, Tensor] = {}
-        self._factor = torch.full((), self._policy.factor, dtype=torch.float64)
-        self._move_to(self._factor.device)
+        self._policy: LossScale
+        self._moving: dict[str, Tensor]
+        self._factor: Tensor
+        self._set(DynamicLossScale() if scale is None else parse_loss_scale(scale), torch.device("cpu"))
         self._checked: dict[int, _Checked] = {}
 
     @property
@@ -122,7 +122,7 @@ class LossScaler:
             loss: Left untouched; any shape.
         """
         if loss.device != self._factor.device:
-            self._move_to(loss.device)
+            self._set(self.loss_scale, loss.device)
         wide = loss.float() if loss.dtype in HALF_PRECISION else loss
         return wide * self._factor.to(wide.dtype)
 
@@ -140,7 +140,7 @@ class LossScaler:
             )
         masters = _masters_of(optimizer)
         if masters is None:
-            gradients = gradients_of(_inner(optimizer))
+            gradients = gradients_of(_parameters(_inner(optimizer)))
         else:
             masters.take_gradients()
             gradients = masters.gradients()
@@ -155,7 +155,7 @@ class LossScaler:
         checked = self._checked.get(id(optimizer))
         if checked is not None:
             return checked.nonfinite
-        return nonfinite_flag(gradients_of(_inner(optimizer)), self._factor.device)
+        return nonfinite_flag(gradients_of(_parameters(_inner(optimizer))), self._factor.device)
 
     def step(self, optimizer: Steppable) -> Any:
         """Step the optimizer if its gradients are finite, dividing them first if `unscale_` has not.
@@ -214,8 +214,7 @@ class LossScaler:
         Raises:
             StateError: Keys are missing or unknown, or it is of another class of scale.
         """
-        self._policy = self.restored(state)
-        self._move_to(self._factor.device)
+        self._set(self.restored(state), self._factor.device)
         self._checked.clear()
 
     def restored(self, state: Mapping[str, Any]) -> LossScale:
@@ -230,13 +229,12 @@ class LossScaler:
             raise StateError(f"The state of a LossScaler must be of a {name}, got {state['policy']!r}.")
         return self._policy.restored(state["scale"])
 
-    def _move_to(self, device: torch.device) -> None:
-        """Have the scale's numbers on a device; where it is known before the first loss, nothing waits."""
-        if self._moving:
-            self._moving = {name: tensor.to(device) for name, tensor in self._moving.items()}
-        else:
-            self._moving = self._policy.moving_on(device)
-        self._factor = self._moving.get("factor", self._factor.to(device))
+    def _set(self, scale: LossScale, device: torch.device) -> None:
+        """Put the numbers of a scale on a device."""
+        self._policy = scale
+        self._moving = scale.moving_on(device)
+        fixed = torch.full((), scale.factor, dtype=torch.float64, device=device)
+        self._factor = self._moving.get("factor", fixed)
 
 
 def _masters_of(optimizer: Steppable) -> MasterWeights | None:
@@ -249,16 +247,8 @@ def _inner(optimizer: Steppable) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
 
 
-def gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    """List the gradients of an optimizer's parameters, after adding up what sparse ones hold twice."""
-    found: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                if parameter.grad.is_sparse:
-                    parameter.grad = parameter.grad.coalesce()
-                found.append(parameter.grad)
-    return found
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _lacks_velocity(optimizer: SGD) -> bool:

@@ -226,8 +226,8 @@ class RampLossScale(LossScale):
     def after_on_device(self, moving: Mapping[str, Tensor], nonfinite: Tensor) -> dict[str, Tensor]:
         """Give the moving fields for the next try; nothing waits for the device."""
         factor, bad = moving["factor"], nonfinite.bool()
-        growth = torch.where(moving["overflowed"].bool(), 2.0 ** (1.0 / self.interval), 2.0)
-        higher = (factor * growth.double()).clamp(max=self.maximum)
+        creeping = factor * 2.0 ** (1.0 / self.interval)
+        higher = torch.where(moving["overflowed"].bool(), creeping, factor * 2.0).clamp(max=self.maximum)
         return {
             "factor": torch.where(bad, (factor * 0.5).clamp(min=self.minimum), higher),
             "overflowed": torch.where(bad, 1.0, moving["overflowed"]),
