@@ -72,12 +72,12 @@ def equal_states(ours: Any, others: Any) -> bool:
 def test_masters_move_as_float32_parameters_would(name: str, dtype: torch.dtype) -> None:
     model = Net(dtype)
     halves = list(model.parameters())
-    floats = [nn.Parameter(weight.detach().float()) for weight in halves]
+    floats = [nn.Parameter(weight.detach().float().clone()) for weight in halves]
     masters, reference = MasterWeights(OPTIMIZERS[name](halves)), OPTIMIZERS[name](floats)
     for number in range(6):
         put_gradients(halves, number)
         for half, each in zip(halves, floats, strict=True):
-            each.grad = half.grad.float().clone()  # some optimizers change gradients in place
+            each.grad = half.grad.float()
         masters.step()
         reference.step()
     for half, each in zip(halves, floats, strict=True):

@@ -249,7 +249,7 @@ class MasterWeights:
             self._replace(back)
 
     def _replace(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Put other tensors into the groups, and what is remembered under them, in the order of the groups."""
+        """Put other tensors into the groups, and what is remembered under them, in order."""
         if not others:
             return
         state = self._optimizer.state
