@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
-from lockstep.metrics import Average, Mean, Metric, Observed
 from lockstep.data import Samples, collate
+from lockstep.metrics import Average, Mean, Metric, Observed
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
