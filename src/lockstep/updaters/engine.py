@@ -152,6 +152,8 @@ class GradientEngine:
         if self.group.refresh() or not self._places:
             self._rebuild()
         refuse_accumulate_hooks(self._named)
+        for parameter in self.parameters:
+            parameter.grad = None  # the last gradient's memory is what this one will be written to
 
     def _rebuild(self) -> None:
         """Look anew at a model whose replicas have been built anew."""
