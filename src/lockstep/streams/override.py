@@ -22,7 +22,9 @@ class _Installation:
     """The override itself: one for the process, there while anybody owns it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may run in any line below, and with it the `discard` of an owner
+        # that was forgotten.
+        self._lock = threading.RLock()
         self._owners: set[StreamOverride] = set()
         self._library: torch.library.Library | None = None
         self._state = ThreadAwareState()
@@ -36,18 +38,22 @@ class _Installation:
 
     def add(self, owner: StreamOverride) -> None:
         with self._lock:
-            if self._library is None:
-                self._library = _redirect_all()
-                self._state.install()
             self._owners.add(owner)
+            if self._library is None:
+                try:
+                    self._library = _redirect_all()
+                except BaseException:
+                    self._owners.discard(owner)
+                    raise
+                self._state.install()
 
     def discard(self, owner: StreamOverride) -> None:
         with self._lock:
             self._owners.discard(owner)
             if self._library is not None and not self._owners:
+                library, self._library = self._library, None
                 self._state.remove()
-                restore(self._library)
-                self._library = None
+                restore(library)
 
 
 def _redirect_all() -> torch.library.Library:
