@@ -22,8 +22,10 @@ def hand_over(model: nn.Module, gradients: Tensors) -> None:
 
     Hooks that the user registered on a parameter see it once, as they would in a loop of one's own.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    fresh = iter(gradients)
+    for parameter in model.parameters():
+        # One that was frozen since has a gradient of its last update, by which an optimizer would move it.
+        gradient = next(fresh) if parameter.requires_grad else None
         parameter.grad = gradient if gradient is None else _hooked(parameter, gradient)
 
 
