@@ -33,9 +33,10 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
         device: Where the copy shall run.
 
     Raises:
-        ValueError: A parameter has no shape yet.
+        ValueError: A parameter has no shape yet, or is written by forward.
         TypeError: The model holds something that cannot be copied.
     """
+    _refuse_writers(model)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -58,6 +59,17 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
             f"{type(error).__name__}: {error}. Keep locks, files, generators and results of earlier "
             "forwards out of its attributes, or give their class a __deepcopy__."
         ) from error
+
+
+def _refuse_writers(model: nn.Module) -> None:
+    """Refuse modules whose forward writes to a parameter, which shards at work elsewhere would see."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                "`model` must leave its parameters alone in forward, got an "
+                f"{type(module).__name__} with max_norm={module.max_norm} at {name!r}. "
+                "Bound the norms in a post hook of the optimizer's step."
+            )
 
 
 def _copy_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

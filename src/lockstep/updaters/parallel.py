@@ -98,6 +98,8 @@ class ParallelUpdater(Updater):
         scheduler: LRScheduler | None = None,
     ) -> None:
         _check_counts(num_shards=num_shards, accumulate=accumulate, max_tries=max_tries)
+        if not isinstance(seed, int):
+            raise TypeError(f"`seed` must be an integer, got {seed!r}.")
         _check_choice("on_overflow", on_overflow, ("retry", "next", "skip"))
         _check_choice("on_exhausted", on_exhausted, ("skip", "raise"))
         _check_choice("buffers", buffers, ("mean", "first"))
@@ -307,7 +309,11 @@ class ParallelUpdater(Updater):
     def _attempt(self, batches: Sequence[Any], scale: LossScale, settings: ThreadSettings) -> Attempt:
         refuse_accumulate_hooks(self._model)
         return self._engine.attempt(
-            batches, update=self._iteration, loss_scale=scale.factor, settings=settings
+            batches,
+            # Fewer batches than usual, at the end, leave positions unused; none is ever used twice.
+            first_stream=self._iteration * self._accumulate * self._engine.shards_a_batch,
+            loss_scale=scale.factor,
+            settings=settings,
         )
 
     def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[list[Any], _Tried]:
@@ -386,6 +392,8 @@ class _Tried:
 
 def _check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
+        if not isinstance(count, int | None):
+            raise TypeError(f"`{name}` must be an integer, got {count!r}.")
         if count is not None and count < 1:
             raise ValueError(f"`{name}` must be at least 1, got {count}.")
 
