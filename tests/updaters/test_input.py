@@ -84,7 +84,7 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", BAD_VALUES)
 def test_a_bad_value_is_refused_by_name(case: str) -> None:
     options, message = BAD_VALUES[case]
-    with pytest.raises(ValueError, match=".") as caught:
+    with pytest.raises(ValueError, match="must") as caught:
         construct(**options)
     assert str(caught.value).startswith(message)
 
@@ -117,8 +117,10 @@ BAD_LOSSES: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]
     "no gradient": (
         lambda out: out.mean().detach(),
         ValueError,
-        "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the output "
-        "of the model it is given, without detach(), item() or no_grad().",
+        (
+            "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "
+            "output of the model it is given, without detach(), item() or no_grad()."
+        ),
     ),
     "negative weight": (
         lambda out: ls.Loss(out.mean(), weight=-1),
@@ -176,7 +178,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(case: str) -> None:
     batch, message = BAD_BATCHES[case]
     with finalized(updater_for(CONVNET, Placement(2), num_shards=5)) as updater:
         before = ls.digest(updater.state_dict())
-        with pytest.raises(ValueError, match=".") as caught:
+        with pytest.raises(ValueError, match="must") as caught:
             updater.compute_gradients(batch)
         assert str(caught.value) == message
         assert ls.digest(updater.state_dict()) == before
