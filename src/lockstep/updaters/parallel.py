@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -145,11 +145,11 @@ class ParallelUpdater(Updater):
             ReplicaError: User code raised in a shard.
         """
         with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
-            batches, tried = self._try(interrupts, settings)
+            behind, tried = self._try(interrupts, settings)
             interrupts.commit()
             hand_over(self._model, tried.attempt.gradients)
             result = self._commit(tried, settings)
-            self._iterator.advance(len(batches))
+            self._iterator.advance(behind)
             return result
 
     def compute_gradients(self, batch: Any) -> UpdateResult:
@@ -297,13 +297,16 @@ class ParallelUpdater(Updater):
         with Applied(settings):
             yield settings
 
-    def _next_batches(self) -> list[Any]:
-        """Look at the next batches without moving the iterator; fewer where it ends."""
-        batches = [self._iterator.peek()]
-        try:
-            batches += [self._iterator.peek(ahead) for ahead in range(1, self._accumulate)]
-        except StopIteration:
-            return batches
+    def _next_batches(self, passed: int) -> list[Any]:
+        """Look at the batches of one try without moving the iterator; fewer where it ends, or none.
+
+        Args:
+            passed: How many batches were given up in this update already.
+        """
+        batches: list[Any] = []
+        with suppress(StopIteration):
+            for ahead in range(passed, passed + self._accumulate):
+                batches.append(self._iterator.peek(ahead))  # noqa: PERF401 - what came before the end is kept
         return batches
 
     def _attempt(self, batches: Sequence[Any], scale: LossScale, settings: ThreadSettings) -> Attempt:
@@ -316,26 +319,34 @@ class ParallelUpdater(Updater):
             settings=settings,
         )
 
-    def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[list[Any], _Tried]:
-        """Try batches, at ever lower loss scales, until a gradient is finite or no try is left."""
-        scale, nonfinite, tries = self._loss_scale, None, 0
+    def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[int, _Tried]:
+        """Try batches, at ever lower loss scales, until a gradient is finite or no try is left.
+
+        Returns:
+            How many batches the iterator is to move past, and the last try.
+        """
+        scale, nonfinite, tries, passed = self._loss_scale, None, 0, 0
+        batches = self._next_batches(passed)
+        if not batches:
+            raise StopIteration
         while True:
-            batches = self._next_batches()
             attempt = self._attempt(batches, scale, settings)
             if interrupts.check():
                 continue
             tries += 1
             nonfinite = attempt.nonfinite or nonfinite
             tried = _Tried(attempt, scale, tries, nonfinite)
-            lower = scale.after(finite=False)
+            behind = passed + len(batches)
             if attempt.nonfinite is None or self._on_overflow == "skip":
-                return batches, tried
-            if tries == self._max_tries or lower.factor >= scale.factor:
+                return behind, tried
+            lower = scale.after(finite=False)
+            following = self._next_batches(behind) if self._on_overflow == "next" else batches
+            if tries == self._max_tries or lower.factor >= scale.factor or not following:
                 self._give_up(tried)
-                return batches, tried
-            scale = lower
+                return behind, tried
             if self._on_overflow == "next":
-                self._iterator.advance(len(batches))
+                passed, batches = behind, following
+            scale = lower
 
     def _give_up(self, tried: _Tried) -> None:
         if self._on_exhausted == "raise":
