@@ -64,11 +64,13 @@ def test_the_factor_follows_the_table(case: str, saved_after: int | None) -> Non
 
 
 def test_no_number_of_bad_gradients_brings_a_factor_to_zero() -> None:
-    for scale in (ls.DynamicLossScale(), ls.RampLossScale(), ls.StaticLossScale()):
+    for fresh in (ls.DynamicLossScale(), ls.RampLossScale(), ls.StaticLossScale()):
+        scale: LossScale = fresh
         for _ in range(3000):
             scale = scale.after(finite=False)
         assert scale.factor >= 2.0**-14
-    for scale in (ls.DynamicLossScale(interval=1), ls.RampLossScale(), ls.StaticLossScale()):
+    for fresh in (ls.DynamicLossScale(interval=1), ls.RampLossScale(), ls.StaticLossScale()):
+        scale = fresh
         for _ in range(3000):
             scale = scale.after(finite=True)
         assert math.isfinite(scale.factor)
