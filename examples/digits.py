@@ -96,7 +96,6 @@ def evaluator(dataset: TensorDataset) -> ls.extensions.Evaluator:
         ls.BatchIterator(dataset, BATCH_SIZE, repeat=False),
         metrics={"accuracy": ls.metrics.Accuracy()},
         loss_fn=ls.supervised(F.cross_entropy),
-        converter=ls.collate,
     )
 
 
@@ -139,11 +138,10 @@ def train(
     return accuracy, digest
 
 
-def parse_devices(text: str) -> str | list[str]:
+def parse_devices(text: str) -> str | int | list[str]:
     """Read "auto", a number of devices of the kind that "auto" takes, or names with commas between."""
     if text.isdecimal():
-        num_gpus = torch.cuda.device_count()
-        return [f"cuda:{i % num_gpus}" if num_gpus else "cpu" for i in range(int(text))]
+        return int(text)
     return text if text == "auto" else text.split(",")
 
 

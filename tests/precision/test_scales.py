@@ -1,145 +1,124 @@
-"""Loss scales as state machines: tables, run again through a save and a load, and again on the device."""
+"""Loss scales by table: a row of gradients, a row of factors; and the same with a save in the middle."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import math
+from typing import Any
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+import lockstep as ls
 from lockstep.errors import StateError
-from lockstep.precision import (
-    DynamicLossScale,
-    LossScale,
-    RampLossScale,
-    StaticLossScale,
-    nnabla_loss_scale,
-    parse_loss_scale,
-)
+from lockstep.precision import LossScale, parse_loss_scale, parse_precision
 
-# F a finite gradient, N one that is not; the factor after each.
-TABLES: list[tuple[LossScale, str, list[float]]] = [
-    (StaticLossScale(128.0), "FNF", [128, 128, 128]),
-    (DynamicLossScale(8.0, interval=1), "FFNF", [16, 32, 16, 32]),
-    (DynamicLossScale(8.0, interval=3), "FFFFFNFFF", [8, 8, 16, 16, 16, 8, 8, 8, 16]),
-    (
-        DynamicLossScale(8.0, interval=2, minimum=4.0, maximum=16.0),
-        "NNNFFFFFF",
-        [4, 4, 4, 4, 8, 8, 16, 16, 16],
+CREEP = 2.0 ** (1 / 4)
+
+TABLE: dict[str, tuple[LossScale, str, list[float]]] = {
+    # "+" is a finite gradient, "-" one that is not; after each the factor of the next try.
+    "static": (ls.StaticLossScale(3.0), "+-+", [3.0, 3.0, 3.0]),
+    "grows after the interval": (
+        ls.DynamicLossScale(factor=8.0, interval=3),
+        "++++++",
+        [8.0, 8.0, 16.0, 16.0, 16.0, 32.0],
     ),
-    (DynamicLossScale(9.0, growth=3.0, backoff=None, interval=1), "NFF", [3, 9, 27]),
-    (DynamicLossScale(8.0, growth=4.0, backoff=0.25, interval=2), "FFNFF", [8, 32, 8, 8, 32]),
-    (RampLossScale(), "FFFF", [2, 4, 8, 16]),
-    (RampLossScale(interval=1), "FFNFN", [2, 4, 2, 4, 2]),
-    (RampLossScale(), "NNF", [1, 1, 2 ** (1 / 1000)]),
-    (RampLossScale(32768.0), "FF", [65504, 65504]),
-    (RampLossScale(interval=2), "FNFF", [2, 1, 2**0.5, 2**0.5 * 2**0.5]),
-    (nnabla_loss_scale(interval=0), "FFFNFFF", [8, 16, 32, 16, 16, 32, 64]),
-    (nnabla_loss_scale(interval=1), "FFFFFNFFFFF", [8, 8, 16, 16, 32, 16, 16, 16, 32, 32, 64]),
-    (nnabla_loss_scale(interval=-1), "FFNF", [16, 32, 16, 32]),
-]
+    "an overflow begins the interval anew": (
+        ls.DynamicLossScale(factor=8.0, interval=2),
+        "+-+++",
+        [8.0, 4.0, 4.0, 8.0, 8.0],
+    ),
+    "floor": (ls.DynamicLossScale(factor=4.0, minimum=1.0), "----", [2.0, 1.0, 1.0, 1.0]),
+    "floor between steps": (ls.DynamicLossScale(factor=4.0, minimum=3.0), "--", [3.0, 3.0]),
+    "ceiling": (
+        ls.DynamicLossScale(factor=8.0, interval=1, maximum=20.0),
+        "+++-",
+        [16.0, 20.0, 20.0, 10.0],
+    ),
+    "own growth and backoff": (
+        ls.DynamicLossScale(factor=9.0, growth=3.0, backoff=1 / 3, interval=1),
+        "+-",
+        [27.0, 9.0],
+    ),
+    "ramp": (ls.RampLossScale(interval=4), "+++", [2.0, 4.0, 8.0]),
+    "ramp creeps after an overflow": (
+        ls.RampLossScale(factor=8.0, interval=4),
+        "-++-",
+        [4.0, 4.0 * CREEP, 4.0 * CREEP * CREEP, 2.0 * CREEP * CREEP],
+    ),
+    "ramp floor": (ls.RampLossScale(factor=1.0), "--", [1.0, 1.0]),
+    "ramp ceiling": (ls.RampLossScale(factor=65504.0), "+", [65504.0]),
+}
 
 
-@dataclass(frozen=True)
-class AlternatingLossScale(LossScale):
-    """A user's own policy, which knows only `after`."""
-
-    def after(self, *, finite: bool) -> AlternatingLossScale:
-        return AlternatingLossScale(4.0 if finite else 2.0)
-
-
-def walk(scale: LossScale, events: str) -> list[LossScale]:
+@pytest.mark.parametrize("saved_after", [None, 0, 1, 2])
+@pytest.mark.parametrize("case", TABLE)
+def test_the_factor_follows_the_table(case: str, saved_after: int | None) -> None:
+    scale, gradients, factors = TABLE[case]
+    fresh = scale
     found = []
-    for event in events:
-        scale = scale.after(finite=event == "F")
-        found.append(scale)
-    return found
+    for index, gradient in enumerate(gradients):
+        if index == saved_after:
+            scale = fresh.restored(dict(scale.state_dict()))
+        scale = scale.after(finite=gradient == "+")
+        found.append(scale.factor)
+    assert found == factors
 
 
-def on_device(scale: LossScale, events: str) -> list[LossScale]:
-    moving, found = scale.moving_on(torch.device("cpu")), []
-    for event in events:
-        moving = scale.after_on_device(moving, torch.tensor(float(event == "N")))
-        found.append(scale.with_moving(moving))
-    return found
+def test_no_number_of_bad_gradients_brings_a_factor_to_zero() -> None:
+    for fresh in (ls.DynamicLossScale(), ls.RampLossScale(), ls.StaticLossScale()):
+        scale: LossScale = fresh
+        for _ in range(3000):
+            scale = scale.after(finite=False)
+        assert scale.factor >= 2.0**-14
+    for fresh in (ls.DynamicLossScale(interval=1), ls.RampLossScale(), ls.StaticLossScale()):
+        scale = fresh
+        for _ in range(3000):
+            scale = scale.after(finite=True)
+        assert math.isfinite(scale.factor)
 
 
-@pytest.mark.parametrize(("scale", "events", "factors"), TABLES)
-def test_table(scale: LossScale, events: str, factors: list[float]) -> None:
-    assert [each.factor for each in walk(scale, events)] == factors
-
-
-@pytest.mark.parametrize(("scale", "events", "factors"), TABLES)
-def test_table_with_a_save_and_a_load_in_the_middle(
-    scale: LossScale, events: str, factors: list[float]
-) -> None:
-    for middle in range(len(events)):
-        before = [scale, *walk(scale, events[:middle])]
-        saved = json.loads(json.dumps(before[-1].state_dict()))
-        after = walk(scale.restored(saved), events[middle:])
-        assert [each.factor for each in [*before[1:], *after]] == factors
-
-
-@pytest.mark.parametrize(("scale", "events"), [table[:2] for table in TABLES])
-def test_table_on_the_device(scale: LossScale, events: str) -> None:
-    assert on_device(scale, events) == walk(scale, events)
-
-
-@given(
-    st.sampled_from(
-        [
-            DynamicLossScale(3.0, growth=1.7, backoff=0.3, interval=3, minimum=0.1, maximum=50.0),
-            RampLossScale(interval=3.5, maximum=100.0),
-            nnabla_loss_scale(3.0, 1.3, 2, minimum=0.1, maximum=50.0),
-        ]
+BAD: dict[str, tuple[type[LossScale], dict[str, Any], str]] = {
+    "factor 0": (ls.StaticLossScale, {"factor": 0.0}, "`factor` must be positive and finite, got 0.0."),
+    "factor inf": (
+        ls.DynamicLossScale,
+        {"factor": math.inf},
+        "`factor` must be positive and finite, got inf.",
     ),
-    st.text("FN", max_size=60),
-)
-def test_the_device_does_what_the_values_do_and_stays_in_bounds(scale: LossScale, events: str) -> None:
-    values = walk(scale, events)
-    assert on_device(scale, events) == values
-    bounds = scale.state_dict()
-    assert all(bounds["minimum"] <= each.factor <= bounds["maximum"] for each in values)
+    "below the floor": (
+        ls.DynamicLossScale,
+        {"factor": 1.0, "minimum": 2.0},
+        "`factor` must lie in `minimum`..`maximum` (2.0..16777216.0), got 1.0.",
+    ),
+    "no growth": (ls.DynamicLossScale, {"growth": 1.0}, "`growth` must be finite and above 1, got 1.0."),
+    "no backoff": (ls.DynamicLossScale, {"backoff": 1.0}, "`backoff` must lie in (0, 1), got 1.0."),
+    "no interval": (ls.DynamicLossScale, {"interval": 0}, "`interval` must be at least 1, got 0."),
+    "ramp interval": (ls.RampLossScale, {"interval": math.nan}, "`interval` must be at least 1, got nan."),
+}
 
 
-def test_a_policy_that_knows_only_after_works_on_the_device_too() -> None:
-    scale = AlternatingLossScale(1.0)
-    assert on_device(scale, "FNF") == walk(scale, "FNF")
-
-
-@pytest.mark.parametrize("scale", [StaticLossScale(2.0), DynamicLossScale(), RampLossScale()])
-def test_state_refuses_strangers(scale: LossScale) -> None:
-    with pytest.raises(StateError, match="unknown: 'colour'"):
-        scale.restored({**scale.state_dict(), "colour": 1})
-    with pytest.raises(StateError, match="missing: 'factor'"):
-        scale.restored({})
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: StaticLossScale(0.0), "`factor` must be positive and finite, got 0.0."),
-        (lambda: DynamicLossScale(growth=1.0), "`growth` must be finite and above 1, got 1.0."),
-        (lambda: DynamicLossScale(backoff=1.0), "`backoff` must lie in (0, 1), got 1.0."),
-        (lambda: DynamicLossScale(interval=0), "`interval` must be at least 1, got 0."),
-        (lambda: DynamicLossScale(uncounted=-1), "`uncounted` must be at least 0, got -1."),
-        (
-            lambda: DynamicLossScale(interval=3, finite_updates=3),
-            "`finite_updates` must lie in -`uncounted`..`interval` - 1 (0..2), got 3.",
-        ),
-        (
-            lambda: DynamicLossScale(2.0**30),
-            "`factor` must lie in `minimum`..`maximum` (6.103515625e-05..16777216.0), got 1073741824.0.",
-        ),
-        (lambda: RampLossScale(interval=0.5), "`interval` must be at least 1, got 0.5."),
-        (lambda: RampLossScale(float("nan")), "`factor` must be positive and finite, got nan."),
-        (lambda: parse_loss_scale(float("inf")), "`loss_scale` must be positive and finite, got inf."),
-    ],
-)
-def test_bad_numbers_are_refused(make: object, message: str) -> None:
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_scale_is_refused(case: str) -> None:
+    kind, options, message = BAD[case]
     with pytest.raises(ValueError, match="must") as caught:
-        make()  # type: ignore[operator]  # parametrised
+        kind(**options)
     assert str(caught.value) == message
+
+
+def test_a_state_of_another_scale_is_refused() -> None:
+    with pytest.raises(
+        StateError, match="The state of a DynamicLossScale must hold 'factor', .*unknown: 'overflowed'"
+    ):
+        ls.DynamicLossScale().restored(ls.RampLossScale().state_dict())
+
+
+def test_what_the_user_writes_as_a_scale() -> None:
+    assert parse_loss_scale(None) == ls.StaticLossScale(1.0)
+    assert parse_loss_scale(128) == ls.StaticLossScale(128.0)
+    assert parse_loss_scale(ls.RampLossScale()) == ls.RampLossScale()
+    with pytest.raises(TypeError, match="must be a number, a LossScale or None, got a bool"):
+        parse_loss_scale(True)
+
+
+def test_what_the_user_writes_as_a_precision() -> None:
+    assert [parse_precision(name).name for name in ("fp32", "bf16", "fp16")] == ["fp32", "bf16", "fp16"]
+    with pytest.raises(ValueError, match=r"`precision` must be one of 'fp32', 'bf16', 'fp16', got 'tf32'\."):
+        parse_precision("tf32")

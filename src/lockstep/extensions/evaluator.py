@@ -9,7 +9,9 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from lockstep.data import Samples, collate
 from lockstep.metrics import Average, Mean, Metric, Observed
+from lockstep.replicas.settings import OneIntraOpThread
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
@@ -68,7 +70,8 @@ class Evaluator(Extension):
         model: The model; the updater's, of the name `model_name`, unless given.
         model_name: Which of the updater's models, and the middle part of the names observed.
         name: The evaluator's name, unless `Trainer.extend` gives another.
-        converter: ``converter(samples, device)`` returns the batch of a sequence of samples.
+        converter: ``converter(samples, device)`` returns the batch of a sequence of samples; `collate` for
+            the batches of a `BatchIterator` unless given.
         target: The key of the target in a dict.
 
     Raises:
@@ -179,7 +182,9 @@ class Evaluator(Extension):
 
     def _arguments(self, batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any], int]:
         """Return a batch's positional and keyword arguments on the device, and its number of samples."""
-        if not _ready(batch, lists=self.converter is None):
+        if isinstance(batch, Samples):
+            batch = (self.converter or collate)(batch, device)
+        elif not _ready(batch, lists=self.converter is None):
             if self.converter is None:
                 rule = "must yield tensors, or tuples or dicts of tensors, where there is no `converter`"
                 raise TypeError(f"`iterator` {rule}, got {type(batch).__name__}.")
@@ -219,17 +224,15 @@ def measuring(model: torch.nn.Module) -> Iterator[None]:
         model: Put into evaluation mode, and back.
     """
     modes = [(module, module.training) for module in model.modules()]
-    num_threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    generator = torch.get_rng_state()
     try:
-        torch.set_num_threads(1)
         model.eval()
-        with torch.no_grad():
+        with OneIntraOpThread(), torch.no_grad():
             yield
     finally:
         # One by one: train() would put the children of a frozen part into training mode.
         for module, training in modes:
             module.training = training
-        torch.set_num_threads(num_threads)
         torch.set_rng_state(generator)
 
 
