@@ -42,7 +42,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -113,6 +113,10 @@ class Case:
     def __contains__(self, key: str) -> bool:
         return key in self.content
 
+    def in_columns(self) -> Case:
+        """Turn the list of steps into a list for each field, so that one difference can be about all steps."""
+        return replace(self, content={**self.content, "steps": columns(self["steps"])})
+
     def check(self, ours: Mapping[str, object], tolerances: Mapping[str, Tolerance] | None = None) -> None:
         """Compare our record of the whole case with the original's; the first pattern that fits is used."""
         reached: set[int] = set()
@@ -170,6 +174,12 @@ def cases(
         return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
     found = read(folder, file, num_cases, given=given, key=key, name=name, differences=read_differences())
     return [pytest.param(case, id=case.name) for case in found]
+
+
+def columns(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Turn a list of records into a list for each field; a record without a field has no entry in its list."""
+    keys = dict.fromkeys(key for step in steps for key in step)
+    return {key: [step[key] for step in steps if key in step] for key in keys}
 
 
 def read(
