@@ -59,7 +59,7 @@ def velocity(optimizer: HookedOptimizer, parameter: nn.Parameter) -> torch.Tenso
 def turn_on(optimizer: HookedOptimizer, case: Case) -> None:
     """Configure the loss scaling of a case."""
     if case["mode"] in {"dynamic", "dynamic_then_static"}:
-        interval = case["interval"] if "interval" in case else None
+        interval = case.content.get("interval")
         optimizer.loss_scaling(**({} if interval is None else {"interval": interval}))
     if case["mode"] == "dynamic_then_static" or case.name == "static/via_set_loss_scale":
         optimizer.set_loss_scale(case["scale"])

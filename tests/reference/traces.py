@@ -114,7 +114,7 @@ class Case:
         return key in self.content
 
     def in_columns(self) -> Case:
-        """Turn the list of steps into a list for each field, so that one difference can be about all steps."""
+        """Turn the list of steps into a list for each field, so that one difference is about all steps."""
         return replace(self, content={**self.content, "steps": columns(self["steps"])})
 
     def check(self, ours: Mapping[str, object], tolerances: Mapping[str, Tolerance] | None = None) -> None:
@@ -177,7 +177,7 @@ def cases(
 
 
 def columns(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Turn a list of records into a list for each field; a record without a field has no entry in its list."""
+    """Turn a list of records into a list for each field, where a record without it has no entry."""
     keys = dict.fromkeys(key for step in steps for key in step)
     return {key: [step[key] for step in steps if key in step] for key in keys}
 
