@@ -79,13 +79,12 @@ def unscale_(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.T
     >>> unscale_(gradients, torch.tensor(8.0, dtype=torch.float64)), gradients
     (tensor(0.), [tensor([1., 2.])])
     """
-    inverse = 1.0
-    if factor.device.type == "cpu" and _is_harmless(factor.item()):
-        inverse = 1.0 / factor.item()
-    else:
-        for device, values in _by_device(gradients).items():
-            torch._foreach_div_(values, factor.to(device, non_blocking=True))
-    return _check_and_multiply_(gradients, inverse, factor.device)
+    known = factor.item() if factor.device.type == "cpu" else math.nan
+    if _is_harmless(known):
+        return _check_and_multiply_(gradients, 1.0 / known, factor.device)
+    for (device, _), values in _by_kind(gradients).items():
+        torch._foreach_div_(values, factor.to(device, non_blocking=True))
+    return _check_and_multiply_(gradients, 1.0, factor.device)
 
 
 def nonfinite_flag(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -103,25 +102,29 @@ def nonfinite_flag(gradients: Sequence[torch.Tensor], device: torch.device) -> t
 def _check_and_multiply_(
     gradients: Sequence[torch.Tensor], inverse: float, device: torch.device
 ) -> torch.Tensor:
-    """Run torch's kernel for both, device by device and dtype by dtype, and gather the flags."""
-    found = torch.zeros((), device=device)
-    for there, values in _by_device(gradients).items():
-        flag = torch.zeros((), device=there)
-        factor = torch.full((), inverse, device=there)
-        for dtype in {value.dtype for value in values}:
-            same = [value for value in values if value.dtype == dtype]
-            torch._amp_foreach_non_finite_check_and_unscale_(same, flag, factor)
+    """Run torch's kernel for both, kind by kind, and gather the flags."""
+    flags: dict[torch.device, torch.Tensor] = {device: torch.zeros((), device=device)}
+    for (there, _), values in _by_kind(gradients).items():
+        if there not in flags:
+            flags[there] = torch.zeros((), device=there)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            values, flags[there], torch.full((), inverse, device=there)
+        )
+    found = flags.pop(device)
+    for flag in flags.values():
         found = torch.maximum(found, flag.to(device, non_blocking=True))
     return found
 
 
-def _by_device(gradients: Sequence[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    """Sort the values of gradients by device."""
-    sorted_values: dict[torch.device, list[torch.Tensor]] = {}
+def _by_kind(
+    gradients: Sequence[torch.Tensor],
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Sort the values of gradients by device and dtype, as torch's kernels want them."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - values() is a copy where gradients are off
-        sorted_values.setdefault(values.device, []).append(values)
-    return sorted_values
+        kinds.setdefault((values.device, values.dtype), []).append(values)
+    return kinds
 
 
 def _is_harmless(factor: float) -> bool:

@@ -195,7 +195,8 @@ class LossScaler:
         if nonfinite is None:
             if not self._checked:
                 raise OrderError("`update` must follow `step` or `unscale_`, once for each time.")
-            nonfinite = torch.stack([checked.nonfinite for checked in self._checked.values()]).amax()
+            flags = [checked.nonfinite for checked in self._checked.values()]
+            nonfinite = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         nonfinite = nonfinite.to(self._factor.device)
         self._moving = self._policy.after_on_device(self._moving, nonfinite)
         self._factor = self._moving.get("factor", self._factor)
