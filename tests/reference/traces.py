@@ -23,7 +23,7 @@ differs on purpose has an entry in ``differences.toml``::
     file = "chainer-cunn/serial_iterator.json"
     case = "empty_dataset_*"          # a pattern for names of cases
     field = "nexts"                   # a pattern for paths; what lies below is not compared further
-    ours = "ValueError: ..."          # the value in our record instead
+    ours = "ValueError: ..."          # the value in our record instead; left out, it is None
     reason = "Why it is better so."
 
 Such an entry is checked: ours must be that value, it must differ from the original's, and each case the
@@ -85,8 +85,8 @@ class Difference:
     file: str
     case: str
     field: str
-    ours: Any
     reason: str
+    ours: Any = None
 
 
 @dataclass(frozen=True)
