@@ -5,10 +5,12 @@
 The names below are the public face; `docs/` says how they fit together.
 """
 
+from lockstep import extensions as extensions
 from lockstep import metrics as metrics
 from lockstep import optim as optim
 from lockstep import triggers as triggers
 from lockstep.data import BatchIterator as BatchIterator
+from lockstep.data import Samples as Samples
 from lockstep.data import collate as collate
 from lockstep.digest import digest as digest
 from lockstep.errors import LockstepError as LockstepError

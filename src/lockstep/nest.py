@@ -111,6 +111,8 @@ def rebuild(container: Any, parts: Iterable[Any]) -> Any:
     >>> rebuild({"x": 1, "y": 2}, [10, 20])
     {'x': 10, 'y': 20}
     """
+    if type(container) is tuple or type(container) is list:
+        return type(container)(parts)
     if isinstance(container, MutableMapping):
         # A copy keeps what a constructor call would lose, such as the default of a defaultdict.
         result = copy.copy(container)

@@ -124,7 +124,6 @@ def total(partials: Sequence[PartialSum]) -> Tensors:
     return partials[0].tensors
 
 
-@torch.no_grad()
 def add_into(into: Tensors, other: Tensors) -> None:
     """Add tensor by tensor, in place where both are present; a lone one is taken over.
 

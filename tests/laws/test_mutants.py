@@ -100,12 +100,13 @@ def test_the_global_generator_in_threads_is_caught(work: Workload, monkeypatch: 
 
 
 def test_two_intra_op_threads_in_the_main_thread_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = settings.Applied.__enter__
+    enter = settings.Computing.__enter__
 
-    def two_in_main(self: settings.Applied) -> None:
-        enter(self)
+    def two_in_main(self: settings.Computing) -> settings.ThreadSettings:
+        entered = enter(self)
         if threading.current_thread() is threading.main_thread():
             torch.set_num_threads(2)
+        return entered
 
-    monkeypatch.setattr(settings.Applied, "__enter__", two_in_main)
+    monkeypatch.setattr(settings.Computing, "__enter__", two_in_main)
     assert caught(WIDE, batch_size=192, num_samples=384, updates=4)

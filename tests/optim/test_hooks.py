@@ -357,9 +357,35 @@ def test_saved_state_holds_the_stream_of_a_hook() -> None:
 def test_saved_state_of_a_hook_is_checked_before_anything_changes() -> None:
     optimizer = CorrectedMomentumSGD(parameters())
     optimizer.add_hook(hooks.GradientNoise(0.1, seed=5))
+    optimizer.add_hook(hooks.GradientNoise(0.1, seed=6), name="second")
     saved = optimizer.state_dict()
-    saved["hooks"][0]["state"] = {"seed": 5}
+    saved["hooks"][1]["state"] = {"seed": 6}
     optimizer.step()
+    before = optimizer.state_dict()["hooks"]
     with pytest.raises(StateError, match=r"must hold \['seed', 't'\], got \['seed'\]"):
         optimizer.load_state_dict(saved)
+    assert optimizer.t == 1
+    assert optimizer.state_dict()["hooks"] == before
+
+
+def test_clipping_takes_gradients_of_several_dtypes_as_one_vector() -> None:
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+    weights = [torch.nn.Parameter(torch.zeros(1, dtype=dtype)) for dtype in dtypes]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 2.0)
+    hooks.GradientClipping(2.0)(torch.optim.SGD(weights))
+    assert [weight.grad.item() for weight in weights if weight.grad is not None] == [1.0] * 4
+
+
+@pytest.mark.parametrize("hook", ALL, ids=lambda hook: hook.name)
+@pytest.mark.parametrize("cls", [CorrectedMomentumSGD, MomentumSGD])
+def test_nothing_is_read_from_the_device(hook: hooks.GradientHook, cls: type[CorrectedMomentumSGD]) -> None:
+    # Tensors on this device have shapes and no numbers, so that whoever reads one fails.
+    weight = torch.nn.Parameter(torch.ones(PIECE + 3, device="meta"))
+    weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match="meta"):
+        weight.grad.norm().item()
+    optimizer = cls([weight])
+    optimizer.add_hook(copy.deepcopy(hook))
+    optimizer.step()
     assert optimizer.t == 1

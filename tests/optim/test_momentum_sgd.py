@@ -6,13 +6,21 @@ import copy
 import math
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep.errors import OrderError, StateError
-from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, fused_momentum_step
+from lockstep.optim import (
+    CorrectedMomentumSGD,
+    HookedOptimizer,
+    MomentumSGD,
+    fused_momentum_step,
+    lr_momentum_step,
+    momentum_step,
+)
 
 SHAPES = [(3, 5), (), (65,), (2, 0, 3), (4, 3, 2)]
 BOTH = pytest.mark.parametrize("cls", [CorrectedMomentumSGD, MomentumSGD])
@@ -84,6 +92,11 @@ def test_velocity_form_equals_torch_sgd_of_scaled_gradients() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-13, atol=1e-15)
 
 
+@pytest.mark.parametrize("step", [momentum_step, fused_momentum_step, lr_momentum_step])
+def test_steps_of_no_tensors_do_nothing(step: Callable[..., None]) -> None:
+    step([], [], [], lr=0.1, momentum=0.9)
+
+
 def test_first_step_keeps_the_sign_of_zero() -> None:
     weight = torch.nn.Parameter(torch.tensor([1.0, 1.0]))
     weight.grad = torch.tensor([-0.0, 0.0])
@@ -132,6 +145,20 @@ def test_missing_gradient_skips_or_counts_as_zeros(cls: type[HookedOptimizer]) -
     optimizer.zero_grad()
     optimizer.step()
     assert (skipping.item(), moving.item(), still.item()) == (0.5, 0.25, 1.0)
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+def test_sparse_gradients_do_what_dense_ones_do(cls: type[HookedOptimizer]) -> None:
+    dense, sparse = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(4, 2))
+    optimizers = [cls([dense], lr=0.5), cls([sparse], lr=0.5)]
+    for row in (1, 3, 1):
+        dense.grad = torch.zeros(4, 2)
+        dense.grad[row] = 1.0
+        sparse.grad = dense.grad.to_sparse()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(dense, sparse)
 
 
 def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
@@ -194,6 +221,14 @@ def test_correction_wants_a_plain_number_as_rate() -> None:
         MomentumSGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), correction=True)
 
 
+def in_threads(calls: list[Any]) -> None:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @BOTH
 def test_parts_in_threads_advance_to_the_same_bits(cls: type[HookedOptimizer]) -> None:
     whole, parted = parameters(), parameters()
@@ -206,13 +241,9 @@ def test_parts_in_threads_advance_to_the_same_bits(cls: type[HookedOptimizer]) -
         alone.step()
         group = optimizer.param_groups[0]
         parts = [optimizer.part([{**group, "params": group["params"][cut]}]) for cut in cuts]
-        threads = [threading.Thread(target=part.advance) for part in parts]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        optimizer.step(advance=lambda parts=parts: in_threads([part.advance for part in parts]))
     assert bits(whole) == bits(parted)
-    assert optimizer.t == 0
+    assert optimizer.t == alone.t == 5
     saved, other = optimizer.state_dict(), alone.state_dict()
     assert list(saved["state"]) == list(other["state"]) == [0, 1, 2, 3, 4]
 

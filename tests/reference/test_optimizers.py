@@ -1,79 +1,92 @@
-"""Replay what Chainer's momentum optimizers did with given gradients (optimizers.json)."""
+"""Chainer's momentum optimizers: the same weights, velocities and counts, hooks or none."""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
+import copy
 from typing import Any
 
 import pytest
 import torch
+from traces import Case, Tolerance, cases, tensor
 
-from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD
+from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
 
-REFERENCE = Path(
-    os.environ.get("LOCKSTEP_REFERENCE", Path(__file__).resolve().parents[3] / "shared" / "reference")
-)
-TRACE = REFERENCE / "chainer-cunn" / "traces" / "optimizers.json"
-
-if not TRACE.exists():
-    pytest.skip(f"the recorded traces are not at {REFERENCE}", allow_module_level=True)
-
-DATA = json.loads(TRACE.read_text())
-# Relative to max(1, |value|), as the traces' own description suggests: the originals round in
-# another order of operations.
-TOLERANCE = {"float32": 1e-5, "float64": 1e-10}
 CLASSES: dict[str, type[HookedOptimizer]] = {
     "MomentumSGD": MomentumSGD,
     "CorrectedMomentumSGD": CorrectedMomentumSGD,
 }
+GIVEN = [
+    "status",
+    "optimizer",
+    "dtype",
+    "hooks",
+    "param_overrides",
+    "disabled_params",
+    "grads_from",
+    "init_from",
+    "steps.*.step",
+    "steps.*.lr",
+    "steps.*.momentum",
+    "steps.*.missing_grad",
+]
+# As the traces' description suggests: the original adds in another order.
+TOLERANCES = {"float32": Tolerance(1e-5), "float64": Tolerance(1e-10)}
 
 
-def agree(actual: torch.Tensor, expected: list[float], dtype: str) -> None:
-    wanted = torch.tensor(expected, dtype=actual.dtype)
-    error = (actual.detach().flatten() - wanted).abs() / wanted.abs().clamp(min=1)
-    assert error.max() <= TOLERANCE[dtype]
-
-
-def build(case: dict[str, Any]) -> tuple[HookedOptimizer, dict[str, torch.nn.Parameter]]:
+def build(case: Case) -> tuple[HookedOptimizer, dict[str, torch.nn.Parameter]]:
     """Give every parameter a group of its own, as Chainer gives each a rule of its own."""
-    dtype = getattr(torch, case["dtype"])
     parameters = {
-        name: torch.nn.Parameter(torch.tensor(array["data"], dtype=dtype).reshape(array["shape"]))
-        for name, array in DATA[case["init_from"]].items()
+        name: torch.nn.Parameter(tensor(array)) for name, array in case.shared[case["init_from"]].items()
     }
     groups = [
-        {
-            "params": [parameter],
-            "frozen": name in case["disabled_params"],
-            **case["param_overrides"].get(name, {}),
-        }
+        {"params": [parameter], "frozen": name in case["disabled_params"]}
         for name, parameter in parameters.items()
     ]
-    return CLASSES[case["optimizer"]](groups, missing_grad="zero"), parameters
+    optimizer = CLASSES[case["optimizer"]](groups, missing_grad="zero")
+    names = list(parameters)
+    for entry in case["hooks"]:
+        group = None if entry["on"] == "optimizer" else names.index(entry["on"])
+        optimizer.add_hook(getattr(hooks, entry["hook"])(*entry["args"]), timing=entry["timing"], group=group)
+    return optimizer, parameters
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in DATA["cases"] if not case["hooks"]], ids=lambda case: case["name"]
-)
-def test_optimizer_follows_chainer(case: dict[str, Any]) -> None:
+def prepare(optimizer: HookedOptimizer, names: list[str], case: Case, number: int) -> None:
+    """Set the rates and gradients of one step."""
+    step = case["steps"][number]
+    for index, (name, group) in enumerate(zip(names, optimizer.param_groups, strict=True)):
+        shared = {"lr": step["lr"], "momentum": step["momentum"]}
+        group.update({**shared, **case["param_overrides"].get(name, {})})
+        (parameter,) = group["params"]
+        grad = tensor(case.shared["grads_float32"][number][index], parameter.dtype).reshape(parameter.shape)
+        parameter.grad = None if name in step.get("missing_grad", []) else grad
+
+
+def results(
+    optimizer: HookedOptimizer, parameters: dict[str, torch.nn.Parameter], original: dict[str, Any]
+) -> dict[str, Any]:
+    """Record what a step made; Chainer's velocity has the other sign."""
+    moved = {name: parameter in optimizer.state for name, parameter in parameters.items()}
+    record: dict[str, Any] = {
+        "t": optimizer.t,
+        "param": parameters,
+        "v": {
+            name: -optimizer.state[parameter]["velocity"] if moved[name] else None
+            for name, parameter in parameters.items()
+        },
+        # A parameter moves in every update, or in none where it is frozen.
+        "rule_t": {name: optimizer.t if moved[name] else 0 for name in parameters},
+    }
+    if "grad_after_hooks" in original:
+        record["grad_after_hooks"] = {name: parameter.grad for name, parameter in parameters.items()}
+    return record
+
+
+@pytest.mark.parametrize("case", cases("chainer-cunn/optimizers.json", num_cases=30, given=GIVEN))
+def test_replay(case: Case) -> None:
     optimizer, parameters = build(case)
-    for step, grads in zip(case["steps"], DATA["grads_float32"], strict=True):
-        for group, name in zip(optimizer.param_groups, parameters, strict=True):
-            group |= {"lr": step["lr"], "momentum": step["momentum"]} | case["param_overrides"].get(name, {})  # noqa: PLW2901 - updated in place
-        for (name, parameter), grad in zip(parameters.items(), grads, strict=True):
-            missing = name in step.get("missing_grad", [])
-            parameter.grad = (
-                None if missing else torch.tensor(grad, dtype=parameter.dtype).reshape(parameter.shape)
-            )
+    steps = []
+    for number, original in enumerate(case["steps"]):
+        prepare(optimizer, list(parameters), case, number)
         optimizer.step()
-        assert optimizer.t == step["t"]
-        for name, parameter in parameters.items():
-            agree(parameter, step["param"][name], case["dtype"])
-            if step["v"][name] is None:
-                assert parameter not in optimizer.state
-                assert step["rule_t"][name] == 0
-            else:
-                agree(-optimizer.state[parameter]["velocity"], step["v"][name], case["dtype"])
-                assert step["rule_t"][name] == optimizer.t
+        steps.append(copy.deepcopy(results(optimizer, parameters, original)))
+    case.check({"steps": steps}, {"*": TOLERANCES[case["dtype"]]})

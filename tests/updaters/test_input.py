@@ -211,6 +211,18 @@ def test_a_model_without_a_gradient_to_ask_for_is_refused() -> None:
         updater.update()
 
 
+def test_a_model_that_was_frozen_is_refused_as_often_as_one_asks() -> None:
+    model = nn.Linear(1, 1)
+    with updater_of(model, devices=2) as updater:
+        updater.update()
+        model.requires_grad_(False)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="must have a parameter that asks for a gradient"):
+                updater.update()
+        model.requires_grad_(True)
+        assert updater.update().applied
+
+
 def test_a_lazy_model_is_refused() -> None:
     model = nn.LazyLinear(1)
     with (

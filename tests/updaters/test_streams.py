@@ -12,6 +12,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.streams import StreamOverride, StreamOverrideError, override, shard_stream
+from lockstep.streams.kernels import RandomKernel
 from tests.laws.models import (
     ATTENTION,
     CHECKPOINTED,
@@ -185,15 +186,15 @@ def test_an_owner_collected_while_another_installs_does_not_block(monkeypatch: p
     forgotten, other = StreamOverride(), StreamOverride()
     forgotten.install()
     forgotten.remove()
-    original = override._redirect_all
+    redirect = override.redirect
 
-    def collecting() -> torch.library.Library:
+    def collecting(kernels: list[RandomKernel]) -> torch.library.Library:
         forgotten.remove()  # what a finalizer does when the collector runs just here
-        library = original()
+        library = redirect(kernels)
         forgotten.remove()
         return library
 
-    monkeypatch.setattr(override, "_redirect_all", collecting)
+    monkeypatch.setattr(override, "redirect", collecting)
     with other:
         assert other.installed
         with shard_stream(3):

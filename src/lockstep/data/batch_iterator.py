@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final, get_args
 import torch
 from torch.utils.data import IterableDataset
 
-from lockstep.data.cursor import Cursor, LastBatch, Order, shuffled, take
+from lockstep.data.cursor import Cursor, LastBatch, Order, hashed, shuffled, take
 from lockstep.data.iterator import Iterator
 from lockstep.data.prefetch import fetch_ahead
 from lockstep.data.samples import MapDataset, Samples
@@ -187,10 +187,11 @@ class BatchIterator(Iterator):
 
     def finalize(self) -> None:
         """Stop the workers and forget what they loaded; a further batch would start them again."""
+        # In this order, an interrupt in between leaves a supply that goes on where the batches end.
+        supply, self._supply = self._supply, None
         self._ahead.clear()
-        if self._supply is not None:
-            self._supply.close()
-        self._supply = None
+        if supply is not None:
+            supply.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Say where the iterator stands: the seed, the place, the last advance.
@@ -263,7 +264,8 @@ class BatchIterator(Iterator):
             for indices in batches:
                 yield Samples(self.dataset, indices)
             return
-        fetched = fetch_ahead(self.dataset, batches, num_workers=self.num_workers, seed=self.seed)
+        seed = hashed(self.seed, self._cursor.epoch, self._cursor.position)
+        fetched = fetch_ahead(self.dataset, batches, num_workers=self.num_workers, seed=seed)
         for place, samples in enumerate(fetched, start=number):
             indices, _ = self._plan[place - self._num_advanced]
             yield Samples(self.dataset, indices, samples)

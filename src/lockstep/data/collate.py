@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data.samples import Samples
 from lockstep.nest import rebuild
@@ -39,8 +39,8 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     bits of a result may depend on the number of shards, as with batch normalisation; without it, a
     shard holds the same numbers however the batch was cut.
 
-    Samples of a `torch.utils.data.TensorDataset` are cut out of its tensors at once. A run of
-    neighbours is then a view: it shares its memory with the dataset, so do not change it in place.
+    Samples of a `torch.utils.data.TensorDataset`, or of a `Subset` of one, are copied out of its tensors
+    at once.
 
     Args:
         samples: At least one.
@@ -49,6 +49,9 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
         padding: What fills up samples of different shapes to the smallest shape that encloses all.
             One number for all fields, or a tuple or dict with an entry for each field; None, for a
             field or for all, where shapes must agree. An exact number of the field's dtype.
+
+    Returns:
+        A tensor, or a nest of tensors; each has the samples along its first dimension.
 
     Raises:
         ValueError: There is no sample; or samples differ in structure, dtype or shape; or padding has
@@ -71,9 +74,15 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
         raise ValueError("`samples` must hold at least one sample, got none.")
     if not isinstance(samples, Samples):
         return _field(samples, "", device, padding)
-    # A subclass may do more to a sample than to index its tensors.
-    if samples.fetched is None and type(samples.dataset) is TensorDataset:
-        return tuple(_move(_rows(tensor, samples.indices), device) for tensor in samples.dataset.tensors)
+    if samples.fetched is not None:
+        return _field(samples.fetched, "", device, padding)
+    dataset: Any = samples.dataset
+    indices = samples.indices
+    # Not `isinstance`: a subclass may do more to a sample than to index its tensors.
+    while type(dataset) is Subset:
+        dataset, indices = dataset.dataset, [int(dataset.indices[index]) for index in indices]
+    if type(dataset) is TensorDataset:
+        return tuple(_move(_rows(tensor, indices), device) for tensor in dataset.tensors)
     return _field(samples.fetch(), "", device, padding)
 
 
@@ -85,9 +94,9 @@ class _Array(Protocol):
 
 
 def _rows(tensor: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """Take rows out of a tensor: a view where they are neighbours, else a copy."""
+    """Copy rows out of a tensor; a view would let a model that writes to its inputs change the dataset."""
     if isinstance(indices, range) and indices.step == 1:
-        return tensor[indices.start : indices.stop]
+        return tensor.narrow(0, indices.start, len(indices)).clone()
     # An array's buffer becomes a tensor three times as fast as a tuple does.
     places = torch.frombuffer(array("q", indices), dtype=torch.int64)
     return tensor.index_select(0, places.to(tensor.device))
@@ -122,7 +131,7 @@ def _field(values: Sequence[Any], path: str, device: Device, padding: Any) -> An
 def _check_structure(value: Any, first: Any, number: int, path: str) -> None:
     """Refuse a container that is unlike the first sample's."""
     if type(value) is not type(first):
-        raise _unlike(f"be a {type(first).__name__}", type(value).__name__, number, path)
+        raise _unlike(f"be of type {type(first).__name__}", type(value).__name__, number, path)
     if isinstance(first, Mapping):
         if value.keys() != first.keys():
             raise _unlike(f"have the keys {list(first)}", list(value), number, path)
@@ -154,52 +163,71 @@ def _stack(values: Sequence[Any], path: str, padding: Any) -> torch.Tensor:
     if len(kinds) == 1 and kinds <= {bool, int, float, complex}:
         # Numbers have neither shapes nor dtypes to compare, and are a tensor sooner in one go.
         return _tensor(list(values), f"samples[...]{path}")
-    tensors = [_as_tensor(value, f"samples[{number}]{path}") for number, value in enumerate(values)]
-    first = tensors[0]
-    for number, (value, tensor) in enumerate(zip(values, tensors, strict=True)):
-        if tensor.dtype != first.dtype:
-            raise _unlike(f"be of {first.dtype}", f"{tensor.dtype}", number, path)
-        if isinstance(value, torch.Tensor | _Array) != isinstance(values[0], torch.Tensor | _Array):
-            raise _unlike(f"be a {type(values[0]).__name__}", type(value).__name__, number, path)
-        if tensor.dim() != first.dim() or (padding is None and tensor.shape != first.shape):
-            rule = (
-                f"have the shape {tuple(first.shape)}"
-                if padding is None
-                else f"have {first.dim()} dimensions"
-            )
-            raise _unlike(rule, f"{tuple(tensor.shape)}", number, path)
+    # Asked once for each type, because asking is slow.
+    arrays = {kind for kind in kinds if issubclass(kind, _Array)}
+    tensors = [
+        _as_tensor(value, number, path, is_array=type(value) in arrays) for number, value in enumerate(values)
+    ]
+    _check_alike(tensors, path, shapes=padding is None)
     return torch.stack(tensors) if padding is None else _pad(tensors, padding, path)
 
 
-def _as_tensor(value: Any, name: str) -> torch.Tensor:
-    """Make one sample's value of a field a tensor."""
+def _as_tensor(value: Any, number: int, path: str, *, is_array: bool) -> torch.Tensor:
+    """Make one sample's value of a field a tensor, of the same memory where it has such."""
     if isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, _Array):
-        return _tensor(value.__array__(), name)
+    if is_array:
+        data = value.__array__()
+        # PyTorch has no tensors that cannot be written, and warns of making one.
+        return _tensor(data if data.flags.writeable else data.copy(), f"samples[{number}]{path}")
     if isinstance(value, bool | int | float | complex | list):
-        return _tensor(value, name)
+        return _tensor(value, f"samples[{number}]{path}")
     rule = "must be a tensor, an array, a number, or a tuple, list or dict of such"
     remedy = "Leave it out of the sample, turn it into numbers, or give a `converter` of your own."
-    raise TypeError(f"`{name}` {rule}, got a {type(value).__name__}. {remedy}")
+    raise TypeError(f"`samples[{number}]{path}` {rule}, got a {type(value).__name__}. {remedy}")
 
 
 def _tensor(data: Any, name: str) -> torch.Tensor:
-    """Copy an array or numbers into a tensor."""
+    """Make a tensor of an array, in its memory, or of numbers."""
     try:
-        return torch.tensor(data)
+        return torch.as_tensor(data)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"`{name}` must be an array of numbers, got {data!r} ({error}).") from error
+
+
+def _check_alike(tensors: Sequence[torch.Tensor], path: str, *, shapes: bool) -> None:
+    """Refuse tensors that differ in dtype, in the number of dimensions or, if asked, in shape."""
+    if len({(tensor.dtype, tensor.shape if shapes else tensor.dim()) for tensor in tensors}) == 1:
+        return
+    first = tensors[0]
+    for number, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype:
+            raise _unlike(f"be of {first.dtype}", tensor.dtype, number, path)
+        if shapes and tensor.shape != first.shape:
+            raise _unlike(f"have the shape {tuple(first.shape)}", tuple(tensor.shape), number, path)
+        if tensor.dim() != first.dim():
+            raise _unlike(f"have {first.dim()} dimensions", tensor.dim(), number, path)
 
 
 def _pad(tensors: Sequence[torch.Tensor], padding: Any, path: str) -> torch.Tensor:
     """Stack tensors of different shapes in the corner of the smallest shape that encloses all."""
     dtype = tensors[0].dtype
-    exact = dtype.is_floating_point or dtype.is_complex
-    if not exact and torch.tensor(padding).to(dtype).item() != padding:
+    if not _has(dtype, padding):
         raise ValueError(f"`padding` must be a number of {dtype} for `samples[0]{path}`, got {padding!r}.")
     shape = [max(lengths) for lengths in zip(*(tensor.shape for tensor in tensors), strict=True)]
     result = tensors[0].new_full((len(tensors), *shape), padding)
     for row, tensor in zip(result, tensors, strict=True):
         row[tuple(slice(length) for length in tensor.shape)] = tensor
     return result
+
+
+def _has(dtype: torch.dtype, number: complex) -> bool:
+    """Say whether a dtype has a number, or one that stands for it."""
+    if isinstance(number, complex):
+        return dtype.is_complex
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if dtype == torch.bool:
+        return number in (0, 1)
+    limits = torch.iinfo(dtype)
+    return number % 1 == 0 and limits.min <= number <= limits.max

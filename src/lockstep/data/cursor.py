@@ -96,8 +96,15 @@ def shuffled(num_samples: int, *, seed: int, epoch: int) -> torch.Tensor:
     >>> sorted(shuffled(4, seed=0, epoch=7).tolist())
     [0, 1, 2, 3]
     """
-    # PyTorch's generator on the CPU reads 32 bits of its seed. The hash sets two seeds far apart, and
-    # counting from there keeps the epochs of one seed distinct.
-    start = int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "little")
-    generator = torch.Generator().manual_seed((start + epoch) % 2**32)
+    # The hash sets two seeds far apart, and counting from there keeps the epochs of one seed distinct.
+    generator = torch.Generator().manual_seed((hashed(seed) + epoch) % 2**32)
     return torch.randperm(num_samples, generator=generator)
+
+
+def hashed(*numbers: int) -> int:
+    """Mix numbers into a seed of 32 bits, which is all that PyTorch's generator on the CPU reads of one.
+
+    >>> hashed(0) == hashed(2**32), 0 <= hashed(0, 7) < 2**32
+    (False, True)
+    """
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:4], "little")

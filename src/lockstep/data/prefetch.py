@@ -32,8 +32,8 @@ def fetch_ahead(
         dataset: Must be picklable where worker processes are not forked.
         batches: The indices of each batch.
         num_workers: At least 1.
-        seed: Where the random numbers of the workers begin. Which worker loads which batch depends
-            on their number, so a dataset that draws such numbers is different for another number.
+        seed: Where the random numbers of the workers begin, in 32 bits. Which worker loads which batch
+            depends on their number, so a dataset that draws such numbers does so too.
 
     Raises:
         Exception: What the dataset raised, as PyTorch's loader reports it.
@@ -45,10 +45,14 @@ def fetch_ahead(
         collate_fn=pack,
         prefetch_factor=_BATCHES_PER_WORKER,
         # Else the loader would draw its seed from the default generator.
-        generator=torch.Generator().manual_seed(seed % 2**32),
+        generator=torch.Generator().manual_seed(seed),
     )
-    for packed in loader:
-        yield unpack(packed)
+    stream = iter(loader)
+    try:
+        yield from map(unpack, stream)
+    finally:
+        # Otherwise they stop when the stream is collected, and an exception may hold on to it for long.
+        stream._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public way
 
 
 def pack(samples: list[Any]) -> _Packed:

@@ -97,7 +97,7 @@ class Accuracy:
 
 def _rank(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Count the classes that stand before each target."""
-    index = target.unsqueeze(1)
+    index = target.long().unsqueeze(1)
     score = output.gather(1, index)
     classes = torch.arange(output.shape[1], device=output.device).view(-1, *[1] * (output.ndim - 2))
     # Not "higher than": a NaN must stand before every score, and no score before a NaN target.

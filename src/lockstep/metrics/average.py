@@ -23,6 +23,8 @@ class Average:
 
         mean = Σ w·x / Σ w
 
+    A value of weight 0 counts for nothing, even if it is NaN.
+
     Values stay on their device until somebody computes the mean or 1024 of them have gathered;
     those are then read in one transfer, so memory stays bounded however long a run goes on.
 
@@ -100,8 +102,10 @@ class Average:
         return numbers[: len(self._held)], numbers[len(self._held) :]
 
     def _sums(self) -> tuple[float, float]:
-        totals, weights = self._read()
-        return _sum([self._total, *totals]), _sum([self._weight, *weights])
+        pairs = [pair for pair in zip(*self._read(), strict=True) if pair[1]]
+        return _sum([self._total, *(total for total, _ in pairs)]), _sum(
+            [self._weight, *(weight for _, weight in pairs)]
+        )
 
 
 def _sum(numbers: list[float]) -> float:

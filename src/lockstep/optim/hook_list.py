@@ -154,7 +154,16 @@ class HookList:
             )
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give every hook what it remembered."""
+        """Give every hook what it remembered, or none, if one of them refuses."""
+        before = self.state_dict()
+        try:
+            self._remember(saved)
+        except BaseException:
+            self._remember(before)
+            raise
+
+    def _remember(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Hand out what was saved, hook by hook."""
         for entry, state in zip(self._entries, saved, strict=True):
             if isinstance(entry.hook, StatefulHook):
                 entry.hook.load_state_dict(dict(state["state"]))

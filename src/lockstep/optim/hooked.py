@@ -54,14 +54,8 @@ class HookedOptimizer(Optimizer):
 
         No hook is called and nothing is counted, and what is remembered belongs to one parameter.
         So parts of the parameters may advance one after another or in several threads at once, to
-        the same bits as all together. Take the parts with `part`; then it is the caller who calls
-        the hooks and counts, as `step` does::
-
-            optimizer.call_hooks("pre")
-            for part in parts:
-                part.advance()
-            optimizer.t += 1
-            optimizer.call_hooks("post")
+        the same bits as all together: take the parts with `part`, and have `step` call what makes
+        all of them advance.
         """
 
     @abstractmethod
@@ -85,17 +79,21 @@ class HookedOptimizer(Optimizer):
     # The public step -------------------------------------------------------------------------
 
     @overload
-    def step(self, closure: None = None) -> None: ...
+    def step(self, closure: None = None, *, advance: Callable[[], None] | None = None) -> None: ...
 
     @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float], *, advance: Callable[[], None] | None = None) -> float: ...
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(
+        self, closure: Callable[[], float] | None = None, *, advance: Callable[[], None] | None = None
+    ) -> float | None:
         """Apply one update: hooks, arithmetic, count, hooks.
 
         Args:
             closure: Clears the gradients, computes the loss, calls backward and returns the loss.
+            advance: Does the arithmetic for all parameters in the place of `advance`, say part by part
+                in several threads.
 
         Returns:
             The loss of the closure, if there is one.
@@ -105,7 +103,7 @@ class HookedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.call_hooks("pre")
-        self.advance()
+        (advance or self.advance)()
         self.t += 1
         self.call_hooks("post")
         return loss

@@ -92,6 +92,10 @@ def fused_momentum_step(
     if not weights:
         return
     check_fused(weights[0])
+    if torch.compiler.is_compiling():
+        # The compiler fuses on its own, and to it the kernel's numbers would be constants.
+        momentum_step(weights, velocities, grads, lr=lr, momentum=momentum)
+        return
     if momentum == 0:
         torch._foreach_copy_(velocities, grads)
     torch._fused_sgd_(

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 
-@torch.no_grad()
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Give the 2-norm of each tensor, finite only if all its elements are.
 
     A norm that overflows although the elements are finite is settled by `first_nonfinite`.
     """
-    dense = [tensor for tensor in tensors if not tensor.is_sparse]
-    sparse = [tensor.coalesce().values() for tensor in tensors if tensor.is_sparse]
-    return list(torch._foreach_norm(dense + sparse)) if dense or sparse else []
+    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
+    return list(torch._foreach_norm(dense)) if dense else []
 
 
 def norms_are_finite(values: Iterable[torch.Tensor]) -> bool:
-    """Tell whether all of these norms are finite; waits for their device."""
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    """Tell whether all of these norms are finite; waits for their device.
+
+    Norms are not negative, so their sum is finite only if each of them is.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for value in values:
-        by_device.setdefault(value.device, []).append(value.to(torch.float64))
-    return all(bool(torch.stack(group).isfinite().all()) for group in by_device.values())
+        kinds.setdefault((value.device, value.dtype), []).append(value)
+    return all(math.isfinite(torch.stack(group).sum().item()) for group in kinds.values())
 
 
 def first_nonfinite(tensors: Mapping[str, torch.Tensor | None]) -> str | None:

@@ -105,7 +105,6 @@ class ReplicaBuffers:
         self._clean = [False] * size
         return BufferSum(ShardSum(first), [0.0] * size, [None] * size)
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Put the replica's buffers back to those of the original, writing only where that may be needed."""
         for slot, own in self._bound:
@@ -122,7 +121,6 @@ class ReplicaBuffers:
         # Until `take` has looked: the shard may fail on the way.
         self._clean = [False] * len(self._slots)
 
-    @torch.no_grad()
     def take(self, shard: int, weight: float, into: BufferSum) -> None:
         """Add what a shard made of the buffers.
 
@@ -141,7 +139,7 @@ class ReplicaBuffers:
             if value is None or not changed:
                 continue
             if self._rule == "mean" and (value.is_floating_point() or value.is_complex()):
-                values[index] = value * weight
+                values[index] = value.detach() * weight
                 into.weights[index] += weight
             elif into.firsts[index] is None:
                 into.firsts[index] = value.detach().clone()
@@ -177,18 +175,16 @@ def _differ(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) ->
     return [next(answers) if isinstance(flag, torch.Tensor) else flag for flag in flags]
 
 
-@torch.no_grad()
-def combine(sums: Sequence[BufferSum], model: nn.Module, *, weight: float) -> None:
+def combine(sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float) -> None:
     """Make what all shards made of the buffers the model's new buffers.
 
     Args:
         sums: One for each place, in order of shards.
-        model: The buffers are written in place, each on its own device.
+        slots: The model's buffers, which are written in place, each on its own device.
         weight: The weight of all shards together.
 
     Determinism: the bits depend on the shards alone; sums follow the tree, one division follows.
     """
-    slots = buffer_slots(model)
     partials = [
         PartialSum(
             partial.shard, [_move(tensor, slot) for tensor, slot in zip(partial.tensors, slots, strict=True)]

@@ -110,20 +110,21 @@ class ModelWatch:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._dicts = [
-            (watched, dict(watched)) for module in model.modules() for watched in _watched_dicts(module)
-        ]
-        self._parameters = [
-            (parameter, parameter.data_ptr(), parameter.requires_grad) for parameter in model.parameters()
-        ]
+        # Lists, so that the comparison of every update runs without a loop in Python.
+        self._now = [watched for module in model.modules() for watched in _watched_dicts(module)]
+        self._before = [dict(watched) for watched in self._now]
+        self._parameters = list(model.parameters())
+        self._memory = [parameter.data_ptr() for parameter in self._parameters]
+        self._trained = [parameter.requires_grad for parameter in self._parameters]
 
     def changed(self) -> bool:
         """Tell whether the model is no longer what it was when this watch began."""
-        for parameter, pointer, requires_grad in self._parameters:
-            if parameter.data_ptr() != pointer or parameter.requires_grad != requires_grad:
-                return True
+        if [parameter.data_ptr() for parameter in self._parameters] != self._memory:
+            return True
+        if [parameter.requires_grad for parameter in self._parameters] != self._trained:
+            return True
         try:
-            return any(now != before for now, before in self._dicts)
+            return self._now != self._before
         except Exception:  # noqa: BLE001 - tensors and arrays refuse a comparison unless they are the same object
             return True
 

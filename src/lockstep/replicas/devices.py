@@ -9,21 +9,23 @@ from typing import TypeAlias
 
 import torch
 
-Devices: TypeAlias = "str | torch.device | Sequence[str | torch.device]"
+Devices: TypeAlias = "str | int | torch.device | Sequence[str | torch.device]"
 
 
 def parse_devices(devices: Devices) -> list[torch.device]:
     """Turn names into devices, in order; repeats are allowed, for a device may hold several replicas.
 
     Args:
-        devices: ``"auto"`` for every GPU, else every core this process may use; or a name; or a list of
-            names. On a CPU a device is one core: ``["cpu", "cpu"]`` are two.
+        devices: ``"auto"`` for every GPU, else every core this process may use; or so many of these; or a
+            name, or a list of names. On a CPU a device is one core: ``["cpu", "cpu"]`` are two.
 
     Raises:
         ValueError: There is none, or this machine has no such device.
     """
     if isinstance(devices, str) and devices == "auto":
         return _every_device()
+    if isinstance(devices, int):
+        return _so_many(devices)
     names = [devices] if isinstance(devices, str | torch.device) else list(devices)
     if not names:
         raise ValueError("`devices` must name at least one device, got none.")
@@ -34,6 +36,15 @@ def _every_device() -> list[torch.device]:
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return [torch.device("cpu")] * _usable_cores()
+
+
+def _so_many(count: int) -> list[torch.device]:
+    """Take the first GPUs, or cores; cores may be more than there are, and then take turns."""
+    if count < 1:
+        raise ValueError(f"`devices` must be at least 1, got {count}.")
+    if not torch.cuda.is_available():
+        return [torch.device("cpu")] * count
+    return [_parse(f"cuda:{index}") for index in range(count)]
 
 
 def _usable_cores() -> int:

@@ -13,7 +13,7 @@ from lockstep import plan
 from lockstep.errors import OrderError
 from lockstep.replicas.copies import ModelWatch, copy_model
 from lockstep.replicas.devices import Devices, device_context, parse_devices
-from lockstep.replicas.settings import Applied, ThreadSettings
+from lockstep.replicas.settings import Carried, Computing, ThreadSettings
 from lockstep.replicas.worker import Worker
 
 
@@ -54,9 +54,11 @@ class ReplicaGroup:
             raise ValueError(
                 f"`workloads` must hold one number a device ({len(self.devices)}), got {len(self.workloads)}."
             )
-        self._device_types = frozenset(device.type for device in self.devices)
+        self.device_types = sorted({device.type for device in self.devices})
         self._replicas: list[nn.Module] = []
         self._watch: ModelWatch | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._one_memory = True
         self._versions: list[int] = []
         self._workers: list[Worker] = []
         self._stopping = False
@@ -95,24 +97,27 @@ class ReplicaGroup:
             OrderError: The group is closed.
         """
         self._check_open()
-        rebuilt = self._watch is None or self._watch.changed()
-        if rebuilt:
+        if self._watch is None or self._watch.changed():
             self._replicas = [copy_model(self.model, device) for device in self.devices]
+            self._parameters = list(self.model.parameters())
+            self._one_memory = all(
+                parameter.device == device for device in self.devices for parameter in self._parameters
+            )
             self._watch = ModelWatch(self.model)
             self._versions = self._parameter_versions()
-        elif self._versions != (versions := self._parameter_versions()):
+            return True
+        if not self._one_memory and self._versions != (versions := self._parameter_versions()):
             self.sync_parameters()
             self._versions = versions
-        return rebuilt
+        return False
 
     @torch.no_grad()
     def sync_parameters(self) -> None:
         """Copy the model's parameters to replicas on other memory; rarely needed, `refresh` sees writes."""
-        parameters = list(self.model.parameters())
         for replica in self._replicas:
             pairs = [
                 (copied, parameter)
-                for copied, parameter in zip(replica.parameters(), parameters, strict=True)
+                for copied, parameter in zip(replica.parameters(), self._parameters, strict=True)
                 if copied.device != parameter.device
             ]
             if pairs:
@@ -120,16 +125,8 @@ class ReplicaGroup:
                 torch._foreach_copy_(copies, originals)
 
     def _parameter_versions(self) -> list[int]:
-        """Version counters of the parameters that some replica holds a copy of; empty on one memory."""
-        if all(
-            parameter.device == device for device in self.devices for parameter in self.model.parameters()
-        ):
-            return []
-        return [parameter._version for parameter in self.model.parameters()]
-
-    def settings(self) -> ThreadSettings:
-        """Take the calling thread's settings, to be carried into the workers."""
-        return ThreadSettings.capture(self._device_types)
+        """Give the parameters' version counters, which count every write."""
+        return [parameter._version for parameter in self._parameters]
 
     def run(
         self, work: Callable[[int], None], *, settings: ThreadSettings | None = None, at_once: bool = True
@@ -138,8 +135,8 @@ class ReplicaGroup:
 
         Args:
             work: Called with the index of each device; long work should look at `stopping`.
-            settings: What the threads compute under, where the calling thread has applied them already;
-                taken from it and applied to all threads by default.
+            settings: What all threads compute under, if the calling thread is in that state already; by
+                default its own are taken.
             at_once: In the devices' threads; else one after another in the calling thread.
 
         Raises:
@@ -148,9 +145,16 @@ class ReplicaGroup:
         """
         self._check_open()
         self._stopping = False
-        carried = settings or self.settings()
+        if settings is None:
+            with Computing(ThreadSettings.capture(self.device_types)) as taken:
+                self._run(work, taken, at_once=at_once)
+        else:
+            self._run(work, settings, at_once=at_once)
 
-        def job(place: int) -> None:
+    def _run(self, work: Callable[[int], None], settings: ThreadSettings, *, at_once: bool) -> None:
+        """Do the work from a calling thread that is in the state for it."""
+
+        def here(place: int) -> None:
             try:
                 with device_context(self.devices[place]):
                     work(place)
@@ -158,13 +162,12 @@ class ReplicaGroup:
                 self._stopping = True
                 raise
 
-        def carry(place: int) -> None:
-            with Applied(carried):
-                job(place)
+        def there(place: int) -> None:
+            with Carried(settings):
+                here(place)
 
-        here = carry if settings is None else job
         if at_once and len(self.devices) > 1:
-            self._run_in_threads(here, carry)
+            self._run_in_threads(here, there)
         else:
             for place in range(len(self.devices)):
                 here(place)

@@ -7,6 +7,7 @@ belong to the process and need no carrying.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -46,48 +47,81 @@ class ThreadSettings:
     flush_denormal: bool
 
     @classmethod
-    def capture(cls, device_types: frozenset[str]) -> ThreadSettings:
-        """Take the settings of the calling thread, autocast for these types of device."""
+    def capture(cls, device_types: Sequence[str], *, training: bool = False) -> ThreadSettings:
+        """Take the settings of the calling thread.
+
+        Args:
+            device_types: Those to take the state of autocast for.
+            training: Record for backward, whatever the thread does now.
+        """
         default_device = torch.get_default_device()
         return cls(
-            grad=torch.is_grad_enabled(),
-            inference=torch.is_inference_mode_enabled(),
-            autocast=tuple(
-                Autocast(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in sorted(device_types)
-            ),
+            grad=training or torch.is_grad_enabled(),
+            inference=not training and torch.is_inference_mode_enabled(),
+            autocast=tuple(_autocast(kind) for kind in device_types),
             default_device=None if default_device.type == "cpu" else default_device,
             flush_denormal=_flushes_denormals(),
         )
 
 
-class Applied:
-    """Compute under given settings and one intra-op thread; leave the thread as it was found.
+class Computing:
+    """Put the calling thread into the state in which shards are computed; leave it as it was found.
 
     One intra-op thread: kernels cut their work by the number of threads and round differently for
     another cut, and shards side by side are faster than threads within a shard.
+
+    Args:
+        settings: Of this very thread; what other threads shall agree on.
     """
 
-    __slots__ = ("_autocast", "_cache", "_device", "_flush", "_grad", "_inference", "_settings", "_threads")
+    __slots__ = ("_cache", "_grad", "_inference", "_settings", "_threads")
 
     def __init__(self, settings: ThreadSettings) -> None:
         self._settings = settings
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> ThreadSettings:
         settings = self._settings
         self._threads = torch.get_num_threads()
         self._grad = torch.is_grad_enabled()
         self._cache = torch.is_autocast_cache_enabled()
-        self._autocast = [
-            Autocast(cast.device_type, *_autocast_state(cast.device_type)) for cast in settings.autocast
-        ]
-        self._flush = _flushes_denormals()
-        self._inference = _inference(settings)
-        self._device: AbstractContextManager[object] = settings.default_device or nullcontext()
+        self._inference: AbstractContextManager[object] | None = None
         torch.set_num_threads(1)
-        self._inference.__enter__()
-        torch.set_grad_enabled(settings.grad)
+        if settings.inference != torch.is_inference_mode_enabled():
+            self._inference = torch.inference_mode(settings.inference)
+            self._inference.__enter__()
+        torch._C._set_grad_enabled(settings.grad)
         torch.set_autocast_cache_enabled(False)
+        return settings
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.set_autocast_cache_enabled(self._cache)
+        if self._inference is not None:
+            self._inference.__exit__(kind, error, trace)
+        torch._C._set_grad_enabled(self._grad)
+        torch.set_num_threads(self._threads)
+
+
+class Carried:
+    """Compute under the settings of another thread; leave this one as it was found.
+
+    Args:
+        settings: Of the thread that asks for the work.
+    """
+
+    __slots__ = ("_autocast", "_computing", "_device", "_flush", "_settings")
+
+    def __init__(self, settings: ThreadSettings) -> None:
+        self._settings = settings
+        self._computing = Computing(settings)
+
+    def __enter__(self) -> None:
+        settings = self._settings
+        self._autocast = tuple(_autocast(cast.device_type) for cast in settings.autocast)
+        self._flush = _flushes_denormals()
+        self._device: AbstractContextManager[object] = settings.default_device or nullcontext()
+        self._computing.__enter__()
         _set_autocast(settings.autocast)
         if settings.flush_denormal != self._flush:
             torch.set_flush_denormal(settings.flush_denormal)
@@ -100,24 +134,16 @@ class Applied:
         if self._settings.flush_denormal != self._flush:
             torch.set_flush_denormal(self._flush)
         _set_autocast(self._autocast)
-        torch.set_autocast_cache_enabled(self._cache)
-        self._inference.__exit__(kind, error, trace)
-        torch.set_grad_enabled(self._grad)
-        torch.set_num_threads(self._threads)
+        self._computing.__exit__(kind, error, trace)
 
 
-def _inference(settings: ThreadSettings) -> AbstractContextManager[object]:
-    """Enter or leave inference mode where the thread is not as the settings ask."""
-    if settings.inference == torch.is_inference_mode_enabled():
-        return nullcontext()
-    return torch.inference_mode(settings.inference)
+def _autocast(device_type: str) -> Autocast:
+    return Autocast(
+        device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    )
 
 
-def _autocast_state(device_type: str) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-
-
-def _set_autocast(states: tuple[Autocast, ...] | list[Autocast]) -> None:
+def _set_autocast(states: Iterable[Autocast]) -> None:
     for cast in states:
         torch.set_autocast_enabled(cast.device_type, cast.enabled)
         torch.set_autocast_dtype(cast.device_type, cast.dtype)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from lockstep.streams.state import is_stand_in
+from lockstep.streams.state import default_addresses
 from lockstep.streams.thread import THREAD
 
-_HOOK = torch.DispatchKey.BackendSelect
+_HOOK = "BackendSelect"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def _random_kernel(name: str) -> RandomKernel | None:
 
 
 def _hook(library: torch.library.Library, kernel: RandomKernel) -> None:
-    name, key = f"aten::{kernel.name}", _HOOK.name
+    name, key = f"aten::{kernel.name}", _HOOK
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):  # noqa: SLF001 - no public way
         raise RuntimeError(f"another library has registered {name} for {key}")
     call = _with_generator(kernel)
@@ -103,9 +103,9 @@ def _with_generator(kernel: RandomKernel) -> Callable[..., Any]:
     """Make the function that fills in the thread's generator and passes the call on."""
     position = kernel.position
     redispatch = kernel.op.redispatch
-    below = torch._C._dispatch_keyset_full_after(_HOOK)  # noqa: SLF001 - no public way
+    below = torch._C._dispatch_keyset_full_after(torch.DispatchKey.BackendSelect)  # noqa: SLF001 - no public way
     cpu = torch.DispatchKey.CPU
-    default = torch.default_generator
+    default, addresses = torch.default_generator, default_addresses()
 
     # All random operations of the process go through here; each line costs every one of them.
     def call(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +114,7 @@ def _with_generator(kernel: RandomKernel) -> Callable[..., Any]:
         given = args[position] if positional else kwargs.get("generator")
         if given is None:
             chosen = stream if stream is not None and keyset.has(cpu) else None
-        elif given is default or is_stand_in(given):
+        elif given._cdata in addresses:  # noqa: SLF001 - the only identity it has
             chosen = default if stream is None else stream
         else:
             chosen = given

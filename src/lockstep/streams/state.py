@@ -27,16 +27,17 @@ class StandInGenerator(torch.Generator):
 
 
 STAND_IN = StandInGenerator()
-_STAND_IN_ADDRESS: int = object.__getattribute__(STAND_IN, "_cdata")
 
 
-def is_stand_in(generator: torch.Generator) -> bool:
-    """Tell whether a generator that came through torch's dispatcher is the stand-in.
+def default_addresses() -> tuple[int, int]:
+    """Name the default generator and its stand-in as they come through torch's dispatcher.
 
-    The dispatcher hands out another Python object for the same C++ generator, so the addresses are compared.
+    The dispatcher may hand out another Python object for the same C++ generator; ``_cdata`` is its address.
     """
-    address: int = generator._cdata  # type: ignore[attr-defined]  # noqa: SLF001 - its only identity
-    return address == _STAND_IN_ADDRESS
+    default, stand_in = (
+        object.__getattribute__(each, "_cdata") for each in (torch.default_generator, STAND_IN)
+    )
+    return default, stand_in
 
 
 class ThreadAwareState:
@@ -46,11 +47,14 @@ class ThreadAwareState:
         self._replaced: list[tuple[ModuleType, str, object, object]] = []
 
     def install(self) -> None:
-        """Put our own behind the names."""
+        """Put our own behind the names.
+
+        Raises:
+            KeyError: This torch lacks a name; what was put before has to be removed.
+        """
         self._replace(torch.random, "default_generator", STAND_IN)
-        for module in (torch, torch.random):
-            self._replace(module, "manual_seed", _manual_seed(module.manual_seed))
-            self._replace(module, "seed", _seed(module.seed))
+        for module in (torch.cuda, torch.cuda.random):
+            self._replace(module, "manual_seed_all", _seed_own_device(module.manual_seed_all))
 
     def remove(self) -> None:
         """Put the originals back, except behind names that somebody else has changed since."""
@@ -68,32 +72,14 @@ def _current() -> torch.Generator:
     return torch.default_generator if THREAD.generator is None else THREAD.generator
 
 
-# torch's own two seed all devices, and so the streams of other shards. A shard may seed its own only.
+def _seed_own_device(original: Callable[[int], None]) -> Callable[[int], None]:
+    """Keep `torch.manual_seed` in one shard from seeding the devices of all others."""
 
-
-def _manual_seed(original: Callable[[int], torch.Generator]) -> Callable[[int], torch.Generator]:
     @functools.wraps(original)
-    def manual_seed(seed: int) -> torch.Generator:
+    def manual_seed_all(seed: int) -> None:
         if THREAD.generator is None:
-            return original(seed)
-        _seed_current_device(int(seed))
-        return THREAD.generator.manual_seed(int(seed))
+            original(seed)
+        elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's gap
+            torch.cuda.manual_seed(seed)
 
-    return manual_seed
-
-
-def _seed(original: Callable[[], int]) -> Callable[[], int]:
-    @functools.wraps(original)
-    def seed() -> int:
-        if THREAD.generator is None:
-            return original()
-        seed = THREAD.generator.seed()
-        _seed_current_device(seed)
-        return seed
-
-    return seed
-
-
-def _seed_current_device(seed: int) -> None:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's gap
-        torch.cuda.manual_seed(seed)
+    return manual_seed_all

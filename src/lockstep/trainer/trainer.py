@@ -46,7 +46,8 @@ class Trainer:
     An extension that raises ends the run, and so does Ctrl-C; `run` called again goes on exactly
     there, with the extension that did not finish. A state saved by an extension holds how far
     the iteration had come: loaded, the run goes on with the extensions after that one, each of
-    which is asked about that very iteration, once.
+    which is asked about that very iteration, once. Where the process that saved it lived on, they
+    ran there as well; so whoever saves had better come last.
 
     Args:
         updater: Makes the updates.
@@ -113,6 +114,7 @@ class Trainer:
 
         Raises:
             TypeError: It cannot be called, or the trigger is none.
+            ValueError: The trigger is another extension's already, or is out of range.
             OrderError: The run is under way.
         """
         if not callable(extension):
@@ -127,7 +129,7 @@ class Trainer:
         entry = Entry(
             name=self._free_name(name or extension.name),
             extension=extension,
-            trigger=get_trigger(extension.trigger if trigger is None else trigger),
+            trigger=self._own_trigger(extension.trigger if trigger is None else trigger),
             priority=extension.priority if priority is None else priority,
             call_before_training=before,
         )
@@ -263,6 +265,16 @@ class Trainer:
                 old_part.load_state_dict(own)
             raise
 
+    def _own_trigger(self, spec: TriggerSpec) -> Trigger:
+        """Return the trigger; one that two ask would tell the second that nothing has happened since."""
+        trigger = get_trigger(spec)
+        for entry in self._entries.values():
+            if entry.trigger is trigger:
+                raise ValueError(
+                    f"`trigger` must be no other extension's, got that of {entry.name}. Make a second."
+                )
+        return trigger
+
     def _free_name(self, name: str) -> str:
         count = 0
         while (free := f"{name}_{count}" if count else name) in self._entries:
@@ -312,26 +324,33 @@ class Trainer:
 
     def _close(self, error: BaseException | None) -> None:
         """Call everything that must be called at the end, whatever fails; then raise what failed first."""
+        entries = self._initialized
         calls: list[tuple[str, Callable[[], object]]] = []
         if error is not None:
-            for entry in self._initialized:
-                calls.append((f"`on_error` of {entry.name}", partial(entry.extension.on_error, self, error)))
-        for entry in self._initialized:
-            calls.append((f"`finalize` of {entry.name}", partial(entry.extension.finalize, self)))
+            calls += [
+                (f"`on_error` of {each.name}", partial(each.extension.on_error, self, error))
+                for each in entries
+            ]
+        calls += [(f"`finalize` of {each.name}", partial(each.extension.finalize, self)) for each in entries]
         calls.append(("`finalize` of the updater", self.updater.finalize))
         first = error
         for what, call in calls:
-            try:
-                call()
-            except BaseException as failure:  # noqa: BLE001 - raised below, or reported beside what failed first
-                if first is None:
-                    first = failure
-                else:
-                    _report(what, failure, beside=first)
+            failure = _failure(call)
+            if failure is not None and first is not None:
+                _report(what, failure, beside=first)
+            first = first or failure
         self._initialized.clear()
         self._elapsed, self._started = self.elapsed_time, None
         if error is None and first is not None:
             raise first
+
+
+def _failure(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as failure:  # noqa: BLE001 - the caller raises or reports it
+        return failure
+    return None
 
 
 def _report(what: str, failure: BaseException, *, beside: BaseException) -> None:

@@ -40,9 +40,12 @@ def shard_arrays(batch: Any, shard: Shard, device: torch.device, converter: Conv
     part = shard.samples
     if isinstance(batch, Samples):
         return converter(batch[part.start : part.stop], device)
-    return nest.map_tensors(
-        lambda tensor: tensor[part.start : part.stop].to(device, non_blocking=True), batch
-    )
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        mine = tensor if len(part) == len(tensor) else tensor[part.start : part.stop]
+        return mine if mine.device == device else mine.to(device, non_blocking=True)
+
+    return nest.map_tensors(rows, batch)
 
 
 def call_arguments(arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

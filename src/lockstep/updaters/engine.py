@@ -7,16 +7,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from lockstep import plan
 from lockstep.errors import RandomStreamWarning
 from lockstep.plan import Piece, Shard
 from lockstep.precision import Precision, first_nonfinite, norms_are_finite
 from lockstep.replicas import ReplicaGroup
-from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers
+from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.streams import (
     DefaultGeneratorGuard,
@@ -28,8 +30,9 @@ from lockstep.streams import (
 )
 from lockstep.tree import Tensors
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
+from lockstep.updaters.handover import refuse_accumulate_hooks
 from lockstep.updaters.loss import LossFunction
-from lockstep.updaters.reduction import can_be_cut, gather, reduce_slice, roots
+from lockstep.updaters.reduction import can_be_cut, gather, reduce_slice, reduce_whole, roots
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.shards import Place, PlaceSums, Recipe
 
@@ -91,8 +94,11 @@ class GradientEngine:
         self._precision = precision
         self._buffer_rule: BufferRule = buffers
         self._places: list[Place] = []
-        self._names: list[str] = []
-        self._whole: list[Piece] = []
+        self._named: dict[str, nn.Parameter] = {}
+        self.parameters: list[nn.Parameter] = []
+        """The model's parameters that ask for a gradient, in the order of `Attempt.gradients`."""
+        self.slots: list[Slot] = []
+        """The model's buffers."""
         self._slices: list[list[Piece]] = []
         self.side_by_side = False
         """Whether reducing and stepping are worth more than one thread."""
@@ -122,7 +128,8 @@ class GradientEngine:
             ValueError: A batch is empty or uneven, or the loss cannot be used.
         """
         sizes = [batch_size(batch) for batch in batches]
-        shards = plan.schedule(sizes, self._num_shards, self.group.workloads)
+        self._prepare()
+        shards = _schedule(tuple(sizes), self._num_shards, tuple(self.group.workloads))
         work = [
             [(shard, shard_arrays(batches[shard.batch], shard, device, self._converter)) for shard in run]
             for run, device in zip(shards, self.group.devices, strict=True)
@@ -141,13 +148,25 @@ class GradientEngine:
 
     def _prepare(self) -> None:
         """Follow the model where it has changed since the last time."""
-        if not self.group.refresh() and self._places:
-            return
+        if self.group.refresh() or not self._places:
+            self._rebuild()
+        refuse_accumulate_hooks(self._named)
+
+    def _rebuild(self) -> None:
+        """Look anew at a model whose replicas have been built anew."""
         model = self.group.model
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        if not named:
+        self._places = []  # should what follows refuse the model, the next attempt has to look again
+        self._named = {
+            name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+        }
+        if not self._named:
             raise ValueError("`model` must have a parameter that asks for a gradient, got none.")
-        self._names = [name for name, _ in named]
+        self.parameters = list(self._named.values())
+        for parameter in model.parameters():
+            if not parameter.requires_grad:
+                # It may have been frozen just now, and an optimizer would move it by its last gradient.
+                parameter.grad = None
+        self.slots = buffer_slots(model)
         self._places = [
             Place(
                 device,
@@ -157,8 +176,7 @@ class GradientEngine:
             )
             for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
         ]
-        sizes = [parameter.numel() for _, parameter in named]
-        (self._whole,) = plan.slices(sizes, 1)
+        sizes = [parameter.numel() for parameter in self.parameters]
         self._slices = plan.slices(sizes, len(self._places))
         on_cpus = len(self._places) > 1 and all(device.type == "cpu" for device in self.group.devices)
         self.side_by_side = on_cpus and sum(sizes) >= SIDE_BY_SIDE
@@ -167,7 +185,6 @@ class GradientEngine:
         self, work: list[list[tuple[Shard, Any]]], recipe: Recipe, first_stream: int, settings: ThreadSettings
     ) -> list[PlaceSums]:
         """Compute all shards, at once where threads can have random streams of their own."""
-        self._prepare()
 
         def seed_of(shard: Shard) -> int:
             return stream_seed(self.seed, first_stream + shard.index)
@@ -242,9 +259,9 @@ class GradientEngine:
         """Add up the places, divide once by the summed weight and the loss scale, and check the result."""
         reports = [report for place in sums for report in place.reports]
         divisor = sum(recipe.factor(report.weight) for report in reports)
-        partials = gather(
-            [partial for place in sums for partial in place.gradients.partials], self.group.devices[0]
-        )
+        partials = [partial for place in sums for partial in place.gradients.partials]
+        if len(self._places) > 1:
+            partials = gather(partials, self.group.devices[0])
         norms: list[torch.Tensor] = []
         if self.side_by_side and can_be_cut(partials):
 
@@ -253,16 +270,24 @@ class GradientEngine:
 
             self.group.run(reduce, settings=settings)
         else:
-            norms += reduce_slice(partials, self._whole, divisor)
-        gradients = roots(partials, len(self._names))
+            norms += reduce_whole(partials, divisor)
+        gradients = roots(partials, len(self.parameters))
         finite = norms_are_finite(norms)
         return Attempt(
             gradients=gradients,
-            nonfinite=None if finite else first_nonfinite(dict(zip(self._names, gradients, strict=True))),
+            nonfinite=None if finite else first_nonfinite(dict(zip(self._named, gradients, strict=True))),
             buffers=[place.buffers for place in sums],
             samples=sum(place.samples for place in sums),
             reports=reports,
         )
+
+
+@lru_cache(maxsize=64)
+def _schedule(
+    sizes: tuple[int, ...], num_shards: int | None, workloads: tuple[float, ...]
+) -> list[list[Shard]]:
+    """Remember the last schedules: exact shares are slow to compute, and batches are mostly of one size."""
+    return plan.schedule(sizes, num_shards, workloads)
 
 
 def _seeding(

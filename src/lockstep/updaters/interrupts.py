@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import signal
+import _signal  # type: ignore[import-not-found]  # the module `signal` wraps it in enums, at ten times the cost
 import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
@@ -28,19 +28,19 @@ class HeldInterrupts:
 
     def __enter__(self) -> HeldInterrupts:
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
+            handler = _signal.getsignal(_signal.SIGINT)
             if callable(handler):
                 self._handler = handler
-                signal.signal(signal.SIGINT, self._note)
+                _signal.signal(_signal.SIGINT, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+            _signal.signal(_signal.SIGINT, self._handler)
             if self._pending and error is None:
-                self._handler(signal.SIGINT, None)
+                self._handler(_signal.SIGINT, None)
 
     def check(self) -> bool:
         """Deliver an interrupt that came since; called where nothing has changed yet.
@@ -50,7 +50,7 @@ class HeldInterrupts:
         """
         came, self._pending = self._pending, False
         if came:
-            self._handler(signal.SIGINT, None)
+            self._handler(_signal.SIGINT, None)
         return came
 
     def commit(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,11 +20,12 @@ from lockstep.precision import LossScale, parse_loss_scale, parse_precision
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
-from lockstep.replicas.settings import Applied, ThreadSettings
+from lockstep.replicas.settings import Computing, ThreadSettings
 from lockstep.state import check_keys
 from lockstep.updaters.batches import Converter
-from lockstep.updaters.commit import Committer, hand_over, refuse_accumulate_hooks
+from lockstep.updaters.commit import Committer
 from lockstep.updaters.engine import Attempt, GradientEngine
+from lockstep.updaters.handover import hand_over
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.result import UpdateResult
@@ -123,7 +125,7 @@ class ParallelUpdater(Updater):
         self._on_overflow = on_overflow
         self._max_tries = max_tries
         self._on_exhausted = on_exhausted
-        self._committer = Committer(model, optimizer)
+        self._committer = Committer(optimizer)
         self._iteration = 0
         self._applied_updates = 0
         self._computed: _Tried | None = None
@@ -147,7 +149,7 @@ class ParallelUpdater(Updater):
         with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
             behind, tried = self._try(interrupts, settings)
             interrupts.commit()
-            hand_over(self._model, tried.attempt.gradients)
+            hand_over(self._engine.parameters, tried.attempt.gradients)
             result = self._commit(tried, settings)
             self._iterator.advance(behind)
             return result
@@ -169,7 +171,7 @@ class ParallelUpdater(Updater):
             attempt = self._attempt([batch], self._loss_scale, settings)
             while interrupts.check():
                 attempt = self._attempt([batch], self._loss_scale, settings)
-            hand_over(self._model, attempt.gradients)
+            hand_over(self._engine.parameters, attempt.gradients)
         self._computed = _Tried(attempt, self._loss_scale, 1, attempt.nonfinite)
         return self._computed.result(applied=False)
 
@@ -187,6 +189,11 @@ class ParallelUpdater(Updater):
         with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
             interrupts.commit()
             return self._commit(tried, settings)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where the replicas are, one entry each: what ``"auto"`` came to."""
+        return tuple(self._engine.group.devices)
 
     @property
     def iteration(self) -> int:
@@ -290,12 +297,9 @@ class ParallelUpdater(Updater):
         if (state["scheduler"] is None) != (self._scheduler is None):
             raise StateError("`state` must hold a scheduler exactly if the updater has one.")
 
-    @contextmanager
-    def _computing(self) -> Generator[ThreadSettings, None, None]:
-        """Put the calling thread under the settings that all places share, recording for backward."""
-        settings = replace(self._engine.group.settings(), grad=True, inference=False)
-        with Applied(settings):
-            yield settings
+    def _computing(self) -> Computing:
+        """Put the calling thread into the state in which all places compute."""
+        return Computing(ThreadSettings.capture(self._engine.group.device_types, training=True))
 
     def _next_batches(self, passed: int) -> list[Any]:
         """Look at the batches of one try without moving the iterator; fewer where it ends, or none.
@@ -310,7 +314,6 @@ class ParallelUpdater(Updater):
         return batches
 
     def _attempt(self, batches: Sequence[Any], scale: LossScale, settings: ThreadSettings) -> Attempt:
-        refuse_accumulate_hooks(self._model)
         return self._engine.attempt(
             batches,
             # Fewer batches than usual, at the end, leave positions unused; none is ever used twice.
@@ -364,7 +367,7 @@ class ParallelUpdater(Updater):
         if applied:
             places = len(self._engine.group.devices) if self._engine.side_by_side else 1
             run = partial(self._engine.group.run, settings=settings)
-            self._committer.apply(attempt, places=places, run=run)
+            self._committer.apply(attempt, self._engine.slots, places=places, run=run)
             if self._scheduler is not None:
                 self._scheduler.step()
             self._applied_updates += 1

@@ -16,7 +16,10 @@ def gather(partials: Sequence[PartialSum], device: torch.device) -> list[Partial
     return [
         PartialSum(
             partial.shard,
-            [None if tensor is None else tensor.to(device, non_blocking=True) for tensor in partial.tensors],
+            [
+                tensor if tensor is None or tensor.device == device else tensor.to(device, non_blocking=True)
+                for tensor in partial.tensors
+            ],
         )
         for partial in partials
     ]
@@ -32,7 +35,6 @@ def roots(partials: Sequence[PartialSum], num_parameters: int) -> Tensors:
     return found
 
 
-@torch.no_grad()
 def reduce_slice(
     partials: Sequence[PartialSum], pieces: Sequence[Piece], divisor: float
 ) -> list[torch.Tensor]:
@@ -52,7 +54,12 @@ def reduce_slice(
         PartialSum(partial.shard, [_view(partial.tensors[piece.tensor], piece) for piece in pieces])
         for partial in partials
     ]
-    summed = [tensor for tensor in total(views) if tensor is not None] if views else []
+    return reduce_whole(views, divisor)
+
+
+def reduce_whole(partials: Sequence[PartialSum], divisor: float) -> list[torch.Tensor]:
+    """Do what `reduce_slice` does for all elements."""
+    summed = [tensor for tensor in total(partials) if tensor is not None] if partials else []
     if divisor != 1.0 and summed:
         torch._foreach_div_(summed, divisor)
     return norms(summed)

@@ -153,12 +153,13 @@ class Place:
 
 
 def _backward(loss: torch.Tensor, factor: float) -> None:
-    """Run backward from factor times loss; on a CPU and for CUDA in the calling thread and its stream."""
+    """Run backward from factor times loss, in the calling thread and so in its shard's stream."""
+    gradient = None if factor == 1.0 and loss.dim() == 0 else torch.full_like(loss, factor)
+    if loss.device.type == "cpu":
+        loss.backward(gradient)  # type: ignore[no-untyped-call]  # torch's gap
+        return
     with torch.autograd.set_multithreading_enabled(False):
-        if factor == 1.0:
-            loss.backward(torch.ones_like(loss))  # type: ignore[no-untyped-call]  # torch's gap
-        else:
-            loss.backward(torch.full_like(loss, factor))  # type: ignore[no-untyped-call]  # torch's gap
+        loss.backward(gradient)  # type: ignore[no-untyped-call]  # torch's gap
 
 
 def _detached(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]:

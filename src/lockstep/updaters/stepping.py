@@ -1,4 +1,7 @@
-"""Take the optimizer's step: whole, or in parts side by side where every parameter is stepped by itself."""
+"""Take the optimizer's step: whole, or in parts side by side where every parameter is stepped by itself.
+
+PyTorch runs the hooks of a step inside `step()` only, so a step in parts must run them itself, once.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,8 @@ from torch.optim import (
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lockstep.optim import HookedOptimizer
+
 PER_PARAMETER: Final = frozenset(
     {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 )
@@ -32,9 +37,10 @@ PER_PARAMETER: Final = frozenset(
 def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Tell whether parts of the parameters may be stepped by themselves, with the same bits.
 
-    So it is for PyTorch's own per-parameter rules, by their exact class: a subclass may do otherwise.
+    So it is for lockstep's own rules and for PyTorch's that work parameter by parameter, the latter by
+    their exact class: a subclass may do otherwise.
     """
-    return type(optimizer) in PER_PARAMETER
+    return isinstance(optimizer, HookedOptimizer) or type(optimizer) in PER_PARAMETER
 
 
 def step_whole(optimizer: Optimizer) -> None:
@@ -54,27 +60,36 @@ def step_in_parts(
 
     Determinism: the bits of `step_whole`, for parameters are never cut.
     """
+    if isinstance(optimizer, HookedOptimizer):
+        own = [optimizer.part(_groups(optimizer, part)) for part in parts]
+        optimizer.step(advance=lambda: run(lambda place: own[place].advance()))
+        return
     args: tuple[Any, ...] = (optimizer,)
     kwargs: dict[str, Any] = {}
-    for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):  # noqa: SLF001 - see below
+    for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
         hook(optimizer, args, kwargs)
-    pieces = [_part(optimizer, part) for part in parts]
-    run(lambda place: _bare_step(pieces[place]))
-    for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):  # noqa: SLF001 - PyTorch runs hooks inside step() only, so a step in parts must run them itself
+    views = [_view(optimizer, part) for part in parts]
+    run(lambda place: _bare_step(views[place]))
+    for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
         hook(optimizer, args, kwargs)
     if "step" in vars(optimizer):
         # A scheduler has wrapped step() of this object to learn whether it was called.
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def _part(optimizer: Optimizer, part: frozenset[int]) -> Optimizer:
-    """Make a view of the optimizer on some of its parameters, with the same state and today's settings."""
-    view: Optimizer = object.__new__(type(optimizer))
-    view.__dict__.update(vars(optimizer))
-    view.param_groups = [
+def _groups(optimizer: Optimizer, part: frozenset[int]) -> list[dict[str, Any]]:
+    """Give the parameter groups with today's settings and only some of the parameters."""
+    return [
         {**group, "params": [parameter for parameter in group["params"] if id(parameter) in part]}
         for group in optimizer.param_groups
     ]
+
+
+def _view(optimizer: Optimizer, part: frozenset[int]) -> Optimizer:
+    """Make a view of the optimizer on some of its parameters, with the same state."""
+    view: Optimizer = object.__new__(type(optimizer))
+    view.__dict__.update(vars(optimizer))
+    view.param_groups = _groups(optimizer, part)
     return view
 
 

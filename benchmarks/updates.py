@@ -1,0 +1,342 @@
+"""Compare updates per second: lockstep, plain loops, DDP, and the limit of two processes that never talk.
+
+    python benchmarks/updates.py                      all four workloads, about five minutes on two cores
+    python benchmarks/updates.py --workload mlp --rounds 10
+
+All contenders are started at once and take turns in short rounds, so that a machine whose speed drifts
+drifts for all of them. Each gets the same model, the same ready-made batches of 256 samples and the same
+`torch.optim.SGD` with momentum. What is printed is, for each contender, the median over rounds of
+(time of the limit) / (its time) in the same round: 1.00 is as fast as two cores that never wait for
+each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import lockstep as ls
+from lockstep.data import Iterator
+
+BATCH_SIZE = 256
+NUM_BATCHES = 4  # different batches, taken in turn
+ROUND_SECONDS = 0.25  # long beside the hand-over between contenders, short beside the drift of the machine
+
+
+class Encoder(nn.Module):
+    """A small transformer encoder over 32 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(512, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Classify a batch of token sequences."""
+        logits: torch.Tensor = self.head(self.encoder(self.embedding(tokens)).mean(1))
+        return logits
+
+
+def tiny() -> nn.Module:
+    """An MLP of 0.1 M parameters."""
+    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def mlp() -> nn.Module:
+    """An MLP of 1.9 M parameters."""
+    return nn.Sequential(
+        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )
+
+
+def convnet() -> nn.Module:
+    """Three convolutions with BatchNorm on 32 x 32 images."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Dropout(0.2)),
+        *(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)),
+    )
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and the inputs it takes."""
+
+    model: Callable[[], nn.Module]
+    inputs: Callable[[torch.Generator], torch.Tensor]
+
+    def batches(self, part: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Make the batches, or one part of each."""
+        generator = torch.Generator().manual_seed(0)
+        whole = [
+            (self.inputs(generator), torch.randint(0, 10, (BATCH_SIZE,), generator=generator))
+            for _ in range(NUM_BATCHES)
+        ]
+        return [(x[part].clone(), y[part].clone()) for x, y in whole]
+
+
+def floats(*shape: int) -> Callable[[torch.Generator], torch.Tensor]:
+    """Inputs of normal numbers."""
+    return lambda generator: torch.randn(BATCH_SIZE, *shape, generator=generator)
+
+
+WORKLOADS: Mapping[str, Workload] = {
+    "tiny": Workload(tiny, floats(784)),
+    "mlp": Workload(mlp, floats(784)),
+    "convnet": Workload(convnet, floats(3, 32, 32)),
+    "encoder": Workload(
+        Encoder, lambda generator: torch.randint(0, 512, (BATCH_SIZE, 32), generator=generator)
+    ),
+}
+
+
+class ReadyBatches(Iterator):
+    """The same few batches for ever, as the plain loops take them."""
+
+    epoch = 0
+    epoch_detail = 0.0
+    previous_epoch_detail = None
+    is_new_epoch = False
+
+    def __init__(self, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._batches = batches
+        self._position = 0
+
+    def peek(self, ahead: int = 0) -> Any:
+        """Give a batch of tensors."""
+        return self._batches[(self._position + ahead) % len(self._batches)]
+
+    def advance(self, num_batches: int = 1) -> None:
+        """Go on."""
+        self._position += num_batches
+
+    def reset(self) -> None:
+        """Begin again."""
+        self._position = 0
+
+    def finalize(self) -> None:
+        """Hold nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the position."""
+        return {"position": self._position}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the position."""
+        self._position = state_dict["position"]
+
+
+Update = Callable[[int], None]
+HALVES = (slice(0, BATCH_SIZE // 2), slice(BATCH_SIZE // 2, BATCH_SIZE))
+
+
+def plain_update(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Update:
+    """Make the update of a loop as everybody writes it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def update(step: int) -> None:
+        x, y = batches[step % len(batches)]
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    return update
+
+
+def loop(workload: Workload, *, threads: int) -> Update:
+    """One process, one replica."""
+    torch.set_num_threads(threads)
+    return plain_update(workload.model(), workload.batches(slice(None)))
+
+
+def half(workload: Workload, rank: int) -> Update:
+    """One of two processes that never talk, on half of each batch: the limit."""
+    torch.set_num_threads(1)
+    return plain_update(workload.model(), workload.batches(HALVES[rank]))
+
+
+def ddp(workload: Workload, rank: int, port: int) -> Update:
+    """One of two processes under DistributedDataParallel over gloo."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    distributed.init_process_group("gloo", rank=rank, world_size=2)
+    return plain_update(DistributedDataParallel(workload.model()), workload.batches(HALVES[rank]))
+
+
+def lockstep(workload: Workload, *, num_shards: int, devices: int = 2) -> Update:
+    """Devices of one process under a ParallelUpdater."""
+    model = workload.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    updater = ls.ParallelUpdater(
+        ReadyBatches(workload.batches(slice(None))),
+        optimizer,
+        model,
+        devices=["cpu"] * devices,
+        num_shards=num_shards,
+        loss_fn=ls.supervised(cross_entropy),
+    )
+
+    def update(step: int) -> None:  # noqa: ARG001 - the iterator knows which batch comes next
+        updater.update()
+
+    return update
+
+
+CONTENDERS: Mapping[str, list[tuple[Callable[..., Update], dict[str, int]]]] = {
+    "limit": [(half, {"rank": 0}), (half, {"rank": 1})],
+    "loop, 1 thread": [(loop, {"threads": 1})],
+    "loop, 2 threads": [(loop, {"threads": 2})],
+    "DDP, 2 processes": [(ddp, {"rank": 0}), (ddp, {"rank": 1})],
+    "lockstep, S=2": [(lockstep, {"num_shards": 2})],
+    "lockstep, S=8": [(lockstep, {"num_shards": 8})],
+    "lockstep, 1 device": [(lockstep, {"num_shards": 1, "devices": 1})],
+}
+
+
+def serve(pipe: Connection, name: str, build: Callable[..., Update], options: dict[str, int]) -> None:
+    """Run as many updates as asked, again and again, and say how long they took."""
+    torch.manual_seed(0)
+    update = build(WORKLOADS[name], **options)
+    step = 0
+    pipe.send(0.0)
+    while (count := pipe.recv()) > 0:
+        begin = time.perf_counter()
+        for _ in range(count):
+            update(step)
+            step += 1
+        pipe.send(time.perf_counter() - begin)
+
+
+class Contender:
+    """One or two processes that take a turn together."""
+
+    def __init__(self, workload: str, parts: list[tuple[Callable[..., Update], dict[str, int]]]) -> None:
+        context = get_context("spawn")
+        port = {"port": free_port()} if parts[0][0] is ddp else {}
+        self._pipes, self._processes = [], []
+        for build, options in parts:
+            pipe, theirs = context.Pipe()
+            process = context.Process(
+                target=serve, args=(theirs, workload, build, {**options, **port}), daemon=True
+            )
+            process.start()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            pipe.recv()
+
+    def seconds(self, count: int) -> float:
+        """Run some updates and give the seconds one of them took, by the slower process."""
+        for pipe in self._pipes:
+            pipe.send(count)
+        return max([pipe.recv() for pipe in self._pipes]) / count
+
+    def stop(self) -> None:
+        """End the processes."""
+        for pipe in self._pipes:
+            pipe.send(0)
+        for process in self._processes:
+            process.join(10)
+            process.kill()
+
+
+def free_port() -> int:
+    """Find a port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def compare(workload: str, names: list[str], rounds: int) -> dict[str, list[float]]:
+    """Let the contenders take turns, and give the seconds of one update in each round."""
+    contenders = {name: Contender(workload, CONTENDERS[name]) for name in names}
+    counts = {}
+    for name, contender in contenders.items():
+        contender.seconds(3)
+        counts[name] = max(1, round(ROUND_SECONDS / contender.seconds(5)))
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for name in order:
+            seconds[name].append(contenders[name].seconds(counts[name]))
+    for contender in contenders.values():
+        contender.stop()
+    return seconds
+
+
+def report(workload: str, seconds: dict[str, list[float]]) -> bool:
+    """Print a table and what misses its bar; say whether everything reached it."""
+    limit = seconds["limit"]
+    print(f"\n{workload}: one update of the limit takes {statistics.median(limit) * 1e3:.2f} ms")
+    ratios = {}
+    for name, values in seconds.items():
+        pairs = [a / b for a, b in zip(limit, values, strict=True)]
+        ratios[name] = statistics.median(pairs)
+        low, high = min(values) * 1e3, statistics.median(values) * 1e3
+        print(f"  {name:20} {ratios[name]:5.2f} of the limit   {high:8.2f} ms median {low:8.2f} ms least")
+    return check(ratios, seconds)
+
+
+def check(ratios: dict[str, float], seconds: dict[str, list[float]]) -> bool:
+    """Hold the bars against the figures."""
+    misses = []
+    peers = {name: ratio for name, ratio in ratios.items() if name.startswith(("loop", "DDP"))}
+    ours = ratios.get("lockstep, S=2")
+    if ours is not None and peers:
+        best = max(peers, key=lambda name: peers[name])
+        bar = 0.95 if statistics.median(seconds["limit"]) >= 0.02 else 0.8
+        if ours < bar:
+            misses.append(f"S=2 reaches {ours:.2f} of the limit, bar {bar}")
+        if ours <= peers[best]:
+            misses.append(f"S=2 ({ours:.2f}) is not ahead of {best} ({peers[best]:.2f})")
+    if "lockstep, 1 device" in seconds and "loop, 1 thread" in seconds:
+        pairs = zip(seconds["lockstep, 1 device"], seconds["loop, 1 thread"], strict=True)
+        over = statistics.median(one - plain for one, plain in pairs)
+        allowed = 50e-6 + 0.02 * statistics.median(seconds["loop, 1 thread"])
+        print(
+            f"  one device costs {over * 1e6:.0f} µs an update over the plain loop (bar {allowed * 1e6:.0f})"
+        )
+        if over > allowed:
+            misses.append(
+                f"one device costs {over * 1e6:.0f} µs over the plain loop, bar {allowed * 1e6:.0f}"
+            )
+    for miss in misses:
+        print(f"  MISSED: {miss}")
+    return not misses
+
+
+def main() -> None:
+    """Read the options and run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
+    parser.add_argument("--contender", action="append", choices=list(CONTENDERS), help="repeat; default all")
+    parser.add_argument("--rounds", type=int, default=30)
+    options = parser.parse_args()
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, batch {BATCH_SIZE}, {options.rounds} rounds")
+    names = ["limit", *(name for name in options.contender or CONTENDERS if name != "limit")]
+    workloads = list(WORKLOADS) if options.workload == "all" else [options.workload]
+    good = [report(name, compare(name, names, options.rounds)) for name in workloads]
+    sys.exit(0 if all(good) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""The schedule that lets a large batch reach what a small one reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.optim.optimizer import Optimizer
+
+from lockstep.optim import schedule
+from lockstep.optim.schedule import UpdateSchedule
+
+
+def large_batch_schedule(
+    optimizer: Optimizer,
+    base_lr: float,
+    batch_size: int,
+    base_batch_size: int = 256,
+    *,
+    warmup: tuple[float, str] = (5, "epoch"),
+    milestones: Sequence[float] = (30, 60, 80),
+    gamma: float = 0.1,
+    updates_per_epoch: int,
+) -> UpdateSchedule:
+    """Scale the rate with the batch, rise to it gradually, then step down.
+
+    With k = batch_size / base_batch_size, the rate begins at base_lr, rises in a straight line to
+    k·base_lr over the warm-up, and is multiplied by gamma at each milestone. (Where k is below 1 there
+    is nothing to warm up to: the rate begins at k·base_lr.)
+
+    Use it with `lockstep.optim.CorrectedMomentumSGD`, ``torch.optim.SGD``, or
+    ``MomentumSGD(correction=True)``: each change of the rate must reach the momentum too.
+
+    Args:
+        optimizer: Its groups' rates are set, now and whenever the schedule steps.
+        base_lr: The rate that is right for ``base_batch_size``, above 0.
+        batch_size: Samples in one update, over all devices and accumulated batches.
+        base_batch_size: Samples in one update where ``base_lr`` is right.
+        warmup: How long the rate rises: a number and "epoch" or "update".
+        milestones: When the rate steps down, in epochs, in rising order.
+        gamma: What the rate is multiplied by at each milestone.
+        updates_per_epoch: How many updates make an epoch: samples over ``batch_size``.
+
+    Returns:
+        The schedule. Call its ``step()`` after each applied update.
+
+    Raises:
+        ValueError: A number is out of range or a unit is unknown.
+
+    References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, sections 2.1,
+    2.2 and 5.1.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> made = large_batch_schedule(
+    ...     optimizer, base_lr=0.1, batch_size=8192, warmup=(5, "epoch"), updates_per_epoch=157
+    ... )
+    >>> [round(made.factor(157 * epoch) * 3.2, 4) for epoch in (0, 1, 5, 29, 30, 60, 80)]
+    [0.1, 0.72, 3.2, 3.2, 0.32, 0.032, 0.0032]
+    """
+    if not base_lr > 0:
+        raise ValueError(f"`base_lr` must be above 0, got {base_lr}.")
+    if updates_per_epoch < 1:
+        raise ValueError(f"`updates_per_epoch` must be at least 1, got {updates_per_epoch}.")
+    scaled_lr = schedule.linear_scaling(base_lr, batch_size=batch_size, base_batch_size=base_batch_size)
+    rise = schedule.warmup(_updates(warmup, updates_per_epoch), start=min(1.0, base_batch_size / batch_size))
+    falls = schedule.steps(
+        [_updates((epoch, "epoch"), updates_per_epoch) for epoch in milestones], gamma=gamma
+    )
+    return UpdateSchedule(optimizer, schedule.product(rise, falls), base_lr=scaled_lr)
+
+
+def _updates(period: tuple[float, str], updates_per_epoch: int) -> int:
+    """Turn a period into a whole number of updates."""
+    number, unit = period
+    if unit not in {"epoch", "update"}:
+        raise ValueError(f"The unit of a period must be 'epoch' or 'update', got {unit!r}.")
+    return round(number * updates_per_epoch) if unit == "epoch" else round(number)

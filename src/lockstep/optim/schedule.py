@@ -1,0 +1,327 @@
+"""Learning rates as functions of the update count, and the scheduler that follows them.
+
+A `Factor` is a pure function: it takes how many updates were applied and returns what the base rate
+is multiplied by in the next one. So nothing about it is to be saved, and a run may stop and go on
+anywhere in it. Factors are multiplied (`product`) and started later (`delayed`).
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from lockstep.errors import StateError
+
+Factor: TypeAlias = Callable[[int], float]
+
+
+def linear_scaling(base_lr: float, *, batch_size: int, base_batch_size: int) -> float:
+    """Scale a rate with the batch: k times the samples, k times the rate.
+
+    k updates on batches of n samples move the weights by about as much as one update on k·n samples
+    at k times the rate, as long as the gradient changes little between them.
+
+    Args:
+        base_lr: The rate that is right for ``base_batch_size``.
+        batch_size: Samples in one update, over all devices and accumulated batches; at least 1.
+        base_batch_size: At least 1.
+
+    Raises:
+        ValueError: A size is out of range.
+
+    References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 2.1.
+
+    >>> linear_scaling(0.1, batch_size=8192, base_batch_size=256)
+    3.2
+    """
+    for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
+        if size < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {size}.")
+    return base_lr * batch_size / base_batch_size
+
+
+def warmup(updates: int, *, start: float = 0.0) -> Factor:
+    """Rise in a straight line from ``start`` to 1 over some updates, and stay there.
+
+    Args:
+        updates: After how many updates 1 is reached; 0 is no warm-up.
+        start: The factor of the first update, at least 0.
+
+    Raises:
+        ValueError: A number is out of range.
+
+    References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 2.2.
+
+    >>> [warmup(4, start=0.5)(count) for count in range(6)]
+    [0.5, 0.625, 0.75, 0.875, 1.0, 1.0]
+    """
+    _check_at_least("updates", updates, 0)
+    _check_at_least("start", start, 0)
+
+    def factor(count: int) -> float:
+        return 1.0 if count >= updates else start + (1.0 - start) * count / updates
+
+    return factor
+
+
+def steps(milestones: Sequence[int], *, gamma: float = 0.1) -> Factor:
+    """Multiply by ``gamma`` at each milestone.
+
+    Args:
+        milestones: Counts of updates, in rising order; a count twice multiplies twice.
+        gamma: At least 0.
+
+    Raises:
+        ValueError: The milestones fall, or a number is out of range.
+
+    >>> [steps([2, 3], gamma=0.5)(count) for count in range(5)]
+    [1.0, 1.0, 0.5, 0.25, 0.25]
+    """
+    if list(milestones) != sorted(milestones):
+        raise ValueError(f"`milestones` must rise, got {list(milestones)}.")
+    _check_at_least("gamma", gamma, 0)
+    return lambda count: float(gamma ** bisect_right(milestones, count))
+
+
+def every(updates: int, *, gamma: float = 0.1, final: float = 0.0) -> Factor:
+    """Multiply by ``gamma`` again and again, after the same number of updates.
+
+    Args:
+        updates: From one change to the next, at least 1.
+        gamma: In [0, 1].
+        final: The least factor.
+
+    Raises:
+        ValueError: A number is out of range.
+
+    >>> [every(2, gamma=0.5, final=0.3)(count) for count in range(6)]
+    [1.0, 1.0, 0.5, 0.5, 0.3, 0.3]
+    """
+    _check_at_least("updates", updates, 1)
+    decay = exponential(gamma, final=final)
+    return lambda count: decay(count // updates)
+
+
+def exponential(rate: float, *, final: float | None = None) -> Factor:
+    """Multiply by ``rate`` in every update.
+
+    Args:
+        rate: At least 0.
+        final: The least factor where ``rate`` is at most 1, the greatest where it is above; None for
+            no bound.
+
+    Raises:
+        ValueError: The rate is out of range.
+
+    >>> [exponential(0.5, final=0.2)(count) for count in range(4)]
+    [1.0, 0.5, 0.25, 0.2]
+    """
+    _check_at_least("rate", rate, 0)
+    bound = min if rate > 1 else max
+    return lambda count: float(rate**count) if final is None else bound(float(rate**count), final)
+
+
+def cosine(updates: int, *, final: float = 0.0) -> Factor:
+    """Fall from 1 to ``final`` along half a wave, and stay there.
+
+    Args:
+        updates: After how many updates ``final`` is reached, at least 1.
+        final: The factor at the end.
+
+    Raises:
+        ValueError: ``updates`` is out of range.
+
+    References: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2016,
+    arXiv:1608.03983, equation 5, without restarts.
+
+    >>> [round(cosine(4)(count), 3) for count in range(6)]
+    [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
+    """
+    _check_at_least("updates", updates, 1)
+
+    def factor(count: int) -> float:
+        done = min(count / updates, 1.0)
+        return final + (1.0 - final) * (1.0 + math.cos(math.pi * done)) / 2.0
+
+    return factor
+
+
+def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: float = 0.0) -> Factor:
+    """Fall from 1 to ``final`` as a power of what is left, and stay there: a line, where power is 1.
+
+    With the share p of updates done: final + (1 - final)·(1 - p)^power.
+
+    Args:
+        updates: After how many updates ``final`` is reached, at least 1.
+        power: Above 0.
+        final: The factor at the end.
+        bound: The least factor, which may be met before the end.
+
+    Raises:
+        ValueError: A number is out of range.
+
+    >>> [polynomial(4, power=2)(count) for count in range(6)]
+    [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
+    """
+    _check_at_least("updates", updates, 1)
+    if not power > 0:
+        raise ValueError(f"`power` must be above 0, got {power}.")
+
+    def factor(count: int) -> float:
+        left = 1.0 - min(count / updates, 1.0)
+        return max(final + (1.0 - final) * math.pow(left, power), bound)
+
+    return factor
+
+
+def inverse(gamma: float, *, power: float = 1.0, final: float = 0.0) -> Factor:
+    """Fall as a power of the count: (1 + gamma·count)^-power.
+
+    Args:
+        gamma: At least 0.
+        power: At least 0.
+        final: The least factor.
+
+    Raises:
+        ValueError: A number is out of range.
+
+    >>> [inverse(1.0, final=0.3)(count) for count in range(4)]
+    [1.0, 0.5, 0.3333333333333333, 0.3]
+    """
+    _check_at_least("gamma", gamma, 0)
+    _check_at_least("power", power, 0)
+    return lambda count: max(float((1.0 + gamma * count) ** -power), final)
+
+
+def product(*factors: Factor) -> Factor:
+    """Multiply factors, say a warm-up and what comes after it.
+
+    >>> [product(warmup(2), steps([3], gamma=0.5))(count) for count in range(5)]
+    [0.0, 0.5, 1.0, 0.5, 0.5]
+    """
+    return lambda count: math.prod(factor(count) for factor in factors)
+
+
+def delayed(factor: Factor, updates: int) -> Factor:
+    """Begin later, with the first value until then.
+
+    Args:
+        factor: Any.
+        updates: How many updates later, at least 0.
+
+    Raises:
+        ValueError: ``updates`` is out of range.
+
+    >>> [delayed(polynomial(2), 2)(count) for count in range(5)]
+    [1.0, 1.0, 1.0, 0.5, 0.0]
+    """
+    _check_at_least("updates", updates, 0)
+    return lambda count: factor(max(count - updates, 0))
+
+
+class UpdateSchedule(LRScheduler):
+    """Set the rates of an optimizer by a function of how many updates were applied.
+
+    Before update number n (counted from 0) the rate of each group is ``base_lr · factor(n)``. Call
+    `step` after each update that was applied, and not after one that was skipped; how many processes
+    or batches it took does not matter.
+
+    Loading a state sets the optimizer's rates too, so that a run goes on rightly whichever of
+    optimizer and schedule is made or loaded first, inside a warm-up and after it.
+
+    Args:
+        optimizer: Any of torch's.
+        factor: A pure function of the count; nothing of it is saved.
+        base_lr: One for all groups, or one for each. By default each group's own rate, or its
+            ``initial_lr`` where an earlier schedule or a loaded state has left one.
+
+    Raises:
+        ValueError: There are more or fewer base rates than groups.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    >>> schedule = UpdateSchedule(optimizer, warmup(2))
+    >>> rates = []
+    >>> for _ in range(4):
+    ...     rates.append(optimizer.param_groups[0]["lr"])
+    ...     optimizer.step()
+    ...     schedule.step()
+    >>> rates
+    [0.0, 0.25, 0.5, 0.5]
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, factor: Factor, *, base_lr: float | Sequence[float] | None = None
+    ) -> None:
+        self.factor = factor
+        if base_lr is not None:
+            # Where torch's scheduler takes the base rates from.
+            _set_initial_lrs(optimizer, _base_lrs(optimizer, base_lr))
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rate of each group for the next update."""
+        factor = self.factor(self.last_epoch)
+        return [base * factor for base in self.base_lrs]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count and the base rates."""
+        return {"last_epoch": self.last_epoch, "base_lrs": [float(lr) for lr in self.base_lrs]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a count, and set the optimizer's rates to what they are there.
+
+        Raises:
+            StateError: A key is missing or unknown, or the number of groups is another.
+        """
+        if state_dict.keys() != {"last_epoch", "base_lrs"}:
+            raise StateError(
+                f"The state of a schedule must hold ['base_lrs', 'last_epoch'], got {sorted(state_dict)}."
+            )
+        if len(state_dict["base_lrs"]) != len(self.base_lrs):
+            raise StateError(
+                f"`base_lrs` must hold a rate for each of {len(self.base_lrs)} groups, "
+                f"got {len(state_dict['base_lrs'])}."
+            )
+        self.last_epoch = state_dict["last_epoch"]
+        self._step_count = self.last_epoch + 1
+        self.base_lrs = list(state_dict["base_lrs"])
+        _set_initial_lrs(self.optimizer, state_dict["base_lrs"])
+        self._last_lr = self.get_lr()
+        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            _set_lr(group, lr)
+
+
+def _base_lrs(optimizer: Optimizer, base_lr: float | Sequence[float]) -> list[float]:
+    """Settle the base rate of each group."""
+    count = len(optimizer.param_groups)
+    base_lrs = [base_lr] * count if isinstance(base_lr, (int, float)) else list(base_lr)
+    if len(base_lrs) != count:
+        raise ValueError(f"`base_lr` must hold a rate for each of {count} groups, got {len(base_lrs)}.")
+    return base_lrs
+
+
+def _set_initial_lrs(optimizer: Optimizer, base_lrs: Sequence[float]) -> None:
+    """Write down the base rate of each group."""
+    for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
+        group["initial_lr"] = lr
+
+
+def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
+    """Change a group's rate; a tensor in place, for compiled steps hold on to it."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
+def _check_at_least(name: str, value: float, least: float) -> None:
+    """Refuse a number that is too small or not finite."""
+    if not least <= value < math.inf:
+        raise ValueError(f"`{name}` must be finite and at least {least}, got {value}.")

@@ -1,0 +1,44 @@
+"""Hand the batch's gradient over to the parameters, with the hooks that belong to a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from lockstep.tree import Tensors
+
+
+def hand_over(parameters: Sequence[nn.Parameter], gradients: Tensors) -> None:
+    """Put the gradient of the whole batch where an optimizer looks for it.
+
+    Hooks that the user registered on a parameter see it once, as they would in a loop of one's own.
+    """
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None and parameter._backward_hooks:
+            gradient = _hooked(parameter, gradient)  # noqa: PLW2901 - a hook's answer stands in for it
+        parameter.grad = gradient
+
+
+def _hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """Run a parameter's tensor hooks on its gradient."""
+    with torch.no_grad():
+        for hook in (parameter._backward_hooks or {}).values():
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+    return gradient
+
+
+def refuse_accumulate_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks that wait for an accumulation of gradients, which replicas do not have.
+
+    Raises:
+        ValueError: A parameter has such a hook.
+    """
+    for name, parameter in parameters.items():
+        if parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"`model` must have no post-accumulate-grad hooks, got one on {name!r}. A shard's gradient "
+                "is not the batch's; use Tensor.register_hook or a hook of the optimizer."
+            )

@@ -1,0 +1,217 @@
+"""Means, averages and accuracy, to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.errors import StateError
+from lockstep.metrics import Accuracy, Average, Mean, Metric, as_mean, read
+from lockstep.metrics.average import HELD
+
+# Multiples of 1/8 of moderate size: their products and sums are exact, so the expected mean is too.
+EIGHTHS = st.integers(-8000, 8000).map(lambda eighths: eighths / 8)
+
+
+@given(st.lists(st.tuples(EIGHTHS, st.integers(1, 100)), min_size=1, max_size=30), st.booleans())
+def test_an_average_is_the_sum_over_the_summed_weight(
+    pairs: list[tuple[float, int]], as_tensors: bool
+) -> None:
+    average = Average()
+    for value, weight in pairs:
+        average.update(torch.tensor(value) if as_tensors else value, weight)
+    exact = sum(Fraction(value) * weight for value, weight in pairs) / sum(weight for _, weight in pairs)
+    assert average.compute() == float(exact)
+
+
+def test_an_average_holds_a_bounded_number_of_values_and_loses_none() -> None:
+    average = Average()
+    for _ in range(3 * HELD + 5):
+        average.update(torch.tensor(0.1, dtype=torch.float64))
+        assert len(average.state_dict()["held_totals"]) < HELD
+    assert average.compute() == pytest.approx(0.1, rel=1e-15)
+
+
+def test_a_sum_of_many_small_values_is_rounded_once() -> None:
+    average, running = Average(), 0.0
+    for _ in range(1000):
+        average.update(0.1)
+        running += 0.1
+    assert average.compute() == 0.1
+    assert running / 1000 != 0.1  # what adding up one by one would give
+
+
+def test_a_save_and_load_anywhere_changes_no_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(2 * HELD + 100, generator=generator)
+    whole = Average()
+    for value in values:
+        whole.update(value, 3)
+    for cut in (1, HELD - 1, HELD, HELD + 7, 2 * HELD + 99):
+        first, second = Average(), Average()
+        for value in values[:cut]:
+            first.update(value, 3)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        for value in values[cut:]:
+            second.update(value, 3)
+        assert second.compute() == whole.compute()
+
+
+def test_an_average_of_means_counts_samples_and_of_nothing_is_nan() -> None:
+    average = Average()
+    assert average.empty
+    assert math.isnan(average.compute())
+    average.update(Mean(30.0, 30))
+    average.update(Mean(10.0, 2))
+    assert average.compute() == 40 / 32
+    average.reset()
+    assert average.empty
+
+
+def test_a_value_of_weight_0_counts_for_nothing() -> None:
+    average = Average()
+    average.update(Mean(torch.tensor(math.nan), 0))
+    average.update(2.0, 3)
+    assert average.compute() == 2.0
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_values_that_are_not_finite_show(odd: float) -> None:
+    average = Average()
+    for value in (1.0, odd):
+        average.update(value)
+    assert str(average.compute()) == str(odd)
+
+
+def test_an_average_keeps_no_graph() -> None:
+    average = Average()
+    leaf = torch.tensor(1.0, requires_grad=True)
+    average.update(leaf * 2)
+    assert not average._held[0].total.requires_grad
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), "1", None, [1.0]])
+def test_as_mean_refuses_what_is_no_number(value: Any) -> None:
+    with pytest.raises(TypeError, match="An observed"):
+        as_mean(value)
+
+
+def test_a_mean_brings_its_own_weight() -> None:
+    with pytest.raises(TypeError, match="`weight` must be left out beside a Mean"):
+        Average().update(Mean(1.0, 1), 2)
+
+
+def test_read_keeps_the_order_over_types() -> None:
+    values = [
+        1,
+        torch.tensor(2.5),
+        torch.tensor(3),
+        4.5,
+        torch.tensor(5.25, dtype=torch.float64),
+        torch.tensor(True),
+    ]
+    assert read(values) == [1.0, 2.5, 3.0, 4.5, 5.25, 1.0]
+    assert read([]) == []
+
+
+# Accuracy
+
+
+def slow_accuracy(output: torch.Tensor, target: torch.Tensor, k: int, ignore: int | None) -> float:
+    """Count by sorting the classes of each sample, equal scores by index."""
+    right = counted = 0
+    scores = output.movedim(1, -1).reshape(-1, output.shape[1]).tolist()
+    for row, label in zip(scores, target.flatten().tolist(), strict=True):
+        if label == ignore:
+            continue
+        best = sorted(range(len(row)), key=lambda index: (-row[index], index))[:k]
+        right, counted = right + (label in best), counted + 1
+    return right / counted if counted else math.nan
+
+
+@pytest.mark.parametrize("k", [1, 2, 5, 9])
+@pytest.mark.parametrize("ignore", [None, 2, -100])
+@pytest.mark.parametrize("shape", [(7, 5), (3, 5, 4), (2, 5, 3, 2)])
+def test_accuracy_counts_like_sorting(shape: tuple[int, ...], ignore: int | None, k: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    accuracy = Accuracy(k, ignore_index=ignore)
+    # Scores of few different values, so that many are equal.
+    output = torch.randint(0, 3, shape, generator=generator).float()
+    target = torch.randint(0, shape[1], shape[:1] + shape[2:], generator=generator)
+    if ignore == -100:
+        target[0] = ignore
+    half = shape[0] // 2
+    for part in (slice(0, half), slice(half, None)):
+        accuracy.update(output[part], target[part])
+    assert accuracy.compute() == slow_accuracy(output, target, k, ignore)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_accuracy_is_argmax_for_one_class(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    output, target = torch.randn(50, 4, generator=generator), torch.randint(0, 4, (50,), generator=generator)
+    accuracy = Accuracy()
+    accuracy.update(output, target.to(dtype))
+    assert accuracy.compute() == float((output.argmax(1) == target).double().mean())
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_nan_score_is_never_right(k: int) -> None:
+    accuracy = Accuracy(k)
+    accuracy.update(torch.tensor([[math.nan, 0.0, 1.0]]), torch.tensor([0]))
+    assert accuracy.compute() == 0
+    accuracy.reset()
+    accuracy.update(torch.tensor([[math.nan, 0.0, 1.0]]), torch.tensor([2]))  # behind the NaN
+    assert accuracy.compute() == float(k >= 2)
+
+
+def test_accuracy_of_nothing_is_nan() -> None:
+    accuracy = Accuracy(ignore_index=0)
+    accuracy.update(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+    assert math.isnan(accuracy.compute())
+
+
+def test_accuracy_goes_on_from_its_state() -> None:
+    first, second = Accuracy(), Accuracy()
+    first.update(torch.eye(3), torch.tensor([0, 1, 1]))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.update(torch.eye(3)[:1], torch.tensor([0]))
+    assert second.state_dict() == {"correct": 3, "count": 4}
+
+
+@pytest.mark.parametrize(
+    ("output", "target"),
+    [
+        (torch.zeros(3), torch.zeros(3)),
+        (torch.zeros(3, 2), torch.zeros(2)),
+        (torch.zeros(3, 2, 4), torch.zeros(3)),
+    ],
+)
+def test_accuracy_refuses_shapes_that_do_not_fit(output: torch.Tensor, target: torch.Tensor) -> None:
+    accuracy = Accuracy()
+    with pytest.raises(ValueError, match=r"must have the shapes \(N, C, ...\) and \(N, ...\), got"):
+        accuracy.update(output, target)
+    assert accuracy.state_dict() == {"correct": 0, "count": 0}
+
+
+def test_accuracy_refuses_less_than_one_class() -> None:
+    with pytest.raises(ValueError, match="`top_k` must be at least 1, got 0"):
+        Accuracy(0)
+
+
+@pytest.mark.parametrize("metric", [Average(), Accuracy()])
+def test_metrics_are_metrics_and_refuse_states_that_do_not_fit(metric: Average | Accuracy) -> None:
+    assert isinstance(metric, Metric)
+    before = metric.state_dict()
+    with pytest.raises(StateError, match="unknown: 'surplus'"):
+        metric.load_state_dict({**before, "surplus": 0})
+    with pytest.raises(StateError, match="missing: "):
+        metric.load_state_dict({})
+    assert metric.state_dict() == before

@@ -1,0 +1,89 @@
+"""Compiled steps do what the others do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
+
+# torch's compiler imports a module of its own that uses what torch has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+
+
+def put_grads(weights: list[torch.nn.Parameter], number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+
+
+def values(weights: list[torch.nn.Parameter]) -> list[list[float]]:
+    return [weight.tolist() for weight in weights]
+
+
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (CorrectedMomentumSGD, {}),
+        (CorrectedMomentumSGD, {"missing_grad": "zero"}),
+        (MomentumSGD, {}),
+        (MomentumSGD, {"correction": True}),
+    ],
+)
+def test_compiled_step_has_the_bits_of_the_eager_one(
+    cls: type[HookedOptimizer], options: dict[str, object]
+) -> None:
+    eager, compiled = parameters(), parameters()
+    reference, optimizer = cls(eager, **options), cls(compiled, **options)
+    for each in (reference, optimizer):
+        each.add_hook(hooks.GradientClipping(1.0))
+    # The backend that runs the captured graphs as they are: what is tested is the capture.
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(4):
+        for weights, each in ((eager, reference), (compiled, optimizer)):
+            each.lr = 0.1 * (number + 1)
+            put_grads(weights, number)
+        reference.step()
+        step()
+    assert values(eager) == values(compiled)
+    assert optimizer.t == 4
+
+
+def test_compiled_fused_step_is_fused_by_the_compiler() -> None:
+    eager, compiled = parameters(), parameters()
+    reference, optimizer = CorrectedMomentumSGD(eager), CorrectedMomentumSGD(compiled, fused=True)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        put_grads(eager, number)
+        put_grads(compiled, number)
+        reference.step()
+        step()
+    assert values(eager) == values(compiled)
+
+
+def test_changing_a_rate_in_a_tensor_compiles_nothing_anew() -> None:
+    torch._dynamo.utils.counters.clear()
+    weights = parameters()
+    optimizer = CorrectedMomentumSGD(weights, lr=torch.tensor(1.0), momentum=0.5)
+    step = torch.compile(optimizer.step, backend="eager")
+    for lr in (1.0, 0.5, 0.25, 0.125):
+        optimizer.param_groups[0]["lr"].fill_(lr)
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        step()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    # Powers of two, so nothing is rounded: 1 - 1·1 - 0.5·1.5 - 0.25·1.75 - 0.125·1.875.
+    assert weights[1].tolist() == [-1.421875, -1.421875]

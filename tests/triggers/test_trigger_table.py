@@ -1,0 +1,280 @@
+"""Triggers by table: when they are asked, what they answer, and the same with a save and load in between."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from lockstep.errors import StateError
+from lockstep.metrics import Mean, Observed
+from lockstep.triggers import (
+    BestValue,
+    EarlyStopping,
+    Interval,
+    Latch,
+    ManualSchedule,
+    MaxValue,
+    MinValue,
+    Never,
+    Once,
+    Time,
+    Trigger,
+    Until,
+    get_trigger,
+    get_until,
+)
+from small_updaters import CountingUpdater, Place
+
+NAN = math.nan
+
+# build, updates per epoch, observed values (None: not observed) or the number of updates, answers
+TABLE: list[tuple[Callable[[], Trigger], float, Sequence[Observed | None], str]] = [
+    (lambda: Interval(1, "iteration"), 5, [None] * 5, "11111"),
+    (lambda: Interval(2, "update"), 5, [None] * 6, "010101"),
+    (lambda: Interval(3, "epoch"), 1, [None] * 7, "0010010"),
+    (lambda: Interval(1.5, "epoch"), 2, [None] * 7, "0010010"),
+    (lambda: Interval(1, "epoch"), 2.5, [None] * 8, "00101001"),
+    (lambda: Interval(1, "epoch"), 0.5, [None] * 3, "111"),
+    # 3 / 10 divided by 0.1 is a little less than 3, and 0.1 of an epoch is due all the same.
+    (lambda: Interval(0.1, "epoch"), 10, [None] * 10, "1111111111"),
+    (lambda: Interval(10, "second"), 4, [None] * 9, "001001001"),
+    (lambda: ManualSchedule([7, 3], "iteration"), 4, [None] * 8, "00100010"),
+    (lambda: ManualSchedule(0.3, "epoch"), 10, [None] * 5, "00100"),
+    (lambda: ManualSchedule([0.3, 0.5], "epoch"), 2, [None] * 3, "100"),
+    (Once, 4, [None] * 3, "100"),
+    (lambda: Time(10), 4, [None] * 9, "001001001"),
+    (Never, 4, [None] * 3, "000"),
+    (lambda: Until(2, "epoch"), 2, [None] * 6, "000111"),
+    (lambda: Latch(Interval(2, "iteration")), 4, [None] * 5, "01111"),
+    (
+        lambda: Latch(EarlyStopping("x", patience=1, check_trigger=(1, "iteration"))),
+        4,
+        [3.0, 2.0, 2.0, 1.0],
+        "0011",
+    ),
+    (lambda: MinValue("x", (1, "iteration")), 4, [3.0, 3.0, 2.0, NAN, 2.5, 1.0], "101001"),
+    (lambda: MinValue("x", (1, "iteration")), 4, [NAN, 3.0, math.inf, -math.inf, NAN], "01010"),
+    (lambda: MaxValue("x", (2, "iteration")), 4, [1.0, 3.0, None, 2.0, 2.0, 2.5], "010001"),
+    (
+        lambda: BestValue("x", lambda best, new: abs(new) < abs(best), (1, "iteration")),
+        4,
+        [-2.0, 3.0, 1.0],
+        "101",
+    ),
+    # Samples count equally: (1·30 + 5·2) / 32 = 1.25 is less than the 2 before, though (1 + 5) / 2 is not.
+    (lambda: MinValue("x", (2, "iteration")), 4, [2.0, 2.0, Mean(30.0, 30), Mean(10.0, 2)], "0101"),
+    (
+        lambda: EarlyStopping("main/accuracy", patience=3, check_trigger=(1, "iteration"), max_trigger=None),
+        4,
+        [0.5, 0.5, 0.6, 0.7, 0.6, 0.4, 0.3, 0.2],
+        "00000011",
+    ),
+    (
+        lambda: EarlyStopping("x", patience=2, mode="max", check_trigger=(2, "iteration"), max_trigger=None),
+        4,
+        [torch.tensor(1.0), None, torch.tensor(0.5), None, None, torch.tensor(0.75)],
+        "000001",
+    ),
+    (
+        lambda: EarlyStopping("x", patience=1, check_trigger=(1, "iteration"), max_trigger=None),
+        4,
+        [NAN, 1.0, 0.5],
+        "100",
+    ),
+    (
+        lambda: EarlyStopping("x", patience=9, check_trigger=(1, "iteration"), max_trigger=(3, "iteration")),
+        4,
+        [3.0, 2.0, 1.0, 0.5],
+        "0010",
+    ),
+]
+
+
+def run(
+    build: Callable[[], Trigger], per_epoch: float, values: Sequence[Observed | None], saved_after: int | None
+) -> str:
+    trigger, answers = build(), ""
+    place = Place(CountingUpdater(per_epoch), {})
+    trigger.initialize(place)
+    for index, value in enumerate(values):
+        names = ("x", "main/accuracy")
+        place.advance({} if value is None else dict.fromkeys(names, value))
+        place.elapsed_time = 3.5 * (index + 1)
+        answers += str(int(trigger(place)))
+        if index + 1 == saved_after:
+            state = json.loads(json.dumps(trigger.state_dict()))
+            trigger = build()
+            trigger.load_state_dict(state)
+            trigger.initialize(place)
+    return answers
+
+
+@pytest.mark.parametrize("row", range(len(TABLE)))
+def test_table(row: int) -> None:
+    build, per_epoch, values, answers = TABLE[row]
+    assert run(build, per_epoch, values, saved_after=None) == answers
+
+
+@pytest.mark.parametrize("row", range(len(TABLE)))
+def test_table_with_a_save_and_load_after_every_call(row: int) -> None:
+    build, per_epoch, values, answers = TABLE[row]
+    for saved_after in range(1, len(values) + 1):
+        assert run(build, per_epoch, values, saved_after) == answers, f"saved after {saved_after}"
+
+
+def test_the_table_tells_a_lost_state_from_a_kept_one() -> None:
+    place = Place(CountingUpdater(4), {})
+    answers = ""
+    for _ in range(4):
+        place.advance()
+        forgetful = Interval(3, "iteration")
+        answers += str(int(forgetful(place)))
+    assert answers == "0011"  # not 0010
+
+
+def test_an_interval_that_was_not_asked_fires_once_for_all_it_missed() -> None:
+    place, trigger = Place(CountingUpdater(4), {}), Interval(2, "iteration")
+    place.updater.num_done = 7
+    assert trigger(place)
+    assert not trigger(place)
+
+
+@pytest.mark.parametrize(
+    "build", [lambda: Interval(100, "iteration"), lambda: ManualSchedule(3, "iteration")]
+)
+def test_a_trigger_that_joins_late_does_not_fire_for_what_came_before(build: Callable[[], Trigger]) -> None:
+    place, trigger = Place(CountingUpdater(4), {}), build()
+    place.updater.num_done = 501
+    trigger.initialize(place)
+    place.advance()
+    assert not trigger(place)
+
+
+def test_once_fires_again_after_a_resume_if_told_so() -> None:
+    place, trigger = Place(CountingUpdater(4), {}), Once(call_on_resume=True)
+    assert [trigger(place), trigger(place)] == [True, False]
+    resumed = Once(call_on_resume=True)
+    resumed.load_state_dict(trigger.state_dict())
+    assert [resumed(place), resumed(place)] == [True, False]
+
+
+def test_time_catches_up_one_appointment_a_call() -> None:
+    place, trigger = Place(CountingUpdater(4), {}, elapsed_time=10.0), Time(10)
+    assert not trigger(place)
+    place.elapsed_time = 35.0
+    assert [trigger(place) for _ in range(4)] == [True, True, True, False]
+
+
+def test_a_manual_schedule_is_finished_behind_its_last_point() -> None:
+    place, trigger = Place(CountingUpdater(4), {}), ManualSchedule([1, 2], "iteration")
+    finished = []
+    for _ in range(3):
+        place.advance()
+        trigger(place)
+        finished.append(trigger.finished)
+    assert finished == [False, True, True]
+
+
+def test_best_value_names_what_was_there_instead() -> None:
+    place, trigger = Place(CountingUpdater(4), {}), MinValue("main/loss", (1, "iteration"))
+    place.advance({"main/losses": 1.0})
+    with pytest.raises(KeyError, match=r"`key` must be observed .* got 'main/loss'; there is 'main/losses'"):
+        trigger(place)
+
+
+def test_early_stopping_warns_of_a_check_without_a_value_and_leaves_it_out() -> None:
+    place, trigger = (
+        Place(CountingUpdater(4), {}),
+        EarlyStopping("x", patience=1, check_trigger=(1, "iteration")),
+    )
+    place.advance()
+    with pytest.warns(UserWarning, match="'x' was not observed"):
+        assert not trigger(place)
+    assert trigger.count == 0
+
+
+def test_a_latch_shows_an_observation_once() -> None:
+    place = Place(CountingUpdater(4), {})
+    inner = EarlyStopping("x", patience=3, check_trigger=(2, "iteration"))
+    trigger = Latch(inner)
+    for value in (1.0, 3.0):
+        place.advance({"x": value})
+        assert not any(trigger(place) for _ in range(5))
+    assert inner.best == 2.0
+
+
+def test_get_trigger() -> None:
+    place, interval = Place(CountingUpdater(4), {}), Interval(1, "epoch")
+    assert get_trigger(interval) is interval
+    assert isinstance(get_trigger(None), Never)
+    pair = get_trigger((2, "epoch"))
+    assert isinstance(pair, Interval)
+    assert (pair.period, pair.unit) == (2, "epoch")
+    assert get_trigger(lambda progress: progress.updater.iteration == 0)(place)
+
+
+def test_get_until() -> None:
+    assert isinstance(get_until((2, "epoch")), Until)
+    assert isinstance(get_until(None), Latch)
+    assert isinstance(get_until(EarlyStopping()), Latch)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: Interval(1, "day"), ValueError, "`unit` must be one of 'iteration', .* got 'day'"),
+        (lambda: Interval(0, "epoch"), ValueError, "`period` must be more than 0, got 0"),
+        (lambda: Interval(NAN, "epoch"), ValueError, "`period` must be more than 0, got nan"),
+        (
+            lambda: Interval(1.5, "iteration"),
+            ValueError,
+            "`period` must be a whole number of iterations, got 1.5",
+        ),
+        (lambda: ManualSchedule(1, "day"), ValueError, "`unit` must be one of"),
+        (lambda: ManualSchedule([], "epoch"), ValueError, "`points` must be at least one number more than 0"),
+        (
+            lambda: ManualSchedule([1, 0], "epoch"),
+            ValueError,
+            "`points` must be at least one number more than 0",
+        ),
+        (lambda: Time(0), ValueError, "`seconds` must be more than 0, got 0"),
+        (lambda: Until(-1, "epoch"), ValueError, "`bound` must be at least 0, got -1"),
+        (lambda: EarlyStopping(patience=0), ValueError, "`patience` must be at least 1, got 0"),
+        (
+            lambda: EarlyStopping(mode="best"),
+            ValueError,
+            "`mode` must be one of 'auto', 'min', 'max', got 'best'",
+        ),
+        (lambda: get_trigger((1, 2, 3)), TypeError, r"must be \(number, unit\), got \(1, 2, 3\)"),
+        (lambda: get_trigger(("epoch", 1)), TypeError, r"must be \(number, unit\), got \('epoch', 1\)"),
+        (lambda: get_trigger("epoch"), TypeError, "A trigger must be a Trigger, .* got 'epoch'"),
+    ],
+)
+def test_refusals(build: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        build()
+
+
+@pytest.mark.parametrize("row", range(len(TABLE)))
+def test_a_state_that_does_not_fit_is_refused_by_name(row: int) -> None:
+    trigger = TABLE[row][0]()
+    before = trigger.state_dict()
+    with pytest.raises(StateError, match="unknown: 'surplus'"):
+        trigger.load_state_dict({**before, "surplus": 1})
+    if before:
+        with pytest.raises(StateError, match="missing: "):
+            trigger.load_state_dict({})
+    assert trigger.state_dict() == before
+
+
+def test_a_nested_state_that_does_not_fit_changes_nothing() -> None:
+    trigger = EarlyStopping("x")
+    state = EarlyStopping("x").state_dict()
+    state.update(best=1.0, count=2, max_trigger={})
+    with pytest.raises(StateError, match="Interval must hold 'previous'"):
+        trigger.load_state_dict(state)
+    assert (trigger.best, trigger.count) == (None, 0)
