@@ -11,6 +11,7 @@ import torch
 
 from lockstep.data import Samples, collate
 from lockstep.metrics import Average, Mean, Metric, Observed
+from lockstep.replicas.settings import OneIntraOpThread
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
@@ -223,17 +224,15 @@ def measuring(model: torch.nn.Module) -> Iterator[None]:
         model: Put into evaluation mode, and back.
     """
     modes = [(module, module.training) for module in model.modules()]
-    num_threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    generator = torch.get_rng_state()
     try:
-        torch.set_num_threads(1)
         model.eval()
-        with torch.no_grad():
+        with OneIntraOpThread(), torch.no_grad():
             yield
     finally:
         # One by one: train() would put the children of a frozen part into training mode.
         for module, training in modes:
             module.training = training
-        torch.set_num_threads(num_threads)
         torch.set_rng_state(generator)
 
 

@@ -151,6 +151,8 @@ class GradientEngine:
         if self.group.refresh() or not self._places:
             self._rebuild()
         refuse_accumulate_hooks(self._named)
+        for parameter in self.parameters:
+            parameter.grad = None  # the last gradient's memory is what this one will be written to
 
     def _rebuild(self) -> None:
         """Look anew at a model whose replicas have been built anew."""
@@ -163,9 +165,7 @@ class GradientEngine:
             raise ValueError("`model` must have a parameter that asks for a gradient, got none.")
         self.parameters = list(self._named.values())
         for parameter in model.parameters():
-            if not parameter.requires_grad:
-                # It may have been frozen just now, and an optimizer would move it by its last gradient.
-                parameter.grad = None
+            parameter.grad = None  # an optimizer would move one frozen since by its last gradient
         self.slots = buffer_slots(model)
         self._places = [
             Place(
