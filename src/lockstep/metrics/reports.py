@@ -106,10 +106,9 @@ class Observers:
             # Only now, as most models report nothing; and again, as a model may have grown a module.
             self._prefixes = self._named()
         if observer not in self._prefixes:
-            raise ValueError(
-                f"`observer` must be a module of the model that runs, got a foreign {type(observer).__name__}. "
-                "In a loss function take it from the model it is given, or leave it out."
-            )
+            rule = "must be a module of the model that runs"
+            remedy = "In a loss function take it from the model it is given, or leave it out."
+            raise ValueError(f"`observer` {rule}, got a foreign {type(observer).__name__}. {remedy}")
         return self._prefixes[observer]
 
     def _named(self) -> dict[nn.Module, str]:
