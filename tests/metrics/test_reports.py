@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import timeit
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -207,6 +207,28 @@ def test_modules_are_named_by_their_paths() -> None:
     assert found == ["gen/", "gen/0/", "gen/0/0/", "dis/"]
     gen.append(nn.Tanh())
     assert observers.prefix(gen[2]) == "gen/2/"
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+# torch's compiler imports a module of its own that uses what torch has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.usefixtures("fresh_compiler")
+@torch.no_grad()  # where a graph breaks, torch's compiler looks at gradients that are not there, and warns
+def test_a_compiled_model_reports_under_its_own_names() -> None:
+    model = Reporting()
+    found = []
+    for each in (model, torch.compile(model, backend="eager")):
+        with collecting(Observers({"": each}), 2) as reports:
+            each(torch.tensor([[1.0], [3.0]]))
+        found.append(reports.pairs)
+    assert found[0] == found[1]
+    assert set(found[0]) == NAMES
 
 
 @pytest.mark.parametrize(

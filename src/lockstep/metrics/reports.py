@@ -11,9 +11,13 @@ from typing import Final, SupportsFloat, TypeAlias
 import torch
 from torch import nn
 
+_NAMELESS: Final = frozenset({"", "_orig_mod"})
+"""Parts of a path that say nothing: of the model itself, and of the module inside a compiled one."""
+
 Pair: TypeAlias = "tuple[float | torch.Tensor, float | torch.Tensor]"
 
 
+@torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001 - the public one imports the compiler now
 def report(
     values: Mapping[str, float | torch.Tensor],
     observer: nn.Module | None = None,
@@ -36,6 +40,7 @@ def report(
 
     Outside of a shard and of an evaluation nothing happens: a model that reports also runs by itself.
     The same holds during backward, so what activation checkpointing computes again does not count twice.
+    ``torch.compile`` breaks its graph here; what it compiled goes by the name of the original.
 
     Args:
         values: By name; numbers, or tensors of one element, of which a copy stays on the device until
@@ -116,7 +121,7 @@ class Observers:
         prefixes: dict[nn.Module, str] = {}
         for name, model in self._models.items():
             for path, module in model.named_modules():
-                parts = [part for part in (name, *path.split(".")) if part]
+                parts = [part for part in (name, *path.split(".")) if part not in _NAMELESS]
                 prefixes.setdefault(module, "".join(f"{part}/" for part in parts))
         return prefixes
 
