@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep import plan
 from lockstep.errors import RandomStreamWarning
+from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
 from lockstep.precision import Precision, first_nonfinite, norms_are_finite
 from lockstep.replicas import ReplicaGroup
@@ -173,6 +174,7 @@ class GradientEngine:
                 replica,
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
                 ReplicaBuffers(model, replica, self._buffer_rule),
+                Observers({"": replica}),
             )
             for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
         ]

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.data import Iterator, collate
+from lockstep.data import Iterator, as_iterator, collate
+from lockstep.data.source import Source
 from lockstep.errors import NonFiniteError, OrderError, StateError
 from lockstep.precision import LossScale, parse_loss_scale, parse_precision
 from lockstep.replicas import ReplicaGroup
@@ -46,7 +47,8 @@ class ParallelUpdater(Updater):
     changed: after an exception or Ctrl-C the next call goes on with the same batch.
 
     Args:
-        iterator: Gives the batches.
+        iterator: Gives the batches; or any iterable of batches of tensors, such as a DataLoader, a list or a
+            generator function, as `lockstep.data.IterableBatches` takes them.
         optimizer: Any `torch.optim.Optimizer` over parameters of `model`.
         model: Moved to the first device. Never run itself: replicas are copies that share its memory.
         devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed.
@@ -80,7 +82,7 @@ class ParallelUpdater(Updater):
 
     def __init__(
         self,
-        iterator: Iterator,
+        iterator: Iterator | Source,
         optimizer: Optimizer,
         model: nn.Module,
         *,
@@ -105,7 +107,8 @@ class ParallelUpdater(Updater):
         _check_choice("on_overflow", on_overflow, ("retry", "next", "skip"))
         _check_choice("on_exhausted", on_exhausted, ("skip", "raise"))
         _check_choice("buffers", buffers, ("mean", "first"))
-        _check_parts(iterator, optimizer, model)
+        _check_parts(optimizer, model)
+        self._iterator = as_iterator(iterator)
         self._loss_scale = parse_loss_scale(loss_scale)
         group = ReplicaGroup(model, devices, workloads=workloads)
         self._engine = GradientEngine(
@@ -117,7 +120,6 @@ class ParallelUpdater(Updater):
             precision=parse_precision(precision),
             buffers=buffers,
         )
-        self._iterator = iterator
         self._optimizer = optimizer
         self._model = model.to(group.devices[0])
         self._scheduler = scheduler
@@ -417,10 +419,8 @@ def _check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {choice!r}.")
 
 
-def _check_parts(iterator: object, optimizer: object, model: object) -> None:
+def _check_parts(optimizer: object, model: object) -> None:
     """Refuse what cannot be trained with, before a device or a thread is touched."""
-    if not isinstance(iterator, Iterator):
-        raise TypeError(f"`iterator` must be a lockstep Iterator, got a {type(iterator).__name__}.")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"`optimizer` must be a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
     if not isinstance(model, nn.Module):

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data import Iterator
+from lockstep.data.source import Source
 from lockstep.updaters.parallel import ParallelUpdater
 
 
@@ -16,7 +17,7 @@ class StandardUpdater(ParallelUpdater):
     """Train a model on one device, with the bits of a `ParallelUpdater` of as many shards.
 
     Args:
-        iterator: Gives the batches.
+        iterator: Gives the batches, as for `ParallelUpdater`.
         optimizer: Any `torch.optim.Optimizer` over parameters of `model`.
         model: Moved to the device.
         device: Where to train.
@@ -30,7 +31,7 @@ class StandardUpdater(ParallelUpdater):
 
     def __init__(
         self,
-        iterator: Iterator,
+        iterator: Iterator | Source,
         optimizer: Optimizer,
         model: nn.Module,
         *,
