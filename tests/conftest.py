@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+SMALLEST_DENORMAL = 5e-324
+
 
 @pytest.fixture(autouse=True)
 def hygiene() -> Iterator[None]:
@@ -48,7 +50,7 @@ def _traces() -> dict[str, object]:
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-        "denormals flushed": 5e-324 * 1.0 == 0.0,
+        "denormals flushed": SMALLEST_DENORMAL * 1.0 == 0.0,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "memory filled": torch.utils.deterministic.fill_uninitialized_memory,
         "SIGINT handler": signal.getsignal(signal.SIGINT),

@@ -8,6 +8,8 @@ The model itself is never run, so nothing of it changes before an update is appl
 from __future__ import annotations
 
 import copy
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,17 +27,18 @@ HOOKS = (
 def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Copy a model for one device, with the memory of its parameters shared where it lives there.
 
-    Ties between parameters, between modules and between buffers stay as they are. A hook that is a
-    method of an object outside the model keeps calling that object.
+    Ties between parameters, between modules and between buffers stay as they are. A hook that is an
+    object outside the model, or a method of one, or holds one (`functools.partial`), keeps it.
 
     Args:
         model: Left untouched.
         device: Where the copy shall run.
 
     Raises:
-        ValueError: A parameter has no shape yet.
+        ValueError: A parameter has no shape yet, or is written by forward.
         TypeError: The model holds something that cannot be copied.
     """
+    _refuse_writers(model)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
@@ -47,9 +50,9 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to(device, copy=True)
     modules = {id(module) for module in model.modules()}
-    for owner in _hook_owners(model):
-        if id(owner) not in modules:
-            memo[id(owner)] = owner
+    for part in _hook_objects(model):
+        if id(part) not in modules:
+            memo[id(part)] = part
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -60,6 +63,17 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
         ) from error
 
 
+def _refuse_writers(model: nn.Module) -> None:
+    """Refuse modules whose forward writes to a parameter, which shards at work elsewhere would see."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+            raise ValueError(
+                "`model` must leave its parameters alone in forward, got an "
+                f"{type(module).__name__} with max_norm={module.max_norm} at {name!r}. "
+                "Bound the norms in a post hook of the optimizer's step."
+            )
+
+
 def _copy_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Share memory and version counter with a parameter on this device, or copy it from another."""
     values = parameter.detach() if parameter.device == device else parameter.detach().to(device)
@@ -68,10 +82,19 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Paramet
     return copied
 
 
-def _hook_owners(model: nn.Module) -> list[object]:
-    """List the objects whose methods are registered as hooks."""
+def _hook_objects(model: nn.Module) -> list[object]:
+    """List the objects that hooks are or belong to."""
     hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
-    return [hook.__self__ for hook in hooks if hasattr(hook, "__self__")]
+    return [part for hook in hooks for part in _parts(hook)]
+
+
+def _parts(hook: object) -> list[object]:
+    """Take a hook apart where deepcopy would."""
+    if isinstance(hook, MethodType):
+        return [hook.__self__]
+    if isinstance(hook, partial):
+        return [*_parts(hook.func), *hook.args, *hook.keywords.values()]
+    return [hook]
 
 
 class ModelWatch:

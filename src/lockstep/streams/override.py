@@ -22,7 +22,9 @@ class _Installation:
     """The override itself: one for the process, there while anybody owns it."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may run in any line below, and with it the `discard` of an owner
+        # that was forgotten.
+        self._lock = threading.RLock()
         self._owners: set[StreamOverride] = set()
         self._library: torch.library.Library | None = None
         self._state = ThreadAwareState()
@@ -36,9 +38,13 @@ class _Installation:
 
     def add(self, owner: StreamOverride) -> None:
         with self._lock:
-            if self._library is None:
-                self._change_torch()
             self._owners.add(owner)
+            if self._library is None:
+                try:
+                    self._change_torch()
+                except BaseException:
+                    self._owners.discard(owner)
+                    raise
 
     def discard(self, owner: StreamOverride) -> None:
         with self._lock:
@@ -56,10 +62,10 @@ class _Installation:
             raise StreamOverrideError(f"{reason} Compute one shard at a time in each process.") from error
 
     def _change_back(self) -> None:
+        library, self._library = self._library, None
         self._state.remove()
-        if self._library is not None:
-            restore(self._library)
-        self._library = None
+        if library is not None:
+            restore(library)
 
 
 # torch has one dispatcher a process, so there is one of these.

@@ -97,6 +97,8 @@ class GradientEngine:
         self._named: dict[str, nn.Parameter] = {}
         self.parameters: list[nn.Parameter] = []
         """The model's parameters that ask for a gradient, in the order of `Attempt.gradients`."""
+        self.frozen: list[nn.Parameter] = []
+        """Those that ask for none."""
         self.slots: list[Slot] = []
         """The model's buffers."""
         self._slices: list[list[Piece]] = []
@@ -112,13 +114,13 @@ class GradientEngine:
         return len(self.group.devices) if self._num_shards is None else self._num_shards
 
     def attempt(
-        self, batches: Sequence[Any], *, update: int, loss_scale: float, settings: ThreadSettings
+        self, batches: Sequence[Any], *, first_stream: int, loss_scale: float, settings: ThreadSettings
     ) -> Attempt:
         """Compute the gradient of the mean loss over some batches, as one.
 
         Args:
             batches: Each of samples, or a nest of tensors; at least one.
-            update: The number of the update, which keys the random streams.
+            first_stream: The position of the first shard's random stream in the run's.
             loss_scale: The factor of the loss scale.
             settings: What the calling thread computes under.
 
@@ -138,7 +140,6 @@ class GradientEngine:
         single = sum(map(len, shards)) == 1
         lift = None if single else 2.0 ** -(sum(sizes) - 1).bit_length()
         recipe = Recipe(self._loss_fn, self._precision, lift, loss_scale)
-        first_stream = update * len(batches) * self.shards_a_batch
         sums = self._compute(work, recipe, first_stream, settings)
         return self._reduce(sums, recipe, settings)
 
@@ -162,6 +163,7 @@ class GradientEngine:
         if not self._named:
             raise ValueError("`model` must have a parameter that asks for a gradient, got none.")
         self.parameters = list(self._named.values())
+        self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.slots = buffer_slots(model)
         self._places = [
             Place(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -99,6 +100,8 @@ class ParallelUpdater(Updater):
         scheduler: LRScheduler | None = None,
     ) -> None:
         _check_counts(num_shards=num_shards, accumulate=accumulate, max_tries=max_tries)
+        if not isinstance(seed, int):
+            raise TypeError(f"`seed` must be an integer, got {seed!r}.")
         _check_choice("on_overflow", on_overflow, ("retry", "next", "skip"))
         _check_choice("on_exhausted", on_exhausted, ("skip", "raise"))
         _check_choice("buffers", buffers, ("mean", "first"))
@@ -144,11 +147,11 @@ class ParallelUpdater(Updater):
             ReplicaError: User code raised in a shard.
         """
         with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
-            batches, tried = self._try(interrupts, settings)
+            behind, tried = self._try(interrupts, settings)
             interrupts.commit()
-            hand_over(self._engine.parameters, tried.attempt.gradients)
+            hand_over(self._engine.parameters, tried.attempt.gradients, frozen=self._engine.frozen)
             result = self._commit(tried, settings)
-            self._iterator.advance(len(batches))
+            self._iterator.advance(behind)
             return result
 
     def compute_gradients(self, batch: Any) -> UpdateResult:
@@ -168,7 +171,7 @@ class ParallelUpdater(Updater):
             attempt = self._attempt([batch], self._loss_scale, settings)
             while interrupts.check():
                 attempt = self._attempt([batch], self._loss_scale, settings)
-            hand_over(self._engine.parameters, attempt.gradients)
+            hand_over(self._engine.parameters, attempt.gradients, frozen=self._engine.frozen)
         self._computed = _Tried(attempt, self._loss_scale, 1, attempt.nonfinite)
         return self._computed.result(applied=False)
 
@@ -298,40 +301,55 @@ class ParallelUpdater(Updater):
         """Put the calling thread into the state in which all places compute."""
         return Computing(ThreadSettings.capture(self._engine.group.device_types, training=True))
 
-    def _next_batches(self) -> list[Any]:
-        """Look at the next batches without moving the iterator; fewer where it ends."""
-        batches = [self._iterator.peek()]
-        try:
-            batches += [self._iterator.peek(ahead) for ahead in range(1, self._accumulate)]
-        except StopIteration:
-            return batches
+    def _next_batches(self, passed: int) -> list[Any]:
+        """Look at the batches of one try without moving the iterator; fewer where it ends, or none.
+
+        Args:
+            passed: How many batches were given up in this update already.
+        """
+        batches: list[Any] = []
+        with suppress(StopIteration):
+            for ahead in range(passed, passed + self._accumulate):
+                batches.append(self._iterator.peek(ahead))  # noqa: PERF401 - what came before the end is kept
         return batches
 
     def _attempt(self, batches: Sequence[Any], scale: LossScale, settings: ThreadSettings) -> Attempt:
         return self._engine.attempt(
-            batches, update=self._iteration, loss_scale=scale.factor, settings=settings
+            batches,
+            # Fewer batches than usual, at the end, leave positions unused; none is ever used twice.
+            first_stream=self._iteration * self._accumulate * self._engine.shards_a_batch,
+            loss_scale=scale.factor,
+            settings=settings,
         )
 
-    def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[list[Any], _Tried]:
-        """Try batches, at ever lower loss scales, until a gradient is finite or no try is left."""
-        scale, nonfinite, tries = self._loss_scale, None, 0
+    def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[int, _Tried]:
+        """Try batches, at ever lower loss scales, until a gradient is finite or no try is left.
+
+        Returns:
+            How many batches the iterator is to move past, and the last try.
+        """
+        scale, nonfinite, tries, passed = self._loss_scale, None, 0, 0
+        batches = self._next_batches(passed)
+        if not batches:
+            raise StopIteration
         while True:
-            batches = self._next_batches()
             attempt = self._attempt(batches, scale, settings)
             if interrupts.check():
                 continue
             tries += 1
             nonfinite = attempt.nonfinite or nonfinite
             tried = _Tried(attempt, scale, tries, nonfinite)
-            lower = scale.after(finite=False)
+            behind = passed + len(batches)
             if attempt.nonfinite is None or self._on_overflow == "skip":
-                return batches, tried
-            if tries == self._max_tries or lower.factor >= scale.factor:
+                return behind, tried
+            lower = scale.after(finite=False)
+            following = self._next_batches(behind) if self._on_overflow == "next" else batches
+            if tries == self._max_tries or lower.factor >= scale.factor or not following:
                 self._give_up(tried)
-                return batches, tried
-            scale = lower
+                return behind, tried
             if self._on_overflow == "next":
-                self._iterator.advance(len(batches))
+                passed, batches = behind, following
+            scale = lower
 
     def _give_up(self, tried: _Tried) -> None:
         if self._on_exhausted == "raise":
@@ -388,6 +406,8 @@ class _Tried:
 
 def _check_counts(**counts: int | None) -> None:
     for name, count in counts.items():
+        if not isinstance(count, int | None):
+            raise TypeError(f"`{name}` must be an integer, got {count!r}.")
         if count is not None and count < 1:
             raise ValueError(f"`{name}` must be at least 1, got {count}.")
 

@@ -1,0 +1,255 @@
+"""Bad input gets a clear error before any work, and afterwards good input works as if nothing had been."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from tests.laws.models import CONVNET, MLP
+from tests.laws.runs import NUM_UPDATES, Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.updaters.small import updater_of
+
+
+def construct(**options: Any) -> ls.ParallelUpdater:
+    model = options.pop("model", None) or MLP.model()
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    iterator = options.pop("iterator", None) or ls.BatchIterator(MLP.data(), 9)
+    return ls.ParallelUpdater(iterator, optimizer, model, **{"devices": ["cpu", "cpu"], **options})
+
+
+BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "no device": ({"devices": []}, "`devices` must name at least one device, got none."),
+    "unknown device": ({"devices": ["gpu"]}, "`devices` must "),
+    "device not here": ({"devices": ["xpu:3"]}, "`devices` must name devices of this machine"),
+    "NaN work load": (
+        {"workloads": [1.0, math.nan]},
+        "`workloads[1]` must be positive and finite, got nan.",
+    ),
+    "negative work load": (
+        {"workloads": [-1.0, 1.0]},
+        "`workloads[0]` must be positive and finite, got -1.0.",
+    ),
+    "infinite work load": (
+        {"workloads": [1.0, math.inf]},
+        "`workloads[1]` must be positive and finite, got inf.",
+    ),
+    "too few work loads": ({"workloads": [1.0]}, "`workloads` must hold one number a device (2), got 1."),
+    "no work load": ({"workloads": []}, "`workloads` must hold at least one number, got none."),
+    "no shard": ({"num_shards": 0}, "`num_shards` must be at least 1, got 0."),
+    "no batch": ({"accumulate": 0}, "`accumulate` must be at least 1, got 0."),
+    "no try": ({"max_tries": 0}, "`max_tries` must be at least 1, got 0."),
+    "unknown precision": (
+        {"precision": "fp8"},
+        "`precision` must be one of 'fp32', 'bf16', 'fp16', got 'fp8'.",
+    ),
+    "loss scale 0": ({"loss_scale": 0.0}, "`loss_scale` must be positive and finite, got 0.0."),
+    "loss scale NaN": ({"loss_scale": math.nan}, "`loss_scale` must be positive and finite, got nan."),
+    "unknown overflow rule": (
+        {"on_overflow": "redo"},
+        "`on_overflow` must be one of 'retry', 'next', 'skip', got 'redo'.",
+    ),
+    "unknown end": ({"on_exhausted": "stop"}, "`on_exhausted` must be one of 'skip', 'raise', got 'stop'."),
+    "unknown buffer rule": ({"buffers": "last"}, "`buffers` must be one of 'mean', 'first', got 'last'."),
+    "a stranger's optimizer": (
+        {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)},
+        "`optimizer` must hold parameters of `model` only, got one of shape (2, 3) in group 0 that is not.",
+    ),
+}
+
+BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
+    "no iterator": ({"iterator": [1, 2]}, "`iterator` must be a lockstep Iterator, got a list."),
+    "no optimizer": ({"optimizer": "sgd"}, "`optimizer` must be a torch.optim.Optimizer, got a str."),
+    "no model": (
+        {"model": len, "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+        "`model` must be a torch.nn.Module, got a builtin_function_or_method.",
+    ),
+    "loss scale of text": (
+        {"loss_scale": "8"},
+        "`loss_scale` must be a number, a LossScale or None, got a str.",
+    ),
+    "shards of text": ({"num_shards": "4"}, "`num_shards` must be an integer, got '4'."),
+    "half a shard": ({"num_shards": 2.5}, "`num_shards` must be an integer, got 2.5."),
+    "half a try": ({"max_tries": 1.5}, "`max_tries` must be an integer, got 1.5."),
+    "seed of text": ({"seed": "a"}, "`seed` must be an integer, got 'a'."),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_a_bad_value_is_refused_by_name(case: str) -> None:
+    options, message = BAD_VALUES[case]
+    with pytest.raises(ValueError, match="must") as caught:
+        construct(**options)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("case", BAD_TYPES)
+def test_a_bad_type_is_refused_by_name(case: str) -> None:
+    options, message = BAD_TYPES[case]
+    with pytest.raises(TypeError) as caught:
+        construct(**options)
+    assert str(caught.value) == message
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`dataset` must hold at least one sample, got none\."):
+        ls.BatchIterator(TensorDataset(torch.empty(0, 6)), 9)
+
+
+BAD_LOSSES: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
+    "no scalar": (
+        lambda out: out,
+        ValueError,
+        "`loss_fn` must return a loss of one element, got shape (2, 3). Take its mean.",
+    ),
+    "no tensor": (
+        lambda out: out.mean().item(),
+        TypeError,
+        "`loss_fn` must return a tensor or a Loss, got a float.",
+    ),
+    "nothing": (lambda _: None, TypeError, "`loss_fn` must return a tensor or a Loss, got a NoneType."),
+    "no gradient": (
+        lambda out: out.mean().detach(),
+        ValueError,
+        (
+            "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "
+            "output of the model it is given, without detach(), item() or no_grad()."
+        ),
+    ),
+    "negative weight": (
+        lambda out: ls.Loss(out.mean(), weight=-1),
+        ValueError,
+        "`weight` of a Loss must be finite and at least 0, got -1.0.",
+    ),
+    "NaN weight": (
+        lambda out: ls.Loss(out.mean(), weight=torch.tensor(math.nan)),
+        ValueError,
+        "`weight` of a Loss must be finite and at least 0, got nan.",
+    ),
+}
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("case", BAD_LOSSES)
+def test_a_loss_that_cannot_be_used_is_refused_and_good_ones_go_on(case: str, devices: int) -> None:
+    spoil, kind, message = BAD_LOSSES[case]
+    spoilt = False
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> Any:
+        return spoil(model(x)) if spoilt else cross_entropy(model, x, target)
+
+    with finalized(updater_for(CONVNET, Placement(devices), num_shards=5, loss_fn=loss_fn)) as updater:
+        for update in range(NUM_UPDATES):
+            if update in {0, 4}:
+                spoilt = True
+                before = ls.digest(updater.state_dict())
+                with pytest.raises(kind) as caught:
+                    updater.update()
+                assert str(caught.value) == message
+                assert ls.digest(updater.state_dict()) == before
+                spoilt = False
+            updater.update()
+        assert state_digest(updater) == train(CONVNET, num_shards=5)
+
+
+BAD_BATCHES: dict[str, tuple[Any, str]] = {
+    "uneven": (
+        (torch.ones(4, 6), torch.ones(3, 6)),
+        "`batch[1]` must be as long as `batch[0]` along dimension 0 (4), got 3.",
+    ),
+    "uneven dict": (
+        {"x": torch.ones(4, 6), "y": torch.ones(2)},
+        "`batch['y']` must be as long as `batch['x']` along dimension 0 (4), got 2.",
+    ),
+    "empty": (torch.ones(0, 6), "`batch` must hold at least one sample, got none."),
+    "no tensor": (("x", 3), "`batch` must hold at least one tensor, got none."),
+    "no dimension": (torch.tensor(1.0), "`batch` must have a dimension 0 to count samples by, got shape ()."),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BATCHES)
+def test_a_batch_that_cannot_be_cut_is_refused(case: str) -> None:
+    batch, message = BAD_BATCHES[case]
+    with finalized(updater_for(CONVNET, Placement(2), num_shards=5)) as updater:
+        before = ls.digest(updater.state_dict())
+        with pytest.raises(ValueError, match="must") as caught:
+            updater.compute_gradients(batch)
+        assert str(caught.value) == message
+        assert ls.digest(updater.state_dict()) == before
+        with pytest.raises(ls.OrderError, match=r"`apply_gradients` must follow `compute_gradients`"):
+            updater.apply_gradients()
+        for _ in range(NUM_UPDATES):
+            updater.update()
+        assert state_digest(updater) == train(CONVNET, num_shards=5)
+
+
+def test_post_accumulate_hooks_are_refused() -> None:
+    updater = updater_for(CONVNET, Placement(2), num_shards=5)
+    with finalized(updater):
+        weight = updater.get_all_models()["main"][0].weight
+        handle = weight.register_post_accumulate_grad_hook(lambda _: None)
+        with pytest.raises(ValueError, match=r"no post-accumulate-grad hooks, got one on '0.weight'"):
+            updater.update()
+        handle.remove()
+        for _ in range(NUM_UPDATES):
+            updater.update()
+        assert state_digest(updater) == train(CONVNET, num_shards=5)
+
+
+def test_a_model_without_a_gradient_to_ask_for_is_refused() -> None:
+    model = nn.Linear(1, 1).requires_grad_(False)
+    with (
+        updater_of(model, devices=2) as updater,
+        pytest.raises(ValueError, match="must have a parameter that asks for a gradient"),
+    ):
+        updater.update()
+
+
+def test_a_lazy_model_is_refused() -> None:
+    model = nn.LazyLinear(1)
+    with (
+        updater_of(model, devices=2) as updater,
+        pytest.raises(
+            ValueError, match="must have parameters of known shapes, got an uninitialised 'weight'"
+        ),
+    ):
+        updater.update()
+
+
+def test_a_model_that_writes_its_parameters_in_forward_is_refused() -> None:
+    """Replicas share their memory, so the write would be seen by shards that run at the same time."""
+    model = nn.Sequential(nn.Embedding(5, 2, max_norm=0.1), nn.Flatten(), nn.Linear(2, 1))
+    tokens = torch.tensor([[0], [1], [2], [3]])
+    before = ls.digest(model)
+    with (
+        updater_of(model, tokens, devices=2) as updater,
+        pytest.raises(ValueError, match=r"`model` must leave its parameters alone in forward"),
+    ):
+        updater.update()
+    assert ls.digest(model) == before
+
+
+def test_halves_out_of_order_are_refused() -> None:
+    with finalized(updater_for(CONVNET, Placement(2), num_shards=5)) as updater:
+        with pytest.raises(ls.OrderError):
+            updater.apply_gradients()
+        updater.compute_gradients(ls.collate(updater.get_iterator().peek()))
+        updater.apply_gradients()
+        with pytest.raises(ls.OrderError):
+            updater.apply_gradients()
+
+
+def test_an_update_after_the_end_says_so() -> None:
+    model = MLP.model()
+    iterator = ls.BatchIterator(MLP.data(), 23, repeat=False)
+    with finalized(construct(model=model, iterator=iterator, loss_fn=cross_entropy)) as updater:
+        updater.update()
+        with pytest.raises(StopIteration):
+            updater.update()
+        assert updater.iteration == 1
