@@ -211,13 +211,12 @@ def test_a_model_without_a_gradient_to_ask_for_is_refused() -> None:
         updater.update()
 
 
-def test_a_lazy_model_is_refused() -> None:
-    model = nn.LazyLinear(1)
+def test_a_parameter_that_no_forward_gives_a_shape_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    model.register_parameter("extra", nn.UninitializedParameter())
     with (
         updater_of(model, devices=2) as updater,
-        pytest.raises(
-            ValueError, match="must have parameters of known shapes, got an uninitialised 'weight'"
-        ),
+        pytest.raises(ValueError, match="must have parameters of known shapes, got an uninitialised 'extra'"),
     ):
         updater.update()
 
