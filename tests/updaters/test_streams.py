@@ -12,7 +12,6 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.streams import StreamOverride, StreamOverrideError, override, shard_stream
-from lockstep.streams.kernels import RandomKernel
 from tests.laws.models import (
     ATTENTION,
     CHECKPOINTED,
@@ -186,11 +185,11 @@ def test_an_owner_collected_while_another_installs_does_not_block(monkeypatch: p
     forgotten, other = StreamOverride(), StreamOverride()
     forgotten.install()
     forgotten.remove()
-    redirect = override.redirect
+    original = override.redirect
 
-    def collecting(kernels: list[RandomKernel]) -> torch.library.Library:
+    def collecting(kernels: Any) -> torch.library.Library:
         forgotten.remove()  # what a finalizer does when the collector runs just here
-        library = redirect(kernels)
+        library = original(kernels)
         forgotten.remove()
         return library
 

@@ -31,16 +31,23 @@ class Recipe:
         lift: What a weight of 1 multiplies the loss by: a power of two that keeps the products with the
             weights below 1, or None where a single shard makes up the update and weights cancel.
         loss_scale: The factor of the loss scale.
+        mean: Whether the gradient is that of the mean over all shards by their weights; else the gradients
+            of the shards' mean losses are summed up as they are.
     """
 
     loss_fn: LossFunction
     precision: Precision
     lift: float | None
     loss_scale: float
+    mean: bool = True
 
     def factor(self, weight: float) -> float:
         """Give what the loss of a shard of this weight is multiplied by before backward."""
-        return self.loss_scale * (1.0 if self.lift is None else weight * self.lift)
+        return self.loss_scale * (1.0 if self.lift is None or not self.mean else weight * self.lift)
+
+    def divisor(self, weights: Sequence[float]) -> float:
+        """Give what the sum over shards of these weights is divided by."""
+        return sum(map(self.factor, weights)) if self.mean else self.loss_scale
 
 
 @dataclass(slots=True)
@@ -151,7 +158,9 @@ class Place:
         return gradients
 
     def _error(self, phase: str, shard: Shard, error: Exception) -> ReplicaError:
-        samples = f"samples {shard.samples.start}..{shard.samples.stop - 1} of batch {shard.batch}"
+        first, last, step = shard.samples[0], shard.samples[-1], shard.samples.step
+        apart = f" in steps of {step}" if step > 1 else ""
+        samples = f"samples {first}..{last}{apart} of batch {shard.batch}"
         return ReplicaError(
             f"The {phase} of shard {shard.index} ({samples}) raised {type(error).__name__} on {self.device}: "
             f"{error}",
