@@ -12,6 +12,7 @@ PUBLIC = [
     "CorrectedMomentumSGD",
     "DynamicLossScale",
     "Extension",
+    "IterableBatches",
     "LockstepError",
     "Loss",
     "LossScale",
@@ -21,8 +22,10 @@ PUBLIC = [
     "ParallelUpdater",
     "RampLossScale",
     "RandomStreamWarning",
+    "ReplayWarning",
     "ReplicaError",
     "ReplicaGroup",
+    "Samples",
     "StandardUpdater",
     "StateError",
     "StaticLossScale",
@@ -30,9 +33,12 @@ PUBLIC = [
     "UpdateResult",
     "Updater",
     "collate",
+    "data",
     "digest",
+    "extensions",
     "metrics",
     "optim",
+    "report",
     "supervised",
     "triggers",
 ]
@@ -47,7 +53,7 @@ def test_the_public_names() -> None:
         check=True,
         timeout=60,
     ).stdout.split()
-    parts = {"data", "errors", "extensions", "nest", "plan", "precision", "replicas", "state", "streams"}
+    parts = {"errors", "nest", "plan", "precision", "replicas", "state", "streams"}
     parts |= {"trainer", "tree", "updaters"}  # modules that Python binds because something imported them
     assert [name for name in names if name not in parts] == PUBLIC
 
@@ -93,19 +99,21 @@ def test_to_import_it_changes_nothing_and_loads_nothing_heavy() -> None:
 
 
 TIMED = """
-import time, torch
+import time
 began = time.perf_counter()
+import torch
+between = time.perf_counter()
 import lockstep
-print(time.perf_counter() - began)
+print((time.perf_counter() - between) / (between - began))
 """
 
 
-def test_to_import_it_takes_no_noticeable_time_beyond_torch() -> None:
-    # The best of three; a tenth of what torch takes, on a machine with other work.
-    seconds = min(
+def test_to_import_it_takes_a_small_part_of_what_torch_takes() -> None:
+    # The least of three, for the machine may have other work; about 0.05 without.
+    ratios = [
         float(
             subprocess.run([sys.executable, "-c", TIMED], capture_output=True, check=True, timeout=60).stdout
         )
         for _ in range(3)
-    )
-    assert seconds < 0.5
+    ]
+    assert min(ratios) < 0.25

@@ -21,12 +21,13 @@ ALIGNMENT: Final = 64
 """Elements. A slice that starts at a multiple of this meets the same vector lanes as the whole tensor."""
 
 
-def cut(num_samples: int, num_shards: int) -> list[range]:
+def cut(num_samples: int, num_shards: int, *, strided: bool = False) -> list[range]:
     """Cut samples into contiguous shards, the first ``num_samples % num_shards`` one longer.
 
     Args:
         num_samples: How many samples there are, at least 1.
         num_shards: How many shards to cut, in 1..``num_samples``: no shard is empty.
+        strided: Deal the samples round robin instead; the shards are as long as otherwise.
 
     Returns:
         The samples of each shard, in order.
@@ -36,12 +37,16 @@ def cut(num_samples: int, num_shards: int) -> list[range]:
 
     >>> cut(10, 4)
     [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
+    >>> [list(shard) for shard in cut(5, 2, strided=True)]
+    [[0, 2, 4], [1, 3]]
     """
     if num_samples < 1:
         raise ValueError(f"`num_samples` must be at least 1, got {num_samples}.")
     if not 1 <= num_shards <= num_samples:
         rule = f"must lie in 1..`num_samples` (1..{num_samples})"
         raise ValueError(f"`num_shards` {rule}, got {num_shards}.")
+    if strided:
+        return [range(shard, num_samples, num_shards) for shard in range(num_shards)]
     size, longer = divmod(num_samples, num_shards)
     return _runs([size + (shard < longer) for shard in range(num_shards)])
 
@@ -120,7 +125,7 @@ class Shard:
     Attributes:
         index: Its leaf in the tree and its place in the random streams.
         batch: Which of the update's batches it is cut from.
-        samples: Which samples of that batch.
+        samples: Which samples of that batch: neighbours, or every so-manieth.
     """
 
     index: int
@@ -129,7 +134,11 @@ class Shard:
 
 
 def schedule(
-    batch_sizes: Sequence[int], num_shards: int | None, workloads: Sequence[float]
+    batch_sizes: Sequence[int],
+    num_shards: int | None,
+    workloads: Sequence[float],
+    *,
+    strided: bool = False,
 ) -> list[list[Shard]]:
     """Cut the batches of one update into shards and give them to devices.
 
@@ -141,7 +150,8 @@ def schedule(
     Args:
         batch_sizes: Samples in each batch, at least 1.
         num_shards: Shards a batch, at least 1, or None for one a device.
-        workloads: The relative speed of each device.
+        workloads: The relative speed of each device; equal ones where each has one shard dealt round robin.
+        strided: Deal the samples of a batch to its shards round robin, instead of cutting it into runs.
 
     Returns:
         The shards of each device in ascending order of index; empty where a device has nothing to do.
@@ -150,25 +160,33 @@ def schedule(
     [[Shard(index=0, batch=0, samples=range(0, 2)), Shard(index=1, batch=0, samples=range(2, 3))]]
     """
     if num_shards is None:
-        return _one_shard_a_device(batch_sizes, workloads)
+        return _one_shard_a_device(batch_sizes, workloads, strided=strided)
     shards = [
         Shard(batch * num_shards + shard, batch, samples)
         for batch, size in enumerate(batch_sizes)
-        for shard, samples in enumerate(cut(size, min(num_shards, size)))
+        for shard, samples in enumerate(cut(size, min(num_shards, size), strided=strided))
     ]
     return [shards[run.start : run.stop] for run in assign(len(shards), workloads)]
 
 
-def _one_shard_a_device(batch_sizes: Sequence[int], workloads: Sequence[float]) -> list[list[Shard]]:
-    parts = [assign(size, workloads) for size in batch_sizes]
+def _one_shard_a_device(
+    batch_sizes: Sequence[int], workloads: Sequence[float], *, strided: bool
+) -> list[list[Shard]]:
+    num_devices = len(workloads)
+    parts = [_dealt(size, num_devices) if strided else assign(size, workloads) for size in batch_sizes]
     return [
         [
             Shard(device * len(batch_sizes) + batch, batch, parts[batch][device])
             for batch in range(len(batch_sizes))
             if parts[batch][device]
         ]
-        for device in range(len(workloads))
+        for device in range(num_devices)
     ]
+
+
+def _dealt(num_samples: int, num_devices: int) -> list[range]:
+    """Deal samples round robin to devices; those that come too late for any get an empty range."""
+    return [range(device, num_samples, num_devices) for device in range(num_devices)]
 
 
 @dataclass(frozen=True, slots=True)

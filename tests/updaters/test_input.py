@@ -64,7 +64,13 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
-    "no iterator": ({"iterator": [1, 2]}, "`iterator` must be a lockstep Iterator, got a list."),
+    "no iterator": (
+        {"iterator": 3},
+        (
+            "`iterator` must be a lockstep Iterator, an iterable of batches or a function that returns one, "
+            "got a int. `BatchIterator` makes batches of a dataset."
+        ),
+    ),
     "no optimizer": ({"optimizer": "sgd"}, "`optimizer` must be a torch.optim.Optimizer, got a str."),
     "no model": (
         {"model": len, "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
@@ -211,13 +217,12 @@ def test_a_model_without_a_gradient_to_ask_for_is_refused() -> None:
         updater.update()
 
 
-def test_a_lazy_model_is_refused() -> None:
-    model = nn.LazyLinear(1)
+def test_a_parameter_that_no_forward_gives_a_shape_is_refused() -> None:
+    model = nn.Linear(1, 1)
+    model.register_parameter("extra", nn.UninitializedParameter())
     with (
         updater_of(model, devices=2) as updater,
-        pytest.raises(
-            ValueError, match="must have parameters of known shapes, got an uninitialised 'weight'"
-        ),
+        pytest.raises(ValueError, match="must have parameters of known shapes, got an uninitialised 'extra'"),
     ):
         updater.update()
 

@@ -185,15 +185,15 @@ def test_an_owner_collected_while_another_installs_does_not_block(monkeypatch: p
     forgotten, other = StreamOverride(), StreamOverride()
     forgotten.install()
     forgotten.remove()
-    original = override._redirect_all
+    original = override.redirect
 
-    def collecting() -> torch.library.Library:
+    def collecting(kernels: Any) -> torch.library.Library:
         forgotten.remove()  # what a finalizer does when the collector runs just here
-        library = original()
+        library = original(kernels)
         forgotten.remove()
         return library
 
-    monkeypatch.setattr(override, "_redirect_all", collecting)
+    monkeypatch.setattr(override, "redirect", collecting)
     with other:
         assert other.installed
         with shard_stream(3):

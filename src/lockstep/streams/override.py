@@ -40,7 +40,11 @@ class _Installation:
         with self._lock:
             self._owners.add(owner)
             if self._library is None:
-                self._change_torch()
+                try:
+                    self._change_torch()
+                except BaseException:
+                    self._owners.discard(owner)
+                    raise
 
     def discard(self, owner: StreamOverride) -> None:
         with self._lock:

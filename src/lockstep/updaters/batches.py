@@ -32,17 +32,19 @@ def shard_arrays(batch: Any, shard: Shard, device: torch.device, converter: Conv
 
     Args:
         batch: `Samples`, which go through the converter, or a nest of tensors along whose first dimension
-            the samples lie, which are cut as views.
+            the samples lie, which are cut as views (copies where the samples of a shard lie apart).
         shard: Which samples.
         device: Where to.
         converter: Makes arrays of samples.
     """
     part = shard.samples
     if isinstance(batch, Samples):
-        return converter(batch[part.start : part.stop], device)
+        return converter(batch[part.start : part.stop : part.step], device)
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
-        mine = tensor if len(part) == len(tensor) else tensor[part.start : part.stop]
+        mine = tensor if len(part) == len(tensor) else tensor[part.start : part.stop : part.step]
+        # Kernels may round differently where elements lie apart.
+        mine = mine if part.step == 1 else mine.contiguous()
         return mine if mine.device == device else mine.to(device, non_blocking=True)
 
     return nest.map_tensors(rows, batch)

@@ -1,20 +1,20 @@
-"""Apply a gradient: the only place where the training state changes."""
+"""Let an optimizer step, and tell an error before the weights moved from one after."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import torch
 from torch.optim import Optimizer
 
-from lockstep.replicas.buffers import Slot, combine
-from lockstep.updaters.engine import Attempt
+from lockstep.errors import LockstepError
 from lockstep.updaters.stepping import balanced, can_step_in_parts, step_in_parts, step_whole
 
 Run = Callable[[Callable[[int], None]], None]
 
 
 class Committer:
-    """Move the weights, then the buffers.
+    """Move the weights of one optimizer.
 
     Args:
         optimizer: Its parameters hold the gradient when it is asked to step.
@@ -25,26 +25,46 @@ class Committer:
         self._parts: list[frozenset[int]] = []
         self._dealt: list[int] = []
 
-    def apply(self, attempt: Attempt, slots: Sequence[Slot], *, places: int, run: Run) -> None:
-        """Take the optimizer's step and make the new buffers state.
+    def step(self, *, places: int, run: Run) -> BaseException | None:
+        """Take the optimizer's step.
 
         Args:
-            attempt: One whose gradient is finite and has been handed over.
-            slots: The model's buffers.
             places: How many threads the step may be dealt to; 1 for a step in the calling thread.
             run: Runs a function on every place at once.
-        """
-        if places > 1 and can_step_in_parts(self._optimizer):
-            self._deal(places)
-            step_in_parts(self._optimizer, self._parts, run)
-        else:
-            step_whole(self._optimizer)
-        if slots:
-            combine(attempt.buffers, slots, weight=attempt.samples)
 
-    def _deal(self, places: int) -> None:
-        """Deal the parameters to the places, again where the optimizer has others than before."""
+        Returns:
+            What was raised once all weights had moved, by a hook for example; the step is taken all the same.
+
+        Raises:
+            BaseException: What was raised before any weight moved.
+            LockstepError: The error came in between; the weights are neither those before nor those after.
+        """
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        versions = [parameter._version for parameter in parameters]
+        try:
+            if places > 1 and can_step_in_parts(self._optimizer):
+                self._deal(parameters, places)
+                step_in_parts(self._optimizer, self._parts, run)
+            else:
+                step_whole(self._optimizer)
+        except BaseException as error:
+            moved = [
+                parameter._version != version
+                for parameter, version in zip(parameters, versions, strict=True)
+                if parameter.grad is not None
+            ]
+            if not any(moved):
+                raise
+            if not all(moved):
+                raise LockstepError(
+                    f"The step of {type(self._optimizer).__name__} raised {type(error).__name__} between the "
+                    f"first weight that moved and the last: {error}. Load a saved state."
+                ) from error
+            return error
+        return None
+
+    def _deal(self, parameters: list[torch.Tensor], places: int) -> None:
+        """Deal the parameters to the places, again where the optimizer has others than before."""
         dealt = [places, *map(id, parameters)]
         if dealt != self._dealt:
             self._parts, self._dealt = balanced(parameters, places), dealt

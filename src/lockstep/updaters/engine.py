@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep import plan
 from lockstep.errors import RandomStreamWarning
+from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
 from lockstep.precision import Precision, first_nonfinite, norms_are_finite
 from lockstep.replicas import ReplicaGroup
@@ -29,6 +30,7 @@ from lockstep.streams import (
     stream_seed,
 )
 from lockstep.tree import Tensors
+from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.handover import refuse_accumulate_hooks
 from lockstep.updaters.loss import LossFunction
@@ -67,27 +69,33 @@ class GradientEngine:
 
     Args:
         group: The replicas.
-        loss_fn: Gives the loss of a shard.
         converter: Makes arrays of samples.
         num_shards: Shards a batch; None for one a device.
         seed: Of the random streams.
         precision: The policy of number formats.
         buffers: The rule by which buffers are combined.
+        mean: Whether shards count by their weights; see `Recipe`.
+        strided: Whether the samples of a batch are dealt to its shards round robin.
+        timing: Told how long places work, if workloads are to be measured.
     """
 
     def __init__(
         self,
         group: ReplicaGroup,
         *,
-        loss_fn: LossFunction,
         converter: Converter,
         num_shards: int | None,
         seed: int,
         precision: Precision,
         buffers: BufferRule,
+        mean: bool = True,
+        strided: bool = False,
+        timing: PlaceTimes | None = None,
     ) -> None:
         self.group = group
-        self._loss_fn = loss_fn
+        self._mean = mean
+        self._strided = strided
+        self._timing = timing
         self._converter = converter
         self._num_shards = num_shards
         self.seed = seed
@@ -97,9 +105,12 @@ class GradientEngine:
         self._named: dict[str, nn.Parameter] = {}
         self.parameters: list[nn.Parameter] = []
         """The model's parameters that ask for a gradient, in the order of `Attempt.gradients`."""
+        self.frozen: list[nn.Parameter] = []
+        """Those that ask for none."""
         self.slots: list[Slot] = []
         """The model's buffers."""
         self._slices: list[list[Piece]] = []
+        self._idle: tuple[int, ...] = ()
         self.side_by_side = False
         """Whether reducing and stepping are worth more than one thread."""
         self._override = StreamOverride()
@@ -112,15 +123,24 @@ class GradientEngine:
         return len(self.group.devices) if self._num_shards is None else self._num_shards
 
     def attempt(
-        self, batches: Sequence[Any], *, first_stream: int, loss_scale: float, settings: ThreadSettings
+        self,
+        batches: Sequence[Any],
+        *,
+        loss_fn: LossFunction,
+        first_stream: int,
+        loss_scale: float,
+        settings: ThreadSettings,
+        wanted: frozenset[int] | None = None,
     ) -> Attempt:
         """Compute the gradient of the mean loss over some batches, as one.
 
         Args:
             batches: Each of samples, or a nest of tensors; at least one.
+            loss_fn: Gives the loss of a shard.
             first_stream: The position of the first shard's random stream in the run's.
             loss_scale: The factor of the loss scale.
             settings: What the calling thread computes under.
+            wanted: The parameters that shall have a gradient, by ``id``; None for all that ask for one.
 
         Raises:
             ReplicaError: User code raised in a shard.
@@ -129,7 +149,7 @@ class GradientEngine:
         """
         sizes = [batch_size(batch) for batch in batches]
         self._prepare()
-        shards = _schedule(tuple(sizes), self._num_shards, tuple(self.group.workloads))
+        shards = _schedule(tuple(sizes), self._num_shards, tuple(self.group.workloads), self._strided)
         work = [
             [(shard, shard_arrays(batches[shard.batch], shard, device, self._converter)) for shard in run]
             for run, device in zip(shards, self.group.devices, strict=True)
@@ -137,9 +157,24 @@ class GradientEngine:
         # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
         single = sum(map(len, shards)) == 1
         lift = None if single else 2.0 ** -(sum(sizes) - 1).bit_length()
-        recipe = Recipe(self._loss_fn, self._precision, lift, loss_scale)
+        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean)
+        self._idle = () if wanted is None else self._others(wanted)
+        for parameter in self.parameters:
+            if wanted is None or id(parameter) in wanted:
+                parameter.grad = None  # the last gradient's memory is what this one will be written to
         sums = self._compute(work, recipe, first_stream, settings)
         return self._reduce(sums, recipe, settings)
+
+    def first_shard(self, batch: Any) -> Any:
+        """Give the arrays of a batch's first shard on the main device."""
+        size = batch_size(batch)
+        runs = _schedule((size,), self._num_shards, tuple(self.group.workloads), self._strided)
+        first = next(run[0] for run in runs if run)
+        return shard_arrays(batch, first, self.group.devices[0], self._converter)
+
+    def _others(self, wanted: frozenset[int]) -> tuple[int, ...]:
+        """List the parameters, by index, that are to have no gradient for now."""
+        return tuple(index for index, parameter in enumerate(self.parameters) if id(parameter) not in wanted)
 
     def release(self) -> None:
         """End the replicas' threads and give torch back its random kernels, until the next attempt."""
@@ -151,20 +186,18 @@ class GradientEngine:
         if self.group.refresh() or not self._places:
             self._rebuild()
         refuse_accumulate_hooks(self._named)
-        for parameter in self.parameters:
-            parameter.grad = None  # the last gradient's memory is what this one will be written to
 
     def _rebuild(self) -> None:
         """Look anew at a model whose replicas have been built anew."""
         model = self.group.model
+        self._places = []  # should what follows refuse the model, the next attempt has to look again
         self._named = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
         if not self._named:
             raise ValueError("`model` must have a parameter that asks for a gradient, got none.")
         self.parameters = list(self._named.values())
-        for parameter in model.parameters():
-            parameter.grad = None  # an optimizer would move one frozen since by its last gradient
+        self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.slots = buffer_slots(model)
         self._places = [
             Place(
@@ -172,6 +205,7 @@ class GradientEngine:
                 replica,
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
                 ReplicaBuffers(model, replica, self._buffer_rule),
+                Observers({"": replica}),
             )
             for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
         ]
@@ -214,13 +248,19 @@ class GradientEngine:
     ) -> list[PlaceSums]:
         """Run every place's shards."""
         sums: list[PlaceSums | None] = [None] * len(work)
-        group, places = self.group, self._places
+        group, places, idle = self.group, self._places, self._idle
 
         def compute(place: int) -> None:
             stream = streams(group.devices[place])
-            sums[place] = places[place].run(work[place], recipe, stream, lambda: group.stopping)
+            with _resting([places[place].parameters[index] for index in idle]) if idle else nullcontext():
+                sums[place] = places[place].run(work[place], recipe, stream, lambda: group.stopping)
 
-        group.run(compute, settings=settings, at_once=at_once)
+        timing = self._timing
+        if timing is None:
+            group.run(compute, settings=settings, at_once=at_once)
+        else:
+            group.run(timing.timed(compute, work), settings=settings, at_once=at_once)
+            group.workloads = timing.workloads(group.workloads)
         return [place_sums for place_sums in sums if place_sums is not None]
 
     def _thread_streams(self, seed_of: Callable[[Shard], int]) -> Callable[[torch.device], Stream]:
@@ -257,7 +297,7 @@ class GradientEngine:
     def _reduce(self, sums: list[PlaceSums], recipe: Recipe, settings: ThreadSettings) -> Attempt:
         """Add up the places, divide once by the summed weight and the loss scale, and check the result."""
         reports = [report for place in sums for report in place.reports]
-        divisor = sum(recipe.factor(report.weight) for report in reports)
+        divisor = recipe.divisor([report.weight for report in reports])
         partials = [partial for place in sums for partial in place.gradients.partials]
         if len(self._places) > 1:
             partials = gather(partials, self.group.devices[0])
@@ -283,10 +323,25 @@ class GradientEngine:
 
 @lru_cache(maxsize=64)
 def _schedule(
-    sizes: tuple[int, ...], num_shards: int | None, workloads: tuple[float, ...]
+    sizes: tuple[int, ...],
+    num_shards: int | None,
+    workloads: tuple[float, ...],
+    strided: bool,
 ) -> list[list[Shard]]:
     """Remember the last schedules: exact shares are slow to compute, and batches are mostly of one size."""
-    return plan.schedule(sizes, num_shards, workloads)
+    return plan.schedule(sizes, num_shards, workloads, strided=strided)
+
+
+@contextmanager
+def _resting(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let a replica's parameters ask for no gradient for a while, so that backward leaves them out."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def _seeding(

@@ -10,11 +10,21 @@ from torch import nn
 from lockstep.tree import Tensors
 
 
-def hand_over(parameters: Sequence[nn.Parameter], gradients: Tensors) -> None:
+def hand_over(
+    parameters: Sequence[nn.Parameter], gradients: Tensors, *, frozen: Sequence[nn.Parameter]
+) -> None:
     """Put the gradient of the whole batch where an optimizer looks for it.
 
     Hooks that the user registered on a parameter see it once, as they would in a loop of one's own.
+
+    Args:
+        parameters: Those the gradients are for.
+        gradients: One for each, or None.
+        frozen: Parameters that ask for no gradient. One that did so before has a gradient of its last update,
+            by which an optimizer would move it.
     """
+    for parameter in frozen:
+        parameter.grad = None
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and parameter._backward_hooks:
             gradient = _hooked(parameter, gradient)  # noqa: PLW2901 - a hook's answer stands in for it

@@ -58,6 +58,10 @@ class HeldInterrupts:
         self.check()
         self._committing = True
 
+    def hold(self) -> None:
+        """Hold every interrupt from here to the end, one that came already among them."""
+        self._committing = True
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._pending and not self._committing:
             self._pending = False

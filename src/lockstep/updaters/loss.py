@@ -32,9 +32,12 @@ class Loss:
 
 
 class LossFunction(Protocol):
-    """Called with the replica, never the original model, and the arrays of one shard."""
+    """Called with the replica, never the original model, and the arrays of one shard.
 
-    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
+    For several networks it is called with a dict of their replicas by name.
+    """
+
+    def __call__(self, model: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
         """Return the mean loss over the shard, or a `Loss`."""
 
 

@@ -19,7 +19,7 @@ class ShardReport:
         shard: Its index.
         weight: What its loss is the mean of.
         loss: The mean loss, one element, detached.
-        metrics: (sum, weight) by name.
+        metrics: (sum, weight) by name: what the loss function returned or what was reported.
     """
 
     shard: int
@@ -38,7 +38,10 @@ class UpdateResult:
         loss_scale: The factor of the last try.
         nonfinite: The name of the first parameter whose gradient was not finite in the last bad try; None
             if there was none.
-        reports: What each shard of the last try measured, in order.
+        reports: What each shard of the last try measured, in order; of all computations where the update made
+            several.
+        parts: Where the update made several computations for different optimizers, what each came to, by the
+            optimizer's name. Computations for the same one are taken together.
     """
 
     applied: bool
@@ -46,6 +49,7 @@ class UpdateResult:
     loss_scale: float
     nonfinite: str | None
     reports: Sequence[ShardReport]
+    parts: Mapping[str, UpdateResult] = field(default_factory=dict)
 
     @cached_property
     def weight(self) -> float:
@@ -60,12 +64,21 @@ class UpdateResult:
 
     @cached_property
     def metrics(self) -> dict[str, Mean]:
-        """What the loss function measured, over all shards."""
+        """What the loss function returned and what it and the model reported, over all shards."""
         names = dict.fromkeys(name for report in self.reports for name in report.metrics)
         return {name: merge(self._means(name)) for name in names}
 
     def observation(self) -> dict[str, Mean]:
-        """Give the loss and the metrics by name, as means that can still be merged."""
+        """Give the loss and the metrics by name, as means that can still be merged.
+
+        Of an update with `parts` those of each part, under ``"name/loss"`` and so on.
+        """
+        if self.parts:
+            return {
+                f"{name}/{key}": mean
+                for name, part in self.parts.items()
+                for key, mean in part.observation().items()
+            }
         return {"loss": Mean(self._loss_sum(), self.weight), **self.metrics}
 
     def _loss_sum(self) -> torch.Tensor:

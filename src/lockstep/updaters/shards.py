@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ReplicaError
+from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
 from lockstep.precision import Precision
 from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
@@ -30,16 +31,23 @@ class Recipe:
         lift: What a weight of 1 multiplies the loss by: a power of two that keeps the products with the
             weights below 1, or None where a single shard makes up the update and weights cancel.
         loss_scale: The factor of the loss scale.
+        mean: Whether the gradient is that of the mean over all shards by their weights; else the gradients
+            of the shards' mean losses are summed up as they are.
     """
 
     loss_fn: LossFunction
     precision: Precision
     lift: float | None
     loss_scale: float
+    mean: bool = True
 
     def factor(self, weight: float) -> float:
         """Give what the loss of a shard of this weight is multiplied by before backward."""
-        return self.loss_scale * (1.0 if self.lift is None else weight * self.lift)
+        return self.loss_scale * (1.0 if self.lift is None or not self.mean else weight * self.lift)
+
+    def divisor(self, weights: Sequence[float]) -> float:
+        """Give what the sum over shards of these weights is divided by."""
+        return sum(map(self.factor, weights)) if self.mean else self.loss_scale
 
 
 @dataclass(slots=True)
@@ -68,12 +76,14 @@ class Place:
         replica: Its copy of the model.
         parameters: Those of its parameters that ask for a gradient.
         buffers: Its buffers.
+        observers: Knows its modules by the names under which they report.
     """
 
     device: torch.device
     replica: nn.Module
     parameters: list[nn.Parameter]
     buffers: ReplicaBuffers
+    observers: Observers
 
     def run(
         self,
@@ -121,7 +131,11 @@ class Place:
         """Leave the gradient of factor times loss in the replica's parameters, unless the weight is 0."""
         args, kwargs = call_arguments(arrays)
         try:
-            with recipe.precision.autocast(self.device.type):
+            # Closed before backward, where activation checkpointing runs and reports a second time.
+            with (
+                recipe.precision.autocast(self.device.type),
+                collecting(self.observers, len(shard.samples)) as reports,
+            ):
                 returned = recipe.loss_fn(self.replica, *args, **kwargs)
         except Exception as error:
             raise self._error("forward", shard, error) from error
@@ -132,7 +146,8 @@ class Place:
                 _backward(loss.value, recipe.factor(weight))
             except Exception as error:
                 raise self._error("backward", shard, error) from error
-        return ShardReport(shard.index, weight, loss.value.detach(), _detached(loss))
+        reports.pairs.pop("loss", None)  # it is the loss of the update, whoever else reports it
+        return ShardReport(shard.index, weight, loss.value.detach(), reports.pairs | _detached(loss))
 
     def _take_gradients(self) -> Tensors:
         """Take the fresh gradients away from the replica; None where backward did not reach."""
@@ -143,7 +158,9 @@ class Place:
         return gradients
 
     def _error(self, phase: str, shard: Shard, error: Exception) -> ReplicaError:
-        samples = f"samples {shard.samples.start}..{shard.samples.stop - 1} of batch {shard.batch}"
+        first, last, step = shard.samples[0], shard.samples[-1], shard.samples.step
+        apart = f" in steps of {step}" if step > 1 else ""
+        samples = f"samples {first}..{last}{apart} of batch {shard.batch}"
         return ReplicaError(
             f"The {phase} of shard {shard.index} ({samples}) raised {type(error).__name__} on {self.device}: "
             f"{error}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,16 +10,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data import Iterator
+from lockstep.data.source import Source
 from lockstep.updaters.parallel import ParallelUpdater
 
 
 class StandardUpdater(ParallelUpdater):
-    """Train a model on one device, with the bits of a `ParallelUpdater` of as many shards.
+    """Train on one device, with the bits of a `ParallelUpdater` of as many shards.
 
     Args:
-        iterator: Gives the batches.
-        optimizer: Any `torch.optim.Optimizer` over parameters of `model`.
-        model: Moved to the device.
+        iterator: Gives the batches; or several by name.
+        optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name.
+        model: Moved to the device; or several networks by name.
         device: Where to train.
         **options: Those of `ParallelUpdater` but `devices` and `workloads`. By default a batch is one shard,
             and the gradient is that of a plain loop on one intra-op thread, bit for bit.
@@ -30,9 +32,9 @@ class StandardUpdater(ParallelUpdater):
 
     def __init__(
         self,
-        iterator: Iterator,
-        optimizer: Optimizer,
-        model: nn.Module,
+        iterator: Iterator | Source | Mapping[str, Iterator | Source],
+        optimizer: Optimizer | Mapping[str, Optimizer],
+        model: nn.Module | Mapping[str, nn.Module] | None = None,
         *,
         device: str | torch.device = "cpu",
         **options: Any,

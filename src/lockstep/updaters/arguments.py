@@ -1,0 +1,85 @@
+"""Check the plain arguments of an updater."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def check_counts(**counts: int | None) -> None:
+    """Refuse counts below 1.
+
+    Raises:
+        TypeError: One is no integer.
+        ValueError: One is too small.
+    """
+    for name, count in counts.items():
+        if not isinstance(count, int | None):
+            raise TypeError(f"`{name}` must be an integer, got {count!r}.")
+        if count is not None and count < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {count}.")
+
+
+def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
+    """Refuse a word that is not one of those there are.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if choice not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {choice!r}.")
+
+
+def check_seed(seed: object) -> None:
+    """Refuse a seed that is no integer.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(seed, int):
+        raise TypeError(f"`seed` must be an integer, got {seed!r}.")
+
+
+def check_sharding(
+    *, num_shards: int | None, split: str, workloads: Sequence[float] | str | None
+) -> Sequence[float] | None:
+    """Check what says how a batch is cut and given out.
+
+    Returns:
+        The workloads, None where they are to be measured.
+
+    Raises:
+        ValueError: Workloads would change the result, or are no numbers.
+    """
+    check_choice("split", split, ("contiguous", "strided"))
+    if isinstance(workloads, str):
+        check_choice("workloads", workloads, ("auto",))
+        if num_shards is None:
+            raise ValueError(
+                '`workloads` must be numbers where `num_shards` is None, got "auto". Shards would be sized '
+                "by what was measured, and so would the result; give a number of shards."
+            )
+        return None
+    if num_shards is None and split == "strided" and workloads is not None and len(set(workloads)) > 1:
+        raise ValueError(
+            f"`workloads` must be equal where samples are dealt round robin to one shard a device, got "
+            f"{list(workloads)}. Give a number of shards."
+        )
+    return workloads
+
+
+def check_step(*, accumulate: int, on_overflow: str) -> None:
+    """Refuse options of the usual update where a step function says what an update does.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if accumulate > 1:
+        raise ValueError(
+            f"`accumulate` must be 1 where a step function says what an update does, got {accumulate}. Give "
+            "it larger batches and more shards."
+        )
+    if on_overflow == "next":
+        raise ValueError(
+            "`on_overflow` must be 'retry' or 'skip' where a step function says what an update does, got "
+            "'next'."
+        )

@@ -1,0 +1,68 @@
+"""Copy what an update of several steps changes, and put it back where the update fails."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class Savepoint:
+    """The values of parameters, buffers, optimizers and schedulers as they are now.
+
+    Args:
+        model: All networks; parameters without shapes are left out, see `include`.
+        optimizers: With their state, options and counters.
+        schedulers: With theirs.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler]
+    ) -> None:
+        self._tensors: dict[torch.Tensor, torch.Tensor] = {}
+        self.include(model)
+        self._optimizers = [(optimizer, _copied(optimizer.state_dict())) for optimizer in optimizers]
+        self._schedulers = [(scheduler, _copied(scheduler.state_dict())) for scheduler in schedulers]
+
+    def include(self, model: nn.Module) -> None:
+        """Copy what has got its shape since."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor not in self._tensors and not is_lazy(tensor):
+                self._tensors[tensor] = tensor.detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, bit for bit."""
+        for tensor, before in self._tensors.items():
+            tensor.copy_(before)
+        for optimizer, state in self._optimizers:
+            _restore(optimizer, state)
+        for scheduler, state in self._schedulers:
+            scheduler.load_state_dict(state)
+
+
+def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load an optimizer's own state, each tensor in the dtype it had."""
+    optimizer.load_state_dict(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Loading casts to the dtype of the parameter, where state in float32 would lose bits.
+    for index, parameter in enumerate(parameters):
+        if index in saved["state"]:
+            optimizer.state[parameter] = saved["state"][index]
+
+
+def _copied(value: Any) -> Any:
+    """Copy a nest of state; tensors by value, which `copy.deepcopy` does at three times the cost."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(part) for key, part in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_copied(part) for part in value)
+    return copy.deepcopy(value)
