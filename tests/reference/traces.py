@@ -85,8 +85,8 @@ class Difference:
     file: str
     case: str
     field: str
+    ours: Any
     reason: str
-    ours: Any = None
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def read(
 def read_differences(path: Path = DIFFERENCES) -> list[Difference]:
     """Read the list of the places where lockstep differs on purpose."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["difference"]
-    return [Difference(**entry) for entry in entries]
+    return [Difference(**{"ours": None, **entry}) for entry in entries]
 
 
 def reference_folder() -> Path | None:
