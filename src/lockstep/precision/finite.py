@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
+
+FEW: Final = 16
+"""Numbers on a CPU that are read one by one faster than they are added up first."""
 
 
 def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -17,11 +21,13 @@ def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(torch._foreach_norm(dense)) if dense else []
 
 
-def norms_are_finite(values: Iterable[torch.Tensor]) -> bool:
+def norms_are_finite(values: Sequence[torch.Tensor]) -> bool:
     """Tell whether all of these norms are finite; waits for their device.
 
     Norms are not negative, so their sum is finite only if each of them is.
     """
+    if len(values) <= FEW and all(value.device.type == "cpu" for value in values):
+        return all(math.isfinite(value.item()) for value in values)
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for value in values:
         kinds.setdefault((value.device, value.dtype), []).append(value)
