@@ -18,11 +18,14 @@ SMALLEST_DENORMAL = 5e-324
 def hygiene() -> Iterator[None]:
     """Fail a test that leaves something changed."""
     before = _traces()
+    threads = set(threading.enumerate())
     yield
-    if _lingering_threads() or _random_kernels_are_ours():
+    if _new_threads(threads) or _random_kernels_are_ours():
         gc.collect()  # an updater or group in a cycle is no leak
-    for thread in _lingering_threads():
-        thread.join(timeout=5)  # told to end already; give it the time
+    for thread in _new_threads(threads):
+        thread.join(timeout=2)  # told to end already; give it the time
+    lingering = [thread.name for thread in _new_threads(threads)]
+    assert not lingering, f"the test left threads behind: {lingering}"
     after = _traces()
     names = before.keys() | after.keys()
     changed = {
@@ -43,7 +46,6 @@ def one_intra_op_thread() -> Iterator[None]:
 def _traces() -> dict[str, object]:
     return {
         **_environment(),
-        "threads": [thread.name for thread in _lingering_threads()],
         "intra-op threads": torch.get_num_threads(),
         "default dtype": torch.get_default_dtype(),
         "default device": torch.get_default_device(),
@@ -64,13 +66,9 @@ def _environment() -> dict[str, str]:
     return {f"${name}": value for name, value in os.environ.items() if not name.startswith(foreign)}
 
 
-def _lingering_threads() -> list[threading.Thread]:
+def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
     """List threads that would keep the process alive; a daemon (tqdm has one) would not."""
-    return [
-        thread
-        for thread in threading.enumerate()
-        if thread is not threading.main_thread() and not thread.daemon
-    ]
+    return [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
 
 
 def _random_kernels_are_ours() -> bool:

@@ -5,11 +5,13 @@
 The names below are the public face; `docs/` says how they fit together.
 """
 
+from lockstep import data as data
 from lockstep import extensions as extensions
 from lockstep import metrics as metrics
 from lockstep import optim as optim
 from lockstep import triggers as triggers
 from lockstep.data import BatchIterator as BatchIterator
+from lockstep.data import IterableBatches as IterableBatches
 from lockstep.data import Samples as Samples
 from lockstep.data import collate as collate
 from lockstep.digest import digest as digest
@@ -17,8 +19,10 @@ from lockstep.errors import LockstepError as LockstepError
 from lockstep.errors import NonFiniteError as NonFiniteError
 from lockstep.errors import OrderError as OrderError
 from lockstep.errors import RandomStreamWarning as RandomStreamWarning
+from lockstep.errors import ReplayWarning as ReplayWarning
 from lockstep.errors import ReplicaError as ReplicaError
 from lockstep.errors import StateError as StateError
+from lockstep.metrics import report as report
 from lockstep.optim import CorrectedMomentumSGD as CorrectedMomentumSGD
 from lockstep.optim import MomentumSGD as MomentumSGD
 from lockstep.precision import DynamicLossScale as DynamicLossScale

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 
 def digest(*states: Any) -> str:
@@ -35,36 +33,38 @@ def digest(*states: Any) -> str:
     """
     sha = hashlib.sha256()
     for index, state in enumerate(states):
-        for name, value in _leaves(_plain(state), str(index)):
-            header = f"{name}\n{_kind(name, value)}\n"
-            sha.update(header.encode())
+        for path, value in _walk(_plain(state), (index,)):
+            # repr sets off names from what follows and 1 from "1"; the kind says how many bytes come next.
+            sha.update(f"{path!r} {_kind(path, value)}\n".encode())
             if isinstance(value, torch.Tensor):
                 _update(sha, value)
     return sha.hexdigest()
 
 
+@runtime_checkable
+class _Stateful(Protocol):
+    """What says its state as numbers and tensors, as modules, optimizers and schedulers do."""
+
+    def state_dict(self) -> Mapping[str, Any]: ...
+
+
 def _plain(state: Any) -> Any:
     """Take the state of what has one."""
-    if isinstance(state, nn.Module | Optimizer):
-        return state.state_dict()
-    if isinstance(state, Mapping | list | tuple | torch.Tensor | str | int | float | None):
-        return state
-    return state.state_dict()
+    return state.state_dict() if isinstance(state, _Stateful) else state
 
 
-def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Walk to the values, mappings by sorted keys."""
+def _walk(state: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield containers and values with the path that leads to them, mappings by sorted keys."""
+    yield path, state
     if isinstance(state, Mapping):
         for key in sorted(state, key=lambda key: (type(key).__name__, key)):
-            yield from _leaves(state[key], f"{name}.{key}")
+            yield from _walk(state[key], (*path, key))
     elif isinstance(state, list | tuple):
         for index, part in enumerate(state):
-            yield from _leaves(part, f"{name}.{index}")
-    else:
-        yield name, state
+            yield from _walk(part, (*path, index))
 
 
-def _kind(name: str, value: Any) -> str:
+def _kind(path: tuple[Any, ...], value: Any) -> str:
     """Describe a value; for all but tensors the description says everything."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {tuple(value.shape)}"
@@ -72,6 +72,11 @@ def _kind(name: str, value: Any) -> str:
         return f"float {value.hex()}"
     if value is None or isinstance(value, bool | int | str):
         return f"{type(value).__name__} {value!r}"
+    if isinstance(value, Mapping):
+        return f"mapping of {len(value)}"
+    if isinstance(value, list | tuple):
+        return f"sequence of {len(value)}"
+    name = ".".join(map(str, path))
     raise TypeError(
         f"`states` must hold tensors, numbers, text and None, got a {type(value).__name__} at {name}."
     )
@@ -79,11 +84,9 @@ def _kind(name: str, value: Any) -> str:
 
 def _update(sha: hashlib._Hash, tensor: torch.Tensor) -> None:
     """Feed a tensor's elements in order, without a copy where they lie so already."""
-    flat = (
-        tensor.detach().to_dense().cpu().contiguous()
-        if tensor.is_sparse
-        else tensor.detach().cpu().contiguous()
-    )
+    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    # A conjugate or a negative may be a mere flag on memory that holds something else.
+    flat = dense.resolve_conj().resolve_neg().cpu().contiguous()
     size = flat.numel() * flat.element_size()
     if size:
         sha.update((ctypes.c_char * size).from_address(flat.data_ptr()))

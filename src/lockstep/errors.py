@@ -48,3 +48,7 @@ class StateError(LockstepError, ValueError):
 
 class RandomStreamWarning(UserWarning):
     """Something drew from a random source that belongs to no shard, so shards now run one at a time."""
+
+
+class ReplayWarning(UserWarning):
+    """Batches are loaded once more and dropped, because their source cannot begin in the middle."""

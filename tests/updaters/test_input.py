@@ -64,7 +64,13 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
-    "no iterator": ({"iterator": [1, 2]}, "`iterator` must be a lockstep Iterator, got a list."),
+    "no iterator": (
+        {"iterator": 3},
+        (
+            "`iterator` must be a lockstep Iterator, an iterable of batches or a function that returns one, "
+            "got a int. `BatchIterator` makes batches of a dataset."
+        ),
+    ),
     "no optimizer": ({"optimizer": "sgd"}, "`optimizer` must be a torch.optim.Optimizer, got a str."),
     "no model": (
         {"model": len, "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},

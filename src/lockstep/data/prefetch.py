@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader
 
+from lockstep.data.sample_streams import StreamedDataset
 from lockstep.data.samples import MapDataset
 
 # A shared file per tensor would use up the files a process may open: a batch travels as one buffer.
@@ -21,7 +22,7 @@ _ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
 
 
 def fetch_ahead(
-    dataset: MapDataset, batches: Iterable[Sequence[int]], *, num_workers: int, seed: int
+    dataset: MapDataset | StreamedDataset, batches: Iterable[Sequence[Any]], *, num_workers: int, seed: int
 ) -> Iterator[list[Any]]:
     """Load batch after batch in worker processes, and give them in order.
 
@@ -30,16 +31,17 @@ def fetch_ahead(
 
     Args:
         dataset: Must be picklable where worker processes are not forked.
-        batches: The indices of each batch.
+        batches: What names the samples of each batch: indices, or indices with the seeds of their streams
+            for a `StreamedDataset`.
         num_workers: At least 1.
         seed: Where the random numbers of the workers begin, in 32 bits. Which worker loads which batch
-            depends on their number, so a dataset that draws such numbers does so too.
+            depends on their number, so without streams a dataset that draws such numbers does so too.
 
     Raises:
         Exception: What the dataset raised, as PyTorch's loader reports it.
     """
     loader: DataLoader[Any] = DataLoader(
-        dataset,  # type: ignore[arg-type]  # the loader asks for no more than a MapDataset has
+        dataset,  # type: ignore[arg-type]  # the loader asks for no more than these have
         batch_sampler=(list(indices) for indices in batches),
         num_workers=num_workers,
         collate_fn=pack,

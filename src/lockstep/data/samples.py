@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final, overload, runtime_checkable
 
+from lockstep.data.sample_streams import SampleStreams, load_in_streams
+
 
 @runtime_checkable
 class MapDataset(Protocol):
@@ -38,6 +40,8 @@ class Samples(Sequence[Any]):
         dataset: Where the samples come from.
         indices: Which samples, in which order; an index may occur more than once.
         fetched: The samples themselves, where somebody has loaded them ahead; one for each index.
+        streams: The random streams to load them in, one for each index; None for whatever the
+            generators hold.
 
     >>> samples = Samples("abcdef", [5, 0, 3, 3])
     >>> len(samples), samples[0], list(samples[1:])
@@ -49,6 +53,7 @@ class Samples(Sequence[Any]):
     dataset: MapDataset
     indices: Sequence[int]
     fetched: Sequence[Any] | None = None
+    streams: SampleStreams | None = None
 
     def __post_init__(self) -> None:
         # Ranges and tuples cannot change behind our back, and are what slices hand on.
@@ -57,6 +62,9 @@ class Samples(Sequence[Any]):
         if self.fetched is not None and len(self.fetched) != len(self.indices):
             counts = f"{len(self.fetched)} for {len(self.indices)}"
             raise ValueError(f"`fetched` must hold one sample for each of `indices`, got {counts}.")
+        if self.streams is not None and len(self.streams.ordinals) != len(self.indices):
+            counts = f"{len(self.streams.ordinals)} for {len(self.indices)}"
+            raise ValueError(f"`streams` must hold one stream for each of `indices`, got {counts}.")
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -68,12 +76,19 @@ class Samples(Sequence[Any]):
     def __getitem__(self, key: int | slice, /) -> Any:
         if isinstance(key, slice):
             fetched = None if self.fetched is None else self.fetched[key]
-            return Samples(self.dataset, self.indices[key], fetched)
+            streams = None if self.streams is None else self.streams[key]
+            return Samples(self.dataset, self.indices[key], fetched, streams)
         if self.fetched is not None:
             return self.fetched[key]
-        return self.dataset[self.indices[key]]
+        if self.streams is None:
+            return self.dataset[self.indices[key]]
+        place = range(len(self))[key]  # a negative one becomes the slice that it means
+        return self[place : place + 1].fetch()[0]
 
     def __iter__(self) -> Iterator[Any]:
+        if self.streams is not None:
+            # What is drawn between two samples is not theirs, and to change streams for each is dear.
+            return iter(self.fetch())
         # Not the iteration that `Sequence` offers: it takes an IndexError of the dataset for the end.
         return (self[place] for place in range(len(self)))
 
@@ -81,13 +96,18 @@ class Samples(Sequence[Any]):
         return f"Samples({type(self.dataset).__name__}, {self.indices})"
 
     def fetch(self) -> list[Any]:
-        """Load all samples, in one go where the dataset has ``__getitems__``.
+        """Load all samples, in one go where the dataset has ``__getitems__`` and no streams are asked for.
+
+        Several samples that are loaded in one go cannot each have a random stream.
 
         Raises:
             ValueError: The dataset's ``__getitems__`` gave another number of samples than asked for.
         """
         if self.fetched is not None:
             return list(self.fetched)
+        if self.streams is not None:
+            seeds = self.streams.seeds(self.indices)
+            return load_in_streams(self.dataset.__getitem__, self.indices, seeds)
         if not isinstance(self.dataset, _ManyAtOnce):
             return [self.dataset[index] for index in self.indices]
         samples = list(self.dataset.__getitems__(list(self.indices)))

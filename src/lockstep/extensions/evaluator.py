@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 
 from lockstep.data import Samples, collate
-from lockstep.metrics import Average, Mean, Metric, Observed
+from lockstep.metrics import Average, Mean, Metric, Observed, Observers, collecting
+from lockstep.replicas.settings import OneIntraOpThread
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
@@ -54,7 +55,8 @@ class Evaluator(Extension):
     The model is in evaluation mode, without gradients; afterwards every module is in the mode it
     was in, and the default CPU generator where it was. Samples count equally: a short last batch
     weighs less. Values are observed as ``validation/main/accuracy``: the name under which the
-    evaluator was hung in, the name of the model, the name of the metric.
+    evaluator was hung in, the name of the model, the name of the metric. What the loss function or a
+    module reports (see `lockstep.report`) is observed beside them: ``validation/main/predictor/accuracy``.
 
     A batch is a tensor, a tuple or a dict of tensors, given to the loss function as one, as
     positional or as keyword arguments; anything else, such as a list of samples, is converted first.
@@ -129,7 +131,9 @@ class Evaluator(Extension):
             model: The model; the constructor's unless given.
 
         Returns:
-            ``"loss"`` and the loss function's metrics, if there is one, then the metrics, by name.
+            ``"loss"`` and the loss function's metrics, if there is one, what was reported on the way, and
+            the metrics, by name; of two with one name the metric counts, and the loss function's value
+            before a reported one.
 
         Raises:
             ValueError: There is no model, or not a single batch.
@@ -141,10 +145,12 @@ class Evaluator(Extension):
         for metric in self.metrics.values():
             metric.reset()
         averages: dict[str, Average] = {}
+        observers = Observers({"": model})
         with measuring(model), recorded_outputs(model) as outputs:
             num_batches = 0
             for batch in self._batches():
-                self._measure(model, batch, outputs, averages)
+                for name, mean in self._measure(model, batch, outputs, observers).items():
+                    averages.setdefault(name, Average()).update(mean)
                 num_batches += 1
             if num_batches == 0:
                 raise ValueError(
@@ -165,19 +171,22 @@ class Evaluator(Extension):
         return iter(self.iterator)
 
     def _measure(
-        self, model: torch.nn.Module, batch: Any, outputs: list[Any], averages: dict[str, Average]
-    ) -> None:
+        self, model: torch.nn.Module, batch: Any, outputs: list[Any], observers: Observers
+    ) -> dict[str, Mean]:
+        """Update the metrics with one batch; return its loss, and what was returned or reported beside it."""
         outputs.clear()
         args, kwargs, num_samples = self._arguments(batch, _device(model))
-        if self.loss_fn is not None:
-            loss = self.loss_fn(model, *args, **kwargs)
-            for name, mean in _means(loss, num_samples).items():
-                averages.setdefault(name, Average()).update(mean)
-        if self.metrics:
-            args, kwargs, target = self._split(args, kwargs)
-            output = outputs[-1] if outputs else model(*args, **kwargs)
-            for metric in self.metrics.values():
-                metric.update(output, target)
+        means: dict[str, Mean] = {}
+        with collecting(observers, num_samples) as reports:
+            if self.loss_fn is not None:
+                means = _means(self.loss_fn(model, *args, **kwargs), num_samples)
+            if self.metrics:
+                args, kwargs, target = self._split(args, kwargs)
+                output = outputs[-1] if outputs else model(*args, **kwargs)
+                for metric in self.metrics.values():
+                    metric.update(output, target)
+        reported = {name: Mean(*pair) for name, pair in reports.pairs.items()}
+        return means | reported | means
 
     def _arguments(self, batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any], int]:
         """Return a batch's positional and keyword arguments on the device, and its number of samples."""
@@ -223,17 +232,15 @@ def measuring(model: torch.nn.Module) -> Iterator[None]:
         model: Put into evaluation mode, and back.
     """
     modes = [(module, module.training) for module in model.modules()]
-    num_threads, generator = torch.get_num_threads(), torch.get_rng_state()
+    generator = torch.get_rng_state()
     try:
-        torch.set_num_threads(1)
         model.eval()
-        with torch.no_grad():
+        with OneIntraOpThread(), torch.no_grad():
             yield
     finally:
         # One by one: train() would put the children of a frozen part into training mode.
         for module, training in modes:
             module.training = training
-        torch.set_num_threads(num_threads)
         torch.set_rng_state(generator)
 
 

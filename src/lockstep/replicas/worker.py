@@ -11,6 +11,8 @@ import weakref
 from _thread import allocate_lock
 from collections.abc import Callable
 
+import torch
+
 Job = Callable[[], None]
 
 
@@ -64,7 +66,8 @@ class Worker:
 
 
 def _serve(mailbox: Mailbox) -> None:
-    """Run job after job until there is none."""
+    """Run job after job until there is none, all on one intra-op thread."""
+    torch.set_num_threads(1)
     while True:
         mailbox.begin.acquire()
         job = mailbox.job

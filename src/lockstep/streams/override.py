@@ -56,8 +56,11 @@ class _Installation:
         try:
             self._library = redirect(random_kernels())
             self._state.install()
-        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+        except BaseException as error:
+            self._owners.clear()
             self._change_back()
+            if not isinstance(error, (AttributeError, KeyError, RuntimeError, TypeError)):
+                raise
             reason = f"Threads cannot have random streams with torch {torch.__version__}: {error}."
             raise StreamOverrideError(f"{reason} Compute one shard at a time in each process.") from error
 

@@ -17,6 +17,7 @@ import torch
 
 from lockstep.errors import OrderError, StateError
 from lockstep.metrics import Mean, Observed, as_mean, read
+from lockstep.replicas.settings import OneIntraOpThread
 from lockstep.state import check_keys
 from lockstep.trainer.extension import Action, Extension, FunctionExtension
 from lockstep.triggers import Trigger, TriggerSpec, get_trigger, get_until
@@ -173,7 +174,8 @@ class Trainer:
     def run(self) -> None:
         """Train until it is time to stop; go on where an earlier call was interrupted.
 
-        A finished run is left as it is: nothing is called.
+        A finished run is left as it is: nothing is called. The calling thread computes with one intra-op
+        thread during the run, extensions included, so that no number of cores shows in what they measure.
 
         Raises:
             OrderError: The run is under way.
@@ -190,11 +192,13 @@ class Trainer:
         self.out.mkdir(parents=True, exist_ok=True)
         self._started = time.perf_counter()
         try:
-            self._initialize()
-            self._finish_iteration()
-            while not self.until(self):
-                self._update()
+            # For the whole run, not only within updates: to change it back and forth would cost each update.
+            with OneIntraOpThread():
+                self._initialize()
                 self._finish_iteration()
+                while not self.until(self):
+                    self._update()
+                    self._finish_iteration()
         except BaseException as error:
             self._close(error)
             raise

@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep import plan
 from lockstep.errors import RandomStreamWarning
+from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
 from lockstep.precision import Precision, first_nonfinite, norms_are_finite
 from lockstep.replicas import ReplicaGroup
@@ -158,6 +159,9 @@ class GradientEngine:
         lift = None if single else 2.0 ** -(sum(sizes) - 1).bit_length()
         recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean)
         self._idle = () if wanted is None else self._others(wanted)
+        for parameter in self.parameters:
+            if wanted is None or id(parameter) in wanted:
+                parameter.grad = None  # the last gradient's memory is what this one will be written to
         sums = self._compute(work, recipe, first_stream, settings)
         return self._reduce(sums, recipe, settings)
 
@@ -186,6 +190,7 @@ class GradientEngine:
     def _rebuild(self) -> None:
         """Look anew at a model whose replicas have been built anew."""
         model = self.group.model
+        self._places = []  # should what follows refuse the model, the next attempt has to look again
         self._named = {
             name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
         }
@@ -200,6 +205,7 @@ class GradientEngine:
                 replica,
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
                 ReplicaBuffers(model, replica, self._buffer_rule),
+                Observers({"": replica}),
             )
             for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
         ]

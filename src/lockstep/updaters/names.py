@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from lockstep.data import Iterator, as_iterator
+from lockstep.data.source import Source
+
 MAIN = "main"
 
 T = TypeVar("T")
@@ -46,6 +49,23 @@ def by_name(argument: str, given: Any, kind: type[Any], what: str) -> dict[str, 
             raise ValueError(f"`{argument}` must hold different objects, got the same one as {both}.")
         seen[id(each)] = name
     return dict(given)
+
+
+def iterators_by_name(given: Iterator | Source | Mapping[str, Iterator | Source]) -> dict[str, Iterator]:
+    """Register one source of batches as "main", or several under their names, as iterators.
+
+    Raises:
+        TypeError: Something is no source of batches.
+        ValueError: As `by_name`, or none is named "main".
+    """
+    if isinstance(given, Mapping):
+        adapted: Any = {name: as_iterator(each, name=f"iterator[{name!r}]") for name, each in given.items()}
+    else:
+        adapted = as_iterator(given)
+    iterators: dict[str, Iterator] = by_name("iterator", adapted, Iterator, "a lockstep Iterator")
+    if MAIN not in iterators:
+        raise ValueError(f"`iterator` must have one named 'main', got {sorted(iterators)}.")
+    return iterators
 
 
 def look_up(name: str, named: Mapping[str, T]) -> T:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.data import Iterator, collate
+from lockstep.data.source import Source
 from lockstep.errors import NonFiniteError, OrderError, StateError
 from lockstep.precision import LossScale, parse_loss_scale, parse_precision
 from lockstep.replicas import ReplicaGroup
@@ -35,7 +36,7 @@ from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.lanes import STEP, computation_lane, lane
 from lockstep.updaters.late import raised
 from lockstep.updaters.loss import LossFunction, model_is_loss
-from lockstep.updaters.names import MAIN, by_name, look_up, named_schedulers
+from lockstep.updaters.names import MAIN, by_name, iterators_by_name, look_up, named_schedulers
 from lockstep.updaters.networks import arrange, check_ownership
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.savepoint import Savepoint
@@ -64,8 +65,9 @@ class ParallelUpdater(Updater):
     interrupted, everything is put back to the update before, and the next call begins with the same batch.
 
     Args:
-        iterator: Gives the batches; or several by name, of which "main" gives those an update begins with and
-            counts the epochs.
+        iterator: Gives the batches; or any iterable of batches of tensors, such as a DataLoader, a list or a
+            generator function, as `lockstep.data.IterableBatches` takes them; or several by name, of which
+            "main" gives those an update begins with and counts the epochs.
         optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name that share
             none. The usual update steps all of them by the gradient of one loss.
         model: Moved to the first device. Never run itself: replicas are copies that share its memory. Or
@@ -112,7 +114,7 @@ class ParallelUpdater(Updater):
 
     def __init__(
         self,
-        iterator: Iterator | Mapping[str, Iterator],
+        iterator: Iterator | Source | Mapping[str, Iterator | Source],
         optimizer: Optimizer | Mapping[str, Optimizer],
         model: nn.Module | Mapping[str, nn.Module] | None = None,
         *,
@@ -143,9 +145,7 @@ class ParallelUpdater(Updater):
         check_choice("on_overflow", on_overflow, ("retry", "next", "skip"))
         check_choice("on_exhausted", on_exhausted, ("skip", "raise"))
         check_choice("buffers", buffers, ("mean", "first"))
-        self._iterators: dict[str, Iterator] = by_name("iterator", iterator, Iterator, "a lockstep Iterator")
-        if MAIN not in self._iterators:
-            raise ValueError(f"`iterator` must have one named 'main', got {sorted(self._iterators)}.")
+        self._iterators = iterators_by_name(iterator)
         self._optimizers: dict[str, Optimizer] = by_name(
             "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer"
         )

@@ -19,7 +19,7 @@ class ShardReport:
         shard: Its index.
         weight: What its loss is the mean of.
         loss: The mean loss, one element, detached.
-        metrics: (sum, weight) by name.
+        metrics: (sum, weight) by name: what the loss function returned or what was reported.
     """
 
     shard: int
@@ -64,7 +64,7 @@ class UpdateResult:
 
     @cached_property
     def metrics(self) -> dict[str, Mean]:
-        """What the loss function measured, over all shards."""
+        """What the loss function returned and what it and the model reported, over all shards."""
         names = dict.fromkeys(name for report in self.reports for name in report.metrics)
         return {name: merge(self._means(name)) for name in names}
 

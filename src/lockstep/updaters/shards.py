@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import ReplicaError
+from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
 from lockstep.precision import Precision
 from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
@@ -75,12 +76,14 @@ class Place:
         replica: Its copy of the model.
         parameters: Those of its parameters that ask for a gradient.
         buffers: Its buffers.
+        observers: Knows its modules by the names under which they report.
     """
 
     device: torch.device
     replica: nn.Module
     parameters: list[nn.Parameter]
     buffers: ReplicaBuffers
+    observers: Observers
 
     def run(
         self,
@@ -128,7 +131,11 @@ class Place:
         """Leave the gradient of factor times loss in the replica's parameters, unless the weight is 0."""
         args, kwargs = call_arguments(arrays)
         try:
-            with recipe.precision.autocast(self.device.type):
+            # Closed before backward, where activation checkpointing runs and reports a second time.
+            with (
+                recipe.precision.autocast(self.device.type),
+                collecting(self.observers, len(shard.samples)) as reports,
+            ):
                 returned = recipe.loss_fn(self.replica, *args, **kwargs)
         except Exception as error:
             raise self._error("forward", shard, error) from error
@@ -139,7 +146,8 @@ class Place:
                 _backward(loss.value, recipe.factor(weight))
             except Exception as error:
                 raise self._error("backward", shard, error) from error
-        return ShardReport(shard.index, weight, loss.value.detach(), _detached(loss))
+        reports.pairs.pop("loss", None)  # it is the loss of the update, whoever else reports it
+        return ShardReport(shard.index, weight, loss.value.detach(), reports.pairs | _detached(loss))
 
     def _take_gradients(self) -> Tensors:
         """Take the fresh gradients away from the replica; None where backward did not reach."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data import Iterator
+from lockstep.data.source import Source
 from lockstep.updaters.parallel import ParallelUpdater
 
 
@@ -31,7 +32,7 @@ class StandardUpdater(ParallelUpdater):
 
     def __init__(
         self,
-        iterator: Iterator | Mapping[str, Iterator],
+        iterator: Iterator | Source | Mapping[str, Iterator | Source],
         optimizer: Optimizer | Mapping[str, Optimizer],
         model: nn.Module | Mapping[str, nn.Module] | None = None,
         *,

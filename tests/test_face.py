@@ -1,0 +1,119 @@
+"""The public face: which names there are, and that to import them changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import lockstep as ls
+
+PUBLIC = [
+    "BatchIterator",
+    "CorrectedMomentumSGD",
+    "DynamicLossScale",
+    "Extension",
+    "IterableBatches",
+    "LockstepError",
+    "Loss",
+    "LossScale",
+    "MomentumSGD",
+    "NonFiniteError",
+    "OrderError",
+    "ParallelUpdater",
+    "RampLossScale",
+    "RandomStreamWarning",
+    "ReplayWarning",
+    "ReplicaError",
+    "ReplicaGroup",
+    "Samples",
+    "StandardUpdater",
+    "StateError",
+    "StaticLossScale",
+    "Trainer",
+    "UpdateResult",
+    "Updater",
+    "collate",
+    "data",
+    "digest",
+    "extensions",
+    "metrics",
+    "optim",
+    "report",
+    "supervised",
+    "triggers",
+]
+"""To take a name away breaks those who use it; to add one is a promise. Both are decided here."""
+
+
+def test_the_public_names() -> None:
+    names = subprocess.run(
+        [sys.executable, "-c", "import lockstep; print(*sorted(n for n in vars(lockstep) if n[0] != '_'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.split()
+    parts = {"errors", "nest", "plan", "precision", "replicas", "state", "streams"}
+    parts |= {"trainer", "tree", "updaters"}  # modules that Python binds because something imported them
+    assert [name for name in names if name not in parts] == PUBLIC
+
+
+def test_every_public_name_says_what_it_is() -> None:
+    undocumented = [name for name in PUBLIC if not vars(ls)[name].__doc__]
+    assert undocumented == []
+
+
+IMPORT = """
+import sys, os, signal, threading
+import torch
+
+def state():
+    keys = [torch.DispatchKey.CPU, torch.DispatchKey.BackendSelect, torch.DispatchKey.Autograd]
+    registered = [sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key.name)) for key in keys]
+    return [
+        torch.get_num_threads(), torch.get_num_interop_threads(), torch.get_default_dtype(),
+        torch.get_rng_state().tolist(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(),
+        torch.random.default_generator is torch.default_generator, torch.get_float32_matmul_precision(),
+        torch.manual_seed, torch.random.manual_seed, torch.seed, torch.get_default_device(),
+        signal.getsignal(signal.SIGINT), threading.active_count(), dict(os.environ), registered,
+        sys.excepthook, threading.excepthook,
+    ]
+
+before, modules = state(), set(sys.modules)
+import lockstep
+after = state()
+changed = [index for index, (a, b) in enumerate(zip(before, after)) if a != b]
+assert not changed, changed
+new = {name.partition(".")[0] for name in set(sys.modules) - modules}
+heavy = new & {"matplotlib", "tqdm", "sklearn", "pandas", "scipy", "PIL", "tensorboard", "IPython", "ignite"}
+assert not heavy, heavy
+assert "torch.distributed.rpc" not in set(sys.modules) - modules
+"""
+
+
+def test_to_import_it_changes_nothing_and_loads_nothing_heavy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+TIMED = """
+import time
+began = time.perf_counter()
+import torch
+between = time.perf_counter()
+import lockstep
+print((time.perf_counter() - between) / (between - began))
+"""
+
+
+def test_to_import_it_takes_a_small_part_of_what_torch_takes() -> None:
+    # The least of three, for the machine may have other work; about 0.05 without.
+    ratios = [
+        float(
+            subprocess.run([sys.executable, "-c", TIMED], capture_output=True, check=True, timeout=60).stdout
+        )
+        for _ in range(3)
+    ]
+    assert min(ratios) < 0.25

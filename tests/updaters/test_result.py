@@ -1,0 +1,69 @@
+"""What an update reports: means over all shards, whoever ran them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from tests.updaters.small import updater_of
+
+X = torch.arange(1.0, 8.0).reshape(7, 1)
+
+
+def weighted(model: nn.Module, x: torch.Tensor) -> ls.Loss:
+    """Samples above 5 weigh nothing, the others what they are."""
+    weights = torch.where(x <= 5, x, 0.0)
+    value = (model(x) * 0.0 + x).mul(weights).sum() / weights.sum()
+    return ls.Loss(value, weight=weights.sum(), metrics={"large": (x.max(), 1), "n": (len(x), 1)})
+
+
+def result_of(devices: int, loss_scale: float | None = None) -> ls.UpdateResult:
+    with updater_of(
+        nn.Linear(1, 1),
+        X,
+        devices=devices,
+        batch_size=7,
+        num_shards=7,
+        loss_fn=weighted,
+        loss_scale=loss_scale,
+    ) as updater:
+        return updater.update()
+
+
+@pytest.mark.parametrize("loss_scale", [None, 1024.0])
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_numbers_are_weighted_means_that_do_not_depend_on_devices(
+    devices: int, loss_scale: float | None
+) -> None:
+    result = result_of(devices, loss_scale)
+    assert result.applied
+    assert result.tries == 1
+    assert result.nonfinite is None
+    assert result.loss_scale == (loss_scale or 1.0)
+    # Shards of one sample each; 6 and 7 weigh nothing and took no part.
+    assert result.weight == 1 + 2 + 3 + 4 + 5
+    assert result.loss.dtype == torch.float64
+    assert result.loss.shape == ()
+    assert result.loss.item() == (1 + 4 + 9 + 16 + 25) / 15
+    assert [report.shard for report in result.reports] == [0, 1, 2, 3, 4]
+    assert float(result.metrics["large"]) == (1 + 2 + 3 + 4 + 5) / 5
+    assert float(result.metrics["n"]) == 1.0
+    assert float(result.observation()["loss"]) == result.loss.item()
+    assert set(result.observation()) == {"loss", "large", "n"}
+
+
+def test_numbers_hold_no_graph() -> None:
+    result = result_of(2)
+    assert not any(report.loss.requires_grad for report in result.reports)
+    assert not result.loss.requires_grad
+
+
+def test_the_loss_is_the_one_before_the_step() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    with updater_of(model, X, devices=2, batch_size=7, num_shards=2) as updater:
+        assert updater.update().loss.item() == 2.0 * X.mean().item()
+        assert updater.update().loss.item() == (2.0 - 0.125 * 4.0) * X.mean().item()
