@@ -23,7 +23,7 @@ differs on purpose has an entry in ``differences.toml``::
     file = "chainer-cunn/serial_iterator.json"
     case = "empty_dataset_*"          # a pattern for names of cases
     field = "nexts"                   # a pattern for paths; what lies below is not compared further
-    ours = "ValueError: ..."          # the value in our record instead
+    ours = "ValueError: ..."          # the value in our record instead; left out, it is None
     reason = "Why it is better so."
 
 Where ours is what the original recorded in another case, ``as_in`` names that case in the place of ``ours``::
@@ -48,7 +48,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -126,6 +126,10 @@ class Case:
     def __contains__(self, key: str) -> bool:
         return key in self.content
 
+    def in_columns(self) -> Case:
+        """Turn the list of steps into a list for each field, so that one difference is about all steps."""
+        return replace(self, content={**self.content, "steps": columns(self["steps"])})
+
     def check(self, ours: Mapping[str, object], tolerances: Mapping[str, Tolerance] | None = None) -> None:
         """Compare our record of the whole case with the original's; the first pattern that fits is used."""
         reached: set[int] = set()
@@ -195,6 +199,12 @@ def cases(
     return [pytest.param(case, id=case.name) for case in found]
 
 
+def columns(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Turn a list of records into a list for each field, where a record without it has no entry."""
+    keys = dict.fromkeys(key for step in steps for key in step)
+    return {key: [step[key] for step in steps if key in step] for key in keys}
+
+
 def read(
     folder: Path,
     file: str,
@@ -232,7 +242,7 @@ def read(
 def read_differences(path: Path = DIFFERENCES) -> list[Difference]:
     """Read the list of the places where lockstep differs on purpose."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["difference"]
-    return [Difference(**entry) for entry in entries]
+    return [Difference(**{"ours": None, **entry}) for entry in entries]
 
 
 def reference_folder() -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, TypeVar, cast, overload
 
 import torch
@@ -13,10 +14,12 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lockstep.errors import OrderError, StateError
 from lockstep.optim.hook_list import TIMINGS, HookList, describe
+from lockstep.precision import LossScale, LossScaler, MasterWeights, RampLossScale
 
 Self = TypeVar("Self", bound="HookedOptimizer")
 
 _COUNTERS = ("t", "epoch")
+_OWN = ("use_auto_new_epoch", "_hooks", "_scaler", "_masters")
 
 
 class HookedOptimizer(Optimizer):
@@ -24,6 +27,10 @@ class HookedOptimizer(Optimizer):
 
     `step` is, in this order: the closure, the hooks of timing "pre", `advance`, the count, the hooks
     of timing "post". A subclass writes `advance`, the arithmetic, and names its state per parameter.
+
+    `update` is a whole training step on one device: the loss times the loss scale, backward, the division
+    by the scale, `step` if all gradients are finite, the next scale. `loss_scaling` and `use_fp32_update`
+    turn on what half precision needs; `lockstep.precision` does the work.
 
     A group's options, given to the constructor or in the dict of a group (which is how parameters
     get values of their own), are ``lr``, ``momentum`` and:
@@ -44,6 +51,8 @@ class HookedOptimizer(Optimizer):
         self.epoch = 0
         self.use_auto_new_epoch = False
         self._hooks = HookList()
+        self._scaler: LossScaler | None = None
+        self._masters: MasterWeights | None = None
         super().__init__(params, defaults)
 
     # Arithmetic ------------------------------------------------------------------------------
@@ -65,15 +74,16 @@ class HookedOptimizer(Optimizer):
     def part(self: Self, groups: list[dict[str, Any]]) -> Self:
         """Return a shallow copy that holds these groups and shares the state of the parameters.
 
-        It has no hooks, and a count of its own that begins here. `copy.copy` gives the same with
-        all groups.
+        It has no hooks, no loss scale and no masters, and a count of its own that begins here.
+        `copy.copy` gives the same with all groups.
 
         Args:
             groups: Groups with any of this optimizer's parameters, say
                 ``[{**group, "params": group["params"][:3]}]``.
         """
         twin = type(self).__new__(type(self))
-        twin.__setstate__({**self.__getstate__(), "param_groups": groups, "_hooks": HookList()})
+        bare = {"_hooks": HookList(), "_scaler": None, "_masters": None}
+        twin.__setstate__({**self.__getstate__(), **bare, "param_groups": groups})
         return twin
 
     # The public step -------------------------------------------------------------------------
@@ -102,11 +112,46 @@ class HookedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.call_hooks("pre")
-        (advance or self.advance)()
-        self.t += 1
-        self.call_hooks("post")
+        if self._masters is None or self._masters.active:
+            self._move(advance or self.advance)
+        else:
+            self._masters.take_gradients()
+            with self._masters.in_place():
+                self._move(advance or self.advance)
         return loss
+
+    def update(
+        self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
+        """Do a whole training step on one device.
+
+        In this order: clear the gradients, ``loss_fn(*args, **kwargs)``, backward from the loss times the
+        loss scale, division by the scale, check, `step`, the next scale. Gradients that are not finite
+        change nothing but the scale: no hook is called, nothing moves, nothing is counted. Without a loss
+        scale there is no check, as in any loop.
+
+        Args:
+            loss_fn: Returns the loss, not scaled. Without it the gradients that are there are used, which
+                must be of the loss times the scale.
+            *args: Given to ``loss_fn``.
+            **kwargs: Given to ``loss_fn``.
+
+        Returns:
+            The loss, if there is a function for it.
+        """
+        loss = None
+        if loss_fn is not None:
+            self.zero_grad()
+            with torch.enable_grad():
+                loss = loss_fn(*args, **kwargs)
+                scaled = loss if self._scaler is None else self._scaler.scale(loss)
+                scaled.backward()  # type: ignore[no-untyped-call]  # torch's gap
+        if self._scaler is None:
+            self.step()
+        else:
+            self._scaler.step(self)
+            self._scaler.update()
+        return None if loss is None else loss.detach()
 
     def new_epoch(self, auto: bool = False) -> None:
         """Count an epoch.
@@ -157,6 +202,69 @@ class HookedOptimizer(Optimizer):
     def momentum(self, momentum: float) -> None:
         check_options({**self.param_groups[0], "momentum": momentum})
         self.param_groups[0]["momentum"] = momentum
+
+    # Half precision --------------------------------------------------------------------------
+
+    def loss_scaling(self, interval: float = 1000, scale: LossScale | float | None = None) -> None:
+        """Have `update` scale the loss.
+
+        Args:
+            interval: Finite updates it takes Chainer's scale to double after its first overflow; at least 1.
+            scale: A `LossScale`, or a number for a static one, in the place of Chainer's.
+
+        Raises:
+            TypeError: ``scale`` is none of these.
+            ValueError: A number is out of range.
+        """
+        self._scaler = LossScaler(RampLossScale(interval=interval) if scale is None else scale)
+
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """Have `update` scale the loss by a number that stays.
+
+        Args:
+            loss_scale: Positive and finite.
+
+        Raises:
+            ValueError: It is not.
+        """
+        self.loss_scaling(scale=loss_scale)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of the next loss; None without `loss_scaling`. Reading it waits for the device."""
+        return None if self._scaler is None else self._scaler.loss_scale
+
+    def update_loss_scale(self) -> None:
+        """Choose the next scale by the gradients that are there; `update` does so itself.
+
+        Without a loss scale there is nothing to choose.
+        """
+        if self._scaler is not None:
+            self._scaler.update(nonfinite=self._scaler.nonfinite(self))
+
+    def is_safe_to_update(self) -> bool:
+        """Tell whether the gradients that are there are finite; waits for the device."""
+        scaler = LossScaler(1.0) if self._scaler is None else self._scaler
+        return not bool(scaler.nonfinite(self))
+
+    def use_fp32_update(self, flag: bool = True) -> None:
+        """Move float32 masters of parameters in half precision, and round them into the parameters.
+
+        Masters begin as the parameters are and follow what is written to these from outside.
+
+        Args:
+            flag: False goes back to moving the parameters themselves, and forgets the masters.
+        """
+        if flag and self._masters is None:
+            self._masters = MasterWeights(self)
+        elif not flag and self._masters is not None:
+            self._masters.dissolve()
+            self._masters = None
+
+    @property
+    def masters(self) -> MasterWeights | None:
+        """The float32 masters; None without `use_fp32_update`."""
+        return self._masters
 
     # Hooks -----------------------------------------------------------------------------------
 
@@ -237,15 +345,29 @@ class HookedOptimizer(Optimizer):
                     if weight.grad is None and weight.requires_grad:
                         weight.grad = torch.zeros_like(weight)
 
+    def _move(self, advance: Callable[[], None]) -> None:
+        """Do what `step` does when the gradients are there."""
+        self.call_hooks("pre")
+        advance()
+        self.t += 1
+        self.call_hooks("post")
+
     # State -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return hyperparameters, what is remembered per parameter, counters and hooks' state."""
+        """Return groups, what is remembered per parameter, counters, hooks' state, loss scale, masters."""
         packed = super().state_dict()
         # Threads may have made the entries in any order; a saved state has one.
         state = {index: packed["state"][index] for index in sorted(packed["state"])}
         counters = {counter: getattr(self, counter) for counter in _COUNTERS}
-        return {**packed, "state": state, **counters, "hooks": self._hooks.state_dict()}
+        return {
+            **packed,
+            "state": state,
+            **counters,
+            "hooks": self._hooks.state_dict(),
+            "loss_scale": None if self._scaler is None else self._scaler.state_dict(),
+            "masters": None if self._masters is None else self._masters.saved_masters(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state; nothing changes if it does not fit.
@@ -253,15 +375,22 @@ class HookedOptimizer(Optimizer):
         Keys that torch's schedulers keep in the groups are taken over.
 
         Raises:
-            StateError: Something is missing, unknown or of another shape, or comes from other hooks.
+            StateError: Something is missing, unknown or of another shape, or comes from other hooks, another
+                kind of loss scale, or an optimizer with masters where this has none.
         """
         self._check_state_dict(state_dict)
         self._hooks.load_state_dict(state_dict["hooks"])
-        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+        plain = {key: state_dict[key] for key in ("state", "param_groups")}
+        with nullcontext() if self._masters is None else self._masters.loading():
+            super().load_state_dict(plain)
+        if self._masters is not None:
+            self._masters.load_masters(state_dict["masters"])
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state_dict["loss_scale"])
         self.t, self.epoch = state_dict["t"], state_dict["epoch"]
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {key: self.__dict__[key] for key in (*_COUNTERS, "use_auto_new_epoch", "_hooks")}
+        own = {key: self.__dict__[key] for key in (*_COUNTERS, *_OWN)}
         return {**super().__getstate__(), **own}
 
     def __copy__(self: Self) -> Self:
@@ -284,7 +413,9 @@ class HookedOptimizer(Optimizer):
 
     def _check_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Refuse a state that was not written by an optimizer like this one."""
-        _check_keys("The state", saved, {"state", "param_groups", "hooks", *_COUNTERS})
+        _check_keys(
+            "The state", saved, {"state", "param_groups", "hooks", "loss_scale", "masters", *_COUNTERS}
+        )
         groups = saved["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         saved_sizes = [len(group["params"]) for group in groups]
@@ -305,6 +436,21 @@ class HookedOptimizer(Optimizer):
                 if state is not None:
                     _check_parameter_state(f"The state of parameter {index}", state, keys, weight.shape)
         self._hooks.check(saved["hooks"])
+        self._check_precision(saved)
+
+    def _check_precision(self, saved: Mapping[str, Any]) -> None:
+        """Refuse a loss scale or masters where there are none here, and the other way round."""
+        here = {"loss_scale": self._scaler is not None, "masters": self._masters is not None}
+        there = {key: saved[key] is not None for key in here}
+        if here != there:
+            raise StateError(
+                f"The optimizer must have a loss scale and masters as the saved state has ({there}), "
+                f"got {here}. Call `loss_scaling` or `use_fp32_update` before loading."
+            )
+        if self._scaler is not None:
+            self._scaler.restored(saved["loss_scale"])
+        if self._masters is not None:
+            self._masters.check_masters(saved["masters"])
 
 
 def check_options(options: Mapping[str, Any]) -> None:

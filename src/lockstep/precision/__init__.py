@@ -1,11 +1,17 @@
-"""Loss scales as values that name their successor, the finiteness check, and the autocast policy."""
+"""Loss scales as values that name their successor, the finiteness check, master weights, and autocast."""
 
 from lockstep.precision.finite import first_nonfinite as first_nonfinite
+from lockstep.precision.finite import nonfinite_flag as nonfinite_flag
 from lockstep.precision.finite import norms_are_finite as norms_are_finite
+from lockstep.precision.finite import unscale_ as unscale_
+from lockstep.precision.masters import HALF_PRECISION as HALF_PRECISION
+from lockstep.precision.masters import MasterWeights as MasterWeights
 from lockstep.precision.policy import Precision as Precision
 from lockstep.precision.policy import parse_precision as parse_precision
+from lockstep.precision.scaler import LossScaler as LossScaler
 from lockstep.precision.scales import DynamicLossScale as DynamicLossScale
 from lockstep.precision.scales import LossScale as LossScale
 from lockstep.precision.scales import RampLossScale as RampLossScale
 from lockstep.precision.scales import StaticLossScale as StaticLossScale
+from lockstep.precision.scales import nnabla_loss_scale as nnabla_loss_scale
 from lockstep.precision.scales import parse_loss_scale as parse_loss_scale

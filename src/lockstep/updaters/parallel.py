@@ -21,7 +21,7 @@ from lockstep.precision import LossScale, parse_loss_scale, parse_precision
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule, combine
 from lockstep.replicas.devices import Devices
-from lockstep.replicas.settings import Computing, ThreadSettings
+from lockstep.replicas.settings import ALONE, Computing, ThreadSettings
 from lockstep.state import check_keys
 from lockstep.streams import DefaultStream, stream_seed
 from lockstep.updaters import lazy
@@ -466,7 +466,9 @@ class ParallelUpdater(Updater):
 
     def _computing(self) -> Computing:
         """Put the calling thread into the state in which all places compute."""
-        return Computing(ThreadSettings.capture(self._engine.group.device_types, training=True))
+        group = self._engine.group
+        alone = len(group.devices) == 1
+        return Computing(ALONE if alone else ThreadSettings.capture(group.device_types, training=True))
 
     def _save(self) -> Savepoint:
         """Copy what steps may change."""

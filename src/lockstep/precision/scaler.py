@@ -1,0 +1,272 @@
+"""Scale the loss in a loop of one's own, with the scale and every decision on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from lockstep.errors import OrderError, StateError
+from lockstep.precision.finite import gradients_of, nonfinite_flag, unscale_
+from lockstep.precision.masters import HALF_PRECISION, MasterWeights
+from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_scale
+from lockstep.state import check_keys
+
+
+@runtime_checkable
+class HasMasters(Protocol):
+    """An optimizer that may hold master weights of its own."""
+
+    @property
+    def masters(self) -> MasterWeights | None:
+        """The masters, or None."""
+
+
+Steppable: TypeAlias = Optimizer | MasterWeights
+
+
+@dataclass(slots=True)
+class _Checked:
+    """An optimizer whose gradients were divided since the last update of the scale.
+
+    Attributes:
+        nonfinite: 1 if one of them was not finite, else 0; on the device of the scale.
+        masters: What holds the divided gradients, if not the parameters.
+        stepped: Whether the step was taken, or left out for the flag.
+    """
+
+    nonfinite: Tensor
+    masters: MasterWeights | None
+    stepped: bool = False
+
+
+class LossScaler:
+    """Scale the loss, divide the gradients, step if they are finite, and choose the next scale.
+
+    In the loop that users of ``torch.amp.GradScaler`` know::
+
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    The order is: divide, check, step hooks, step, next scale. So whatever hook the optimizer has sees true
+    gradients. To see them between backward and step, call `unscale_` there.
+
+    Factor, flag and decision are tensors on the device. With an optimizer that can leave its step out by a
+    flag on the device (`skips_on_device`) nothing waits for it; with others `step` reads the flag. An update
+    that is left out changes nothing but the scale.
+
+    Args:
+        scale: A `LossScale`, a number for a static one, or None for 1; by default dynamic. A gradient that
+            is not finite is left out whatever the scale.
+
+    Raises:
+        TypeError: `scale` is none of these.
+        ValueError: It is a number and not positive and finite.
+
+    Determinism: elementwise; a power of two as factor changes no bit of a gradient that neither overflows
+    nor underflows.
+
+    References: Micikevicius et al., "Mixed Precision Training", 2018, arXiv:1710.03740, section 3.2. The
+    calls are those of ``torch.amp.GradScaler``.
+
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+    >>> scaler = LossScaler(DynamicLossScale(factor=8.0))
+    >>> for x in (1.0, float("inf")):
+    ...     optimizer.zero_grad()
+    ...     scaler.scale((weight * x).sum()).backward()
+    ...     scaler.step(optimizer)
+    ...     scaler.update()
+    >>> weight.item(), scaler.factor
+    (0.5, 4.0)
+    """
+
+    def __init__(self, scale: LossScale | float | None = None) -> None:
+        self._policy: LossScale
+        self._moving: dict[str, Tensor]
+        self._factor: Tensor
+        self._set(DynamicLossScale() if scale is None else parse_loss_scale(scale), torch.device("cpu"))
+        self._checked: dict[int, _Checked] = {}
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The scale of the next loss as a value; reading it waits for the device."""
+        return self._policy.with_moving(self._moving)
+
+    @property
+    def factor(self) -> float:
+        """What the next loss is multiplied by; reading it waits for the device."""
+        return float(self._factor)
+
+    @staticmethod
+    def skips_on_device(optimizer: Steppable) -> bool:
+        """Tell whether `step` can leave the optimizer's step out without reading the flag.
+
+        True of torch's fused optimizers. Not of the first step of a fused SGD with momentum: left out on
+        the device, it would leave the new velocities uninitialised, and those move the weights afterwards.
+        """
+        inner = _inner(optimizer)
+        accepts: bool = vars(inner).get("_step_supports_amp_scaling", False)
+        return accepts and not (isinstance(inner, SGD) and _lacks_velocity(inner))
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss by the factor, in float32 at least, on the loss's device.
+
+        Args:
+            loss: Left untouched; any shape.
+        """
+        if loss.device != self._factor.device:
+            self._set(self.loss_scale, loss.device)
+        wide = loss.float() if loss.dtype in HALF_PRECISION else loss
+        return wide * self._factor.to(wide.dtype)
+
+    def unscale_(self, optimizer: Steppable) -> None:
+        """Divide an optimizer's gradients by the factor and check them, ahead of `step`.
+
+        Gradients of masters are those in the masters' ``grad``.
+
+        Raises:
+            OrderError: They were divided already since the last `update`.
+        """
+        if id(optimizer) in self._checked:
+            raise OrderError(
+                "`unscale_` must be called at most once, and before `step`, between two calls of `update`."
+            )
+        masters = _masters_of(optimizer)
+        if masters is None:
+            gradients = gradients_of(_parameters(_inner(optimizer)))
+        else:
+            masters.take_gradients()
+            gradients = masters.gradients()
+        self._checked[id(optimizer)] = _Checked(unscale_(gradients, self._factor), masters)
+
+    def nonfinite(self, optimizer: Steppable) -> Tensor:
+        """Tell whether an optimizer's gradients are finite: 0 if so, else 1, on the device.
+
+        After `unscale_` it is the divided gradients that count, else those that are there, which stay as
+        they are.
+        """
+        checked = self._checked.get(id(optimizer))
+        if checked is not None:
+            return checked.nonfinite
+        return nonfinite_flag(gradients_of(_parameters(_inner(optimizer))), self._factor.device)
+
+    def step(self, optimizer: Steppable) -> Any:
+        """Step the optimizer if its gradients are finite, dividing them first if `unscale_` has not.
+
+        Returns:
+            What the optimizer's step returned, or None where the step was left out.
+
+        Raises:
+            OrderError: It was called already since the last `update`.
+        """
+        if id(optimizer) not in self._checked:
+            self.unscale_(optimizer)
+        checked = self._checked[id(optimizer)]
+        if checked.stepped:
+            raise OrderError("`step` must be called once for each optimizer between two calls of `update`.")
+        checked.stepped = True
+        inner = _inner(optimizer)
+        if self.skips_on_device(optimizer):
+            with nullcontext() if checked.masters is None else checked.masters.in_place():
+                return _step_unless(inner, checked.nonfinite)
+        if bool(checked.nonfinite):
+            if checked.masters is not None:
+                checked.masters.drop_gradients()
+            return None
+        with nullcontext() if checked.masters is None else checked.masters.in_place():
+            return inner.step()
+
+    def update(self, *, nonfinite: Tensor | None = None) -> None:
+        """Choose the scale of the next loss; down if any optimizer's gradients were not finite.
+
+        Args:
+            nonfinite: Decides in the place of what `step` and `unscale_` found: 0-d, above 0 for down.
+
+        Raises:
+            OrderError: No gradients were checked since the last call.
+        """
+        if nonfinite is None:
+            if not self._checked:
+                raise OrderError("`update` must follow `step` or `unscale_`, once for each time.")
+            flags = [checked.nonfinite for checked in self._checked.values()]
+            nonfinite = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        nonfinite = nonfinite.to(self._factor.device)
+        self._moving = self._policy.after_on_device(self._moving, nonfinite)
+        self._factor = self._moving.get("factor", self._factor)
+        for checked in self._checked.values():
+            if checked.masters is not None:
+                checked.masters.drop_gradients()
+        self._checked.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the scale's class and fields; waits for the device."""
+        return {"policy": type(self._policy).__name__, "scale": self.loss_scale.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved scale.
+
+        Raises:
+            StateError: Keys are missing or unknown, or it is of another class of scale.
+        """
+        self._set(self.restored(state), self._factor.device)
+        self._checked.clear()
+
+    def restored(self, state: Mapping[str, Any]) -> LossScale:
+        """Read a saved scale and change nothing.
+
+        Raises:
+            StateError: Keys are missing or unknown, or it is of another class of scale.
+        """
+        check_keys(state, ["policy", "scale"], of="a LossScaler")
+        name = type(self._policy).__name__
+        if state["policy"] != name:
+            raise StateError(f"The state of a LossScaler must be of a {name}, got {state['policy']!r}.")
+        return self._policy.restored(state["scale"])
+
+    def _set(self, scale: LossScale, device: torch.device) -> None:
+        """Put the numbers of a scale on a device."""
+        self._policy = scale
+        self._moving = scale.moving_on(device)
+        fixed = torch.full((), scale.factor, dtype=torch.float64, device=device)
+        self._factor = self._moving.get("factor", fixed)
+
+
+def _masters_of(optimizer: Steppable) -> MasterWeights | None:
+    if isinstance(optimizer, MasterWeights):
+        return optimizer
+    return optimizer.masters if isinstance(optimizer, HasMasters) else None
+
+
+def _inner(optimizer: Steppable) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _lacks_velocity(optimizer: SGD) -> bool:
+    return any(
+        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        if group["momentum"] != 0
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
+
+
+def _step_unless(optimizer: Optimizer, nonfinite: Tensor) -> Any:
+    """Step, with the flag where torch's fused kernels look for it."""
+    slots = vars(optimizer)
+    slots["found_inf"], slots["grad_scale"] = nonfinite, None
+    try:
+        return optimizer.step()
+    finally:
+        del slots["found_inf"], slots["grad_scale"]
