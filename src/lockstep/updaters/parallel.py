@@ -39,7 +39,7 @@ from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.names import MAIN, by_name, iterators_by_name, look_up, named_schedulers
 from lockstep.updaters.networks import arrange, check_ownership
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.savepoint import Savepoint
+from lockstep.updaters.savepoint import Savepoint, copied
 from lockstep.updaters.tries import Computation, Names, Step, Tried
 from lockstep.updaters.updater import Updater
 
@@ -430,7 +430,8 @@ class ParallelUpdater(Updater):
         for name, model in self._models.items():
             lazy.load_state(model, state["models"][name])
         for name, optimizer in self._optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
+            # PyTorch's optimizers take over the tensors they are given, and would change the saved state.
+            optimizer.load_state_dict(copied(state["optimizers"][name]))
         for name, scheduler in self._schedulers.items():
             scheduler.load_state_dict(state["schedulers"][name])
         for name, scheduler in self._epoch_schedulers.items():
