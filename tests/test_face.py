@@ -16,6 +16,8 @@ PUBLIC = [
     "LockstepError",
     "Loss",
     "LossScale",
+    "LossScaler",
+    "MasterWeights",
     "MomentumSGD",
     "NonFiniteError",
     "OrderError",

@@ -27,6 +27,8 @@ from lockstep.optim import CorrectedMomentumSGD as CorrectedMomentumSGD
 from lockstep.optim import MomentumSGD as MomentumSGD
 from lockstep.precision import DynamicLossScale as DynamicLossScale
 from lockstep.precision import LossScale as LossScale
+from lockstep.precision import LossScaler as LossScaler
+from lockstep.precision import MasterWeights as MasterWeights
 from lockstep.precision import RampLossScale as RampLossScale
 from lockstep.precision import StaticLossScale as StaticLossScale
 from lockstep.replicas import ReplicaGroup as ReplicaGroup

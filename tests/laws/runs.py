@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ class Placement:
     """How many CPU devices, and their work loads."""
 
     num_devices: int
-    workloads: tuple[float, ...] | None = None
+    workloads: tuple[float, ...] | Literal["auto"] | None = None
 
     def __repr__(self) -> str:
         return f"{self.num_devices} devices" + (f" {self.workloads}" if self.workloads else "")

@@ -186,3 +186,12 @@ def test_a_named_folder_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setenv("LOCKSTEP_REFERENCE", str(tmp_path / "absent"))
     with pytest.raises(AssertionError, match="LOCKSTEP_REFERENCE must name a folder"):
         reference_folder()
+
+
+def test_a_difference_may_point_to_another_case() -> None:
+    other = {**RECORD, "name": "b", "steps": [{"lr": 0.1, "w": 1.0}, {"lr": 0.1, "w": 7.0}]}
+    pointing = Difference(FILE, "a", "steps.1.w", reason="a test", as_in="b")
+    case = Case("a", RECORD, {}, GIVEN, [pointing], {"b": other})
+    case.check({"steps": [{"w": 1.0}, {"w": 7.0}]})
+    with pytest.raises(AssertionError, match=r"listed as a difference with 7\.0, ours has 5\.0"):
+        case.check({"steps": [{"w": 1.0}, {"w": 5.0}]})

@@ -26,6 +26,12 @@ differs on purpose has an entry in ``differences.toml``::
     ours = "ValueError: ..."          # the value in our record instead; left out, it is None
     reason = "Why it is better so."
 
+Where ours is what the original recorded in another case, ``as_in`` names that case in the place of ``ours``::
+
+    case = "parallel2_loss_scale_clip"
+    field = "steps.*.param"
+    as_in = "parallel2_clip"          # what stands there at the same path
+
 Such an entry is checked: ours must be that value, it must differ from the original's, and each case the
 entry is for must come past it. An entry for no case at all is an error.
 
@@ -42,7 +48,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -85,8 +91,13 @@ class Difference:
     file: str
     case: str
     field: str
-    ours: Any
-    reason: str
+    ours: Any = None
+    reason: str = ""
+    as_in: str | None = None
+
+    def __post_init__(self) -> None:
+        assert self.reason, f"{self} must have a reason."
+        assert self.as_in is None or self.ours is None, f"{self} must have `ours` or `as_in`, got both."
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ class Case:
         shared: What the file says once for all cases.
         given: Patterns for the places that are no results.
         differences: The entries of `differences.toml` for this case.
+        others: All cases of the file by name, for entries that point to one.
     """
 
     name: str
@@ -106,6 +118,7 @@ class Case:
     shared: Mapping[str, Any]
     given: Sequence[str] = ()
     differences: Sequence[Difference] = ()
+    others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
         return self.content[key]
@@ -141,7 +154,8 @@ class Case:
         for number, difference in enumerate(self.differences):
             if fnmatchcase(path, difference.field):
                 reached.add(number)
-                yield from _wrong_difference(path, original, ours, difference, _tolerance(path, tolerances))
+                wanted = self._wanted(path, difference)
+                yield from _wrong_difference(path, original, ours, wanted, _tolerance(path, tolerances))
                 return
         parts = list(_parts(original, ours))
         for key, original_part, our_part in parts:
@@ -149,6 +163,15 @@ class Case:
             yield from self._mismatches(below, original_part, our_part, tolerances, reached)
         if not parts and not equal(original, ours, _tolerance(path, tolerances)):
             yield f"{path}: the original has {_short(original)}, ours has {_short(ours)}"
+
+    def _wanted(self, path: str, difference: Difference) -> Any:
+        """Find what ours is to be at a place that differs."""
+        if difference.as_in is None:
+            return difference.ours
+        found: Any = self.others[difference.as_in]
+        for key in path.split("."):
+            found = found[int(key)] if _is_list(found) else found[key]
+        return found
 
 
 def cases(
@@ -201,13 +224,15 @@ def read(
     assert len(contents) == num_cases if is_public else contents, counts
     listed = [difference for difference in differences if difference.file == file]
     seen: Counter[str] = Counter()
+    others: dict[str, Mapping[str, Any]] = {}
     result = []
     for each in contents:
         plain_name = name(each)
         seen[plain_name] += 1
         unique = plain_name if seen[plain_name] == 1 else f"{plain_name}#{seen[plain_name]}"
         own = [difference for difference in listed if fnmatchcase(unique, difference.case)]
-        result.append(Case(unique, each, content, ["name", *given], own))
+        result.append(Case(unique, each, content, ["name", *given], own, others))
+        others[unique] = each
     for difference in listed:
         lost = not any(difference in case.differences for case in result)
         assert not (lost and is_public), f"{file} has no case for the difference {difference}."
@@ -287,11 +312,11 @@ def _equal_scalar(original: Any, ours: Any, tolerance: Tolerance) -> bool:
 
 
 def _wrong_difference(
-    path: str, original: Any, ours: object, difference: Difference, tolerance: Tolerance
+    path: str, original: Any, ours: object, wanted: Any, tolerance: Tolerance
 ) -> Iterator[str]:
     """Say what is wrong with an entry of the list at the place it is for."""
-    if not equal(difference.ours, ours, tolerance):
-        yield f"{path}: listed as a difference with {_short(difference.ours)}, ours has {_short(ours)}"
+    if not equal(wanted, ours, tolerance):
+        yield f"{path}: listed as a difference with {_short(wanted)}, ours has {_short(ours)}"
     if equal(original, ours, tolerance):
         yield f"{path}: listed as a difference, but ours is what the original has, {_short(original)}"
 

@@ -93,7 +93,8 @@ class ReplicaBuffers:
         self._clean = [False] * len(self._slots)
 
     def __len__(self) -> int:
-        return len(self._slots)
+        """Count the names under which a buffer may be put, those without one included."""
+        return len(self._bound)
 
     def begin(self, first: int) -> BufferSum:
         """Begin a run of shards, the first with this number; the original's buffers stand still during it."""

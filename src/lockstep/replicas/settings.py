@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Final
 
 import torch
 
@@ -62,6 +63,12 @@ class ThreadSettings:
             default_device=None if default_device.type == "cpu" else default_device,
             flush_denormal=_flushes_denormals(),
         )
+
+
+ALONE: Final = ThreadSettings(
+    grad=True, inference=False, autocast=(), default_device=None, flush_denormal=False
+)
+"""To train in the calling thread only: nothing is carried anywhere, so nothing else need be known."""
 
 
 class OneIntraOpThread:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -41,10 +41,12 @@ from lockstep.updaters.shards import Place, PlaceSums, Recipe
 SIDE_BY_SIDE: Final = 400_000
 """Elements. With fewer parameters one thread has added them up before a second has begun."""
 
+NOTHING: Final = nullcontext()
+
 Stream = Callable[[Shard], AbstractContextManager[object]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Attempt:
     """What one try at a batch came to; nothing of the training state has changed.
 
@@ -253,9 +255,9 @@ class GradientEngine:
                 return sums
             guard.put_back()
             self._fall_back("The model drew from the default random generator past its shard's stream")
-        with ExitStack() as stack:
-            borrowed = [stack.enter_context(DefaultStream(device)) for device in set(self.group.devices)]
-            return self._run(work, recipe, _seeding(borrowed, seed_of), settings, at_once=False)
+        with BorrowedGenerators(self.group.devices) as generators:
+            streams = generators.streams(seed_of)
+            return self._run(work, recipe, streams, settings, at_once=False)
 
     def _run(
         self,
@@ -330,7 +332,7 @@ class GradientEngine:
             self.group.run(reduce, settings=settings)
         else:
             norms += reduce_whole(partials, divisor)
-        gradients = roots(partials, len(self.parameters))
+        gradients = partials[0].tensors if len(partials) == 1 else roots(partials, len(self.parameters))
         finite = norms_are_finite(norms)
         return Attempt(
             gradients=gradients,
@@ -364,18 +366,31 @@ def _resting(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _seeding(
-    borrowed: Sequence[DefaultStream], seed_of: Callable[[Shard], int]
-) -> Callable[[torch.device], Stream]:
-    """Seed the default generators before each shard, for one thread that computes them all."""
+class BorrowedGenerators:
+    """The default generators of some devices, lent to one thread that computes all shards."""
 
-    def stream(shard: Shard) -> AbstractContextManager[object]:
-        seed = seed_of(shard)
-        for generators in borrowed:
-            generators.seed(seed)
-        return nullcontext()
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._streams = [DefaultStream(device) for device in dict.fromkeys(devices)]
 
-    return lambda _: stream
+    def __enter__(self) -> BorrowedGenerators:
+        for stream in self._streams:
+            stream.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for stream in reversed(self._streams):
+            stream.__exit__(*error)
+
+    def streams(self, seed_of: Callable[[Shard], int]) -> Callable[[torch.device], Stream]:
+        """Seed them before each shard."""
+
+        def stream(shard: Shard) -> AbstractContextManager[object]:
+            seed = seed_of(shard)
+            for generators in self._streams:
+                generators.seed(seed)
+            return NOTHING
+
+        return lambda _: stream
 
 
 @contextmanager

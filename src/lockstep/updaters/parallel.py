@@ -22,7 +22,7 @@ from lockstep.precision import LossScale, MasterWeights, parse_loss_scale, parse
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule, combine
 from lockstep.replicas.devices import Devices
-from lockstep.replicas.settings import Computing, ThreadSettings
+from lockstep.replicas.settings import ALONE, Computing, ThreadSettings
 from lockstep.state import check_keys
 from lockstep.streams import DefaultStream, stream_seed
 from lockstep.updaters import lazy
@@ -40,7 +40,7 @@ from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.names import MAIN, by_name, iterators_by_name, look_up, named_schedulers
 from lockstep.updaters.networks import arrange, check_ownership
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
-from lockstep.updaters.savepoint import Savepoint
+from lockstep.updaters.savepoint import Savepoint, copied
 from lockstep.updaters.tries import Computation, Names, Step, Tried
 from lockstep.updaters.updater import Updater
 
@@ -477,7 +477,8 @@ class ParallelUpdater(Updater):
         for name, model in self._models.items():
             lazy.load_state(model, state["models"][name])
         for name, optimizer in self._steppables().items():
-            optimizer.load_state_dict(state["optimizers"][name])
+            # PyTorch's optimizers take over the tensors they are given, and would change the saved state.
+            optimizer.load_state_dict(copied(state["optimizers"][name]))
         for name, scheduler in self._schedulers.items():
             scheduler.load_state_dict(state["schedulers"][name])
         for name, scheduler in self._epoch_schedulers.items():
@@ -519,7 +520,9 @@ class ParallelUpdater(Updater):
 
     def _computing(self) -> Computing:
         """Put the calling thread into the state in which all places compute."""
-        return Computing(ThreadSettings.capture(self._engine.group.device_types, training=True))
+        group = self._engine.group
+        alone = len(group.devices) == 1
+        return Computing(ALONE if alone else ThreadSettings.capture(group.device_types, training=True))
 
     def _save(self) -> Savepoint:
         """Copy what steps may change."""

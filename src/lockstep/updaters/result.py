@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ import torch
 from lockstep.metrics import Mean, merge
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardReport:
     """What one shard measured.
 
@@ -78,7 +79,7 @@ class UpdateResult:
     @cached_property
     def loss(self) -> torch.Tensor:
         """The mean loss over all shards, 0-d, float64, not scaled; NaN where no shard took part."""
-        total = self._loss_sum()
+        total = torch.as_tensor(self._loss_sum(), dtype=torch.float64)
         return total / self.weight if self.reports else total
 
     @cached_property
@@ -100,10 +101,12 @@ class UpdateResult:
             }
         return {"loss": Mean(self._loss_sum(), self.weight), **self.metrics}
 
-    def _loss_sum(self) -> torch.Tensor:
-        """Sum weight times loss in order of shards, in float64, on the first shard's device."""
+    def _loss_sum(self) -> float | torch.Tensor:
+        """Sum weight times loss in order of shards, in float64: a number on CPUs, else on one device."""
         if not self.reports:
-            return torch.tensor(float("nan"), dtype=torch.float64)
+            return math.nan
+        if all(report.loss.device.type == "cpu" for report in self.reports):
+            return sum(report.loss.item() * report.weight for report in self.reports)
         device = self.reports[0].loss.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for report in self.reports:

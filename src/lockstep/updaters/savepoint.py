@@ -34,9 +34,9 @@ class Savepoint:
     ) -> None:
         self._tensors: dict[torch.Tensor, torch.Tensor] = {}
         self.include(model)
-        self._optimizers = [(optimizer, _copied(optimizer.state_dict())) for optimizer in optimizers]
-        self._schedulers = [(scheduler, _copied(scheduler.state_dict())) for scheduler in schedulers]
-        self._masters = [(each, _copied(each.saved_masters())) for each in masters]
+        self._optimizers = [(optimizer, copied(optimizer.state_dict())) for optimizer in optimizers]
+        self._schedulers = [(scheduler, copied(scheduler.state_dict())) for scheduler in schedulers]
+        self._masters = [(each, copied(each.saved_masters())) for each in masters]
 
     def include(self, model: nn.Module) -> None:
         """Copy what has got its shape since."""
@@ -67,12 +67,12 @@ def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             optimizer.state[parameter] = saved["state"][index]
 
 
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """Copy a nest of state; tensors by value, which `copy.deepcopy` does at three times the cost."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
-        return {key: _copied(part) for key, part in value.items()}
+        return {key: copied(part) for key, part in value.items()}
     if type(value) is list or type(value) is tuple:
-        return type(value)(_copied(part) for part in value)
+        return type(value)(copied(part) for part in value)
     return copy.deepcopy(value)

@@ -21,7 +21,7 @@ from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
 from lockstep.updaters.result import ShardReport
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recipe:
     """What every shard of one try is computed by, wherever it runs.
 
@@ -112,7 +112,8 @@ class Place:
         for shard, arrays in work:
             if stopping():
                 break
-            self.buffers.restore()
+            if self.buffers:
+                self.buffers.restore()
             try:
                 with stream(shard):
                     report = self._forward_backward(shard, arrays, recipe)
@@ -128,7 +129,8 @@ class Place:
                 sums.gradients.push(shard.index, gradients)
                 # A single shard's buffers are taken as they are: x * n / n is not always x.
                 share = 1 if recipe.lift is None else len(shard.samples)
-                self.buffers.take(shard.index, share, sums.buffers)
+                if self.buffers:
+                    self.buffers.take(shard.index, share, sums.buffers)
                 sums.samples += share
                 sums.reports.append(report)
         return sums

@@ -33,7 +33,7 @@ class Computation:
     ordinal: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tried:
     """The last try at a batch.
 

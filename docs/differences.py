@@ -1,0 +1,48 @@
+"""Write `docs/differences.md` from the list that the replays of the originals' traces are checked against.
+
+python docs/differences.py
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "tests" / "reference" / "differences.toml"
+PAGE = ROOT / "docs" / "differences.md"
+
+HEAD = """# Where lockstep differs from the originals on purpose
+
+`tests/reference` replays traces recorded by running Chainer 7.8.1, Torch7's cunn, MXNet and NNabla.
+Everything agrees within the stated tolerances, except what stands here. The tests check each entry: our value
+must be the one listed, and must differ from the original's. This page is made by `python docs/differences.py`.
+"""
+
+
+def page(source: Path = SOURCE) -> str:
+    """Give the page: for each trace file the reasons, and the cases and fields they are about."""
+    entries: list[dict[str, Any]] = tomllib.loads(source.read_text(encoding="utf-8"))["difference"]
+    lines = [HEAD]
+    for file in sorted({entry["file"] for entry in entries}):
+        lines += [f"## `{file}`", ""]
+        reasons: dict[str, list[str]] = {}
+        for entry in entries:
+            if entry["file"] == file:
+                where = f"`{entry['case']}`: `{entry['field']}`"
+                reasons.setdefault(entry["reason"].strip(), []).append(where)
+        for reason, places in reasons.items():
+            shown = "; ".join(dict.fromkeys(places))
+            lines += [f"* {reason} ({shown})"]
+        lines += [""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,93 @@
+"""Two networks against each other, on any number of devices: points on a circle, learnt by a GAN.
+
+An update is two computations and two steps, so a `step_fn` says what it does. The noise is drawn inside the
+loss functions, from the stream of the shard, and so does not depend on the number of devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+
+LATENT = 4  # numbers of noise to a point
+BATCH_SIZE = 64
+Networks = dict[str, nn.Module]
+
+
+def circle(num_points: int) -> TensorDataset:
+    """Draw points on a circle of radius 1."""
+    angles = 2 * math.pi * torch.rand(num_points, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(torch.stack([angles.cos(), angles.sin()], dim=1))
+
+
+def networks() -> Networks:
+    """Build a generator of points and a judge of them."""
+    torch.manual_seed(0)
+    return {
+        "gen": nn.Sequential(nn.Linear(LATENT, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2)),
+        "dis": nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1)),
+    }
+
+
+def judge_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:
+    """Tell real points from made ones."""
+    fake = nets["gen"](torch.randn(len(real), LATENT, device=real.device))
+    return softplus(-nets["dis"](real)).mean() + softplus(nets["dis"](fake)).mean()
+
+
+def generator_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:
+    """Make points that pass for real ones."""
+    fake = nets["gen"](torch.randn(len(real), LATENT, device=real.device))
+    return softplus(-nets["dis"](fake)).mean()
+
+
+def step(updater: ls.ParallelUpdater, batch: Any) -> None:
+    """Do one update: the judge's step, then the generator's against the new judge."""
+    updater.compute_gradients(batch, loss_fn=judge_loss, optimizer="dis")
+    updater.apply_gradients("dis")
+    updater.compute_gradients(batch, loss_fn=generator_loss, optimizer="gen")
+    updater.apply_gradients("gen")
+
+
+def build(devices: list[str], *, num_shards: int = 4) -> ls.ParallelUpdater:
+    """Put a run together."""
+    nets = networks()
+    optimizers = {
+        name: torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.999)) for name, net in nets.items()
+    }
+    batches = ls.BatchIterator(circle(1024), BATCH_SIZE, shuffle=True, seed=0)
+    return ls.ParallelUpdater(
+        batches, optimizers, nets, devices=devices, num_shards=num_shards, step_fn=step, seed=0
+    )
+
+
+def main() -> None:
+    """Train and say how round the circle is."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
+    parser.add_argument("--updates", type=int, default=600)
+    options = parser.parse_args()
+    updater = build(options.devices)
+    for number in range(options.updates):
+        result = updater.update()
+        if number % 100 == 99:
+            losses = {name: round(float(part.loss), 3) for name, part in result.parts.items()}
+            print(f"update {number + 1}: {losses}")
+    updater.finalize()
+    models = updater.get_all_models()
+    generator = models["gen"].eval()
+    with torch.no_grad():
+        radii = generator(torch.randn(1000, LATENT)).norm(dim=1)
+    print(f"radius {radii.mean():.2f} ± {radii.std():.2f}, digest {ls.digest(models['gen'])[:16]}")
+
+
+if __name__ == "__main__":
+    main()
