@@ -20,9 +20,10 @@ PAGE = ROOT / "docs" / "differences.md"
 
 HEAD = """# Where lockstep differs from the originals on purpose
 
-`tests/reference` replays traces recorded by running Chainer 7.8.1, Torch7's cunn, MXNet and NNabla. Everything agrees
-within the stated tolerances, except what stands here. The tests check each entry: our value must be the one listed,
-and must differ from the original's. This page is made by `python docs/differences.py`.
+`tests/reference` replays traces recorded by running Chainer 7.8.1, Torch7's cunn, MXNet and NNabla.
+Everything agrees within the stated tolerances, except what stands here. The tests check each entry: our
+value must be the one listed, and must differ from the original's. This page is made by
+`python docs/differences.py`.
 """
 
 

@@ -119,6 +119,7 @@ def test_what_the_user_writes_as_a_scale() -> None:
 
 
 def test_what_the_user_writes_as_a_precision() -> None:
-    assert [parse_precision(name).name for name in ("fp32", "bf16", "fp16")] == ["fp32", "bf16", "fp16"]
-    with pytest.raises(ValueError, match=r"`precision` must be one of 'fp32', 'bf16', 'fp16', got 'tf32'\."):
+    names = ["fp32", "bf16", "fp16", "bf16-true", "fp16-true"]
+    assert [parse_precision(name).name for name in names] == names
+    with pytest.raises(ValueError, match=r"`precision` must be one of 'fp32', .*, 'fp16-true', got 'tf32'\."):
         parse_precision("tf32")

@@ -47,7 +47,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "no try": ({"max_tries": 0}, "`max_tries` must be at least 1, got 0."),
     "unknown precision": (
         {"precision": "fp8"},
-        "`precision` must be one of 'fp32', 'bf16', 'fp16', got 'fp8'.",
+        "`precision` must be one of 'fp32', 'bf16', 'fp16', 'bf16-true', 'fp16-true', got 'fp8'.",
     ),
     "loss scale 0": ({"loss_scale": 0.0}, "`loss_scale` must be positive and finite, got 0.0."),
     "loss scale NaN": ({"loss_scale": math.nan}, "`loss_scale` must be positive and finite, got nan."),

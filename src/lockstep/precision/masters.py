@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.errors import StateError
@@ -122,6 +123,10 @@ class MasterWeights:
         for parameter, master in self._masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
 
+    def receiver(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Say whose ``grad`` a step within `in_place` reads: that of the master, if there is one."""
+        return self._masters.get(parameter, parameter)
+
     def gradients(self) -> list[Tensor]:
         """List the gradients that a step would use: of masters, where there are, after `take_gradients`."""
         return gradients_of(self._masters.get(parameter, parameter) for parameter in self._parameters())
@@ -156,7 +161,7 @@ class MasterWeights:
             parameter
             for group in self._optimizer.param_groups
             for parameter in group["params"]
-            if parameter.dtype in HALF_PRECISION
+            if parameter.dtype in HALF_PRECISION and not is_lazy(parameter)
         ]
         self._masters = {
             parameter: self._masters[parameter] for parameter in ours if parameter in self._masters
@@ -221,7 +226,7 @@ class MasterWeights:
         """Take masters over, after `check_masters`."""
         self.refresh()
         for index, parameter in enumerate(self._parameters()):
-            if parameter in self._masters:
+            if parameter in self._masters and index in saved:
                 self._masters[parameter].copy_(saved[index])
 
     @contextmanager

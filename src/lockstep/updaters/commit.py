@@ -8,6 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.errors import LockstepError
+from lockstep.optim import HookedOptimizer
+from lockstep.precision import MasterWeights
 from lockstep.updaters.stepping import balanced, can_step_in_parts, step_in_parts, step_whole
 
 Run = Callable[[Callable[[int], None]], None]
@@ -18,10 +20,12 @@ class Committer:
 
     Args:
         optimizer: Its parameters hold the gradient when it is asked to step.
+        masters: What it moves in the place of parameters in half precision, with the gradient of these.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, masters: MasterWeights | None) -> None:
         self._optimizer = optimizer
+        self._masters = masters
         self._parts: list[frozenset[int]] = []
         self._dealt: list[int] = []
 
@@ -39,6 +43,18 @@ class Committer:
             BaseException: What was raised before any weight moved.
             LockstepError: The error came in between; the weights are neither those before nor those after.
         """
+        if self._masters is not None:
+            with self._masters.in_place():
+                return self._step(places, run)
+        own = self._optimizer.masters if isinstance(self._optimizer, HookedOptimizer) else None
+        if own is not None:
+            own.take_gradients()
+            with own.in_place():
+                return self._step(places, run)
+        return self._step(places, run)
+
+    def _step(self, places: int, run: Run) -> BaseException | None:
+        """Do the work of `step` on what is in the optimizer's groups now."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         versions = [parameter._version for parameter in parameters]
         try:

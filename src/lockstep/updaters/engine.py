@@ -35,7 +35,7 @@ from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.handover import refuse_accumulate_hooks
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.reduction import can_be_cut, gather, reduce_slice, reduce_whole, roots
-from lockstep.updaters.result import ShardReport
+from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.shards import Place, PlaceSums, Recipe
 
 SIDE_BY_SIDE: Final = 400_000
@@ -133,6 +133,7 @@ class GradientEngine:
         loss_scale: float,
         settings: ThreadSettings,
         wanted: frozenset[int] | None = None,
+        look: Callable[[Shard, Tensors, ShardReport], None] | None = None,
     ) -> Attempt:
         """Compute the gradient of the mean loss over some batches, as one.
 
@@ -143,6 +144,7 @@ class GradientEngine:
             loss_scale: The factor of the loss scale.
             settings: What the calling thread computes under.
             wanted: The parameters that shall have a gradient, by ``id``; None for all that ask for one.
+            look: Shown every shard that takes part, by the thread that computed it.
 
         Raises:
             ReplicaError: User code raised in a shard.
@@ -159,13 +161,31 @@ class GradientEngine:
         # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
         single = sum(map(len, shards)) == 1
         lift = None if single else 2.0 ** -(sum(sizes) - 1).bit_length()
-        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean)
+        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look)
         self._idle = () if wanted is None else self._others(wanted)
         for parameter in self.parameters:
-            if wanted is None or id(parameter) in wanted:
+            if look is None and (wanted is None or id(parameter) in wanted):
                 parameter.grad = None  # the last gradient's memory is what this one will be written to
         sums = self._compute(work, recipe, first_stream, settings)
         return self._reduce(sums, recipe, settings)
+
+    def find_nonfinite(self, batches: Sequence[Any], **options: Any) -> list[NonFiniteShard]:
+        """List the shards whose gradients are not finite, and change nothing.
+
+        Args:
+            batches: As `attempt`.
+            **options: Those of `attempt`, but `look`.
+        """
+        found: list[NonFiniteShard] = []
+
+        def look(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
+            name = first_nonfinite(dict(zip(self._named, gradients, strict=True)))
+            if name is not None:
+                loss = report.loss.item()
+                found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
+
+        self.attempt(batches, **options, look=look)
+        return sorted(found, key=lambda each: each.shard)
 
     def first_shard(self, batch: Any) -> Any:
         """Give the arrays of a batch's first shard on the main device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,11 @@ from lockstep.tree import Tensors
 
 
 def hand_over(
-    parameters: Sequence[nn.Parameter], gradients: Tensors, *, frozen: Sequence[nn.Parameter]
+    parameters: Sequence[nn.Parameter],
+    gradients: Tensors,
+    *,
+    frozen: Sequence[nn.Parameter],
+    receiver: Callable[[nn.Parameter], nn.Parameter],
 ) -> None:
     """Put the gradient of the whole batch where an optimizer looks for it.
 
@@ -22,13 +26,16 @@ def hand_over(
         gradients: One for each, or None.
         frozen: Parameters that ask for no gradient. One that did so before has a gradient of its last update,
             by which an optimizer would move it.
+        receiver: Says for a parameter whose ``grad`` the optimizer reads: its own or its master's.
     """
     for parameter in frozen:
         parameter.grad = None
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is not None and parameter._backward_hooks:
             gradient = _hooked(parameter, gradient)  # noqa: PLW2901 - a hook's answer stands in for it
-        parameter.grad = gradient
+        target = receiver(parameter)
+        # A half-precision parameter without a master is nobody's; its gradient comes in float32 all the same.
+        target.grad = gradient if gradient is None else gradient.to(target.dtype)
 
 
 def _hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:

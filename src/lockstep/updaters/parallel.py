@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.data import Iterator, collate
 from lockstep.data.source import Source
 from lockstep.errors import NonFiniteError, OrderError, StateError
-from lockstep.precision import LossScale, parse_loss_scale, parse_precision
+from lockstep.optim import HookedOptimizer
+from lockstep.precision import LossScale, MasterWeights, parse_loss_scale, parse_precision
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule, combine
 from lockstep.replicas.devices import Devices
@@ -38,7 +39,7 @@ from lockstep.updaters.late import raised
 from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.names import MAIN, by_name, iterators_by_name, look_up, named_schedulers
 from lockstep.updaters.networks import arrange, check_ownership
-from lockstep.updaters.result import UpdateResult
+from lockstep.updaters.result import NonFiniteShard, UpdateResult
 from lockstep.updaters.savepoint import Savepoint, copied
 from lockstep.updaters.tries import Computation, Names, Step, Tried
 from lockstep.updaters.updater import Updater
@@ -90,7 +91,9 @@ class ParallelUpdater(Updater):
         split: ``"contiguous"`` shards, or ``"strided"``: shard i of n has the samples i, i + n, i + 2n …
         reduction: ``"mean"`` over all shards by their weights, or the ``"sum"`` of the gradients of the
             shards' mean losses, as Chainer had it.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: what autocast computes in.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: what autocast computes in. ``"bf16-true"`` or
+            ``"fp16-true"`` for a model that is held in that format: gradients are summed in float32, and
+            optimizers move float32 masters; see `master_weights`. Data stays in its own format.
         loss_scale: A number or a `LossScale`; None for 1. One for all optimizers.
         on_overflow: What follows a gradient that is not finite, once the loss scale has stepped down:
             ``"retry"`` the same batch in the same random streams, draw the ``"next"``, or ``"skip"`` it.
@@ -153,6 +156,8 @@ class ParallelUpdater(Updater):
         check_ownership(self._optimizers, arranged.networks)
         self._models = arranged.networks
         self._loss_scale = parse_loss_scale(loss_scale)
+        policy = parse_precision(precision)
+        policy.check_model(arranged.module)
         self._schedulers = named_schedulers("scheduler", scheduler, self._optimizers)
         self._epoch_schedulers = named_schedulers("epoch_scheduler", epoch_scheduler, self._optimizers)
         self._takes_steps = step_fn is not None or type(self).update_core is not ParallelUpdater.update_core
@@ -167,7 +172,7 @@ class ParallelUpdater(Updater):
             converter=converter,
             num_shards=num_shards,
             seed=seed,
-            precision=parse_precision(precision),
+            precision=policy,
             buffers=buffers,
             mean=reduction == "mean",
             strided=split == "strided",
@@ -184,7 +189,12 @@ class ParallelUpdater(Updater):
         self._max_tries = max_tries
         self._on_exhausted = on_exhausted
         self._names: Names = tuple(self._optimizers)
-        self._committers = {name: Committer(each) for name, each in self._optimizers.items()}
+        self._masters = (
+            {name: _masters_for(each) for name, each in self._optimizers.items()} if policy.held_dtype else {}
+        )
+        self._committers = {
+            name: Committer(each, self._masters.get(name)) for name, each in self._optimizers.items()
+        }
         self._epochs = Epochs(self._optimizers if auto_new_epoch else {}, self._epoch_schedulers)
         self._uninitialised = lazy.is_uninitialised(group.model)
         self._iteration = 0
@@ -216,7 +226,7 @@ class ParallelUpdater(Updater):
                 return self._update_by_steps(interrupts, settings)
             behind, tried = self._try(interrupts, settings)
             interrupts.commit()
-            hand_over(self._engine.parameters, tried.attempt.gradients, frozen=self._engine.frozen)
+            self._hand_over(tried.attempt, None)
             return self._commit(self._names, tried, settings, drawn={MAIN: behind})
 
     def update_core(self, batch: Any) -> object:
@@ -316,6 +326,43 @@ class ParallelUpdater(Updater):
         self._step.drawn[name] += 1
         return batch
 
+    def find_nonfinite(self) -> list[NonFiniteShard]:
+        """Run the pending batch once more at today's loss scale, and list the shards with bad gradients.
+
+        After a `NonFiniteError` the pending batch is the one it was about. Nothing changes; the random
+        streams are those the next update will use. An empty list says that each shard by itself is finite.
+
+        Raises:
+            StopIteration: The iterator has ended.
+            OrderError: The updater takes steps of the user's own.
+            ReplicaError: User code raised in a shard.
+        """
+        if self._takes_steps:
+            raise OrderError("`find_nonfinite` must be called of an updater that takes no steps of its own.")
+        batches = self._next_batches(0)
+        if not batches:
+            raise StopIteration
+        with HeldInterrupts(self._engine.group.stop), self._computing() as settings:
+            return self._engine.find_nonfinite(
+                batches,
+                loss_fn=self._usual.loss_fn,
+                first_stream=self._first_stream(),
+                loss_scale=self._loss_scale.factor,
+                settings=settings,
+            )
+
+    def master_weights(self, model: str = MAIN) -> dict[str, torch.Tensor]:
+        """Give the float32 masters by the names of their parameters; none without a true half precision.
+
+        Args:
+            model: The name of the model.
+
+        Raises:
+            KeyError: There is no model of this name.
+        """
+        network = look_up(model, self._models)
+        return {name: value for each in self._masters.values() for name, value in each.named(network).items()}
+
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """Where the replicas are, one entry each: what ``"auto"`` came to."""
@@ -390,7 +437,7 @@ class ParallelUpdater(Updater):
             "applied_updates": self._applied_updates,
             "loss_scale": self._loss_scale.state_dict(),
             "iterators": {name: each.state_dict() for name, each in self._iterators.items()},
-            "optimizers": {name: each.state_dict() for name, each in self._optimizers.items()},
+            "optimizers": {name: each.state_dict() for name, each in self._steppables().items()},
             "models": {name: lazy.state_of(each) for name, each in self._models.items()},
             "schedulers": {name: each.state_dict() for name, each in self._schedulers.items()},
             "epoch_schedulers": {name: each.state_dict() for name, each in self._epoch_schedulers.items()},
@@ -429,13 +476,20 @@ class ParallelUpdater(Updater):
             iterator.load_state_dict(state["iterators"][name])
         for name, model in self._models.items():
             lazy.load_state(model, state["models"][name])
-        for name, optimizer in self._optimizers.items():
+        for name, optimizer in self._steppables().items():
             # PyTorch's optimizers take over the tensors they are given, and would change the saved state.
             optimizer.load_state_dict(copied(state["optimizers"][name]))
         for name, scheduler in self._schedulers.items():
             scheduler.load_state_dict(state["schedulers"][name])
         for name, scheduler in self._epoch_schedulers.items():
             scheduler.load_state_dict(state["epoch_schedulers"][name])
+
+    def _steppables(self) -> dict[str, Optimizer | MasterWeights]:
+        """Give what holds the state of each optimizer: itself, or the masters of one that knows of none."""
+        return {
+            name: each if isinstance(each, HookedOptimizer) else self._masters.get(name, each)
+            for name, each in self._optimizers.items()
+        }
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         own = self.state_dict()
@@ -473,7 +527,9 @@ class ParallelUpdater(Updater):
     def _save(self) -> Savepoint:
         """Copy what steps may change."""
         schedulers = [*self._schedulers.values(), *self._epoch_schedulers.values()]
-        return Savepoint(self._engine.group.model, self._optimizers.values(), schedulers)
+        held = [self._masters.get(name) or _own_masters(each) for name, each in self._optimizers.items()]
+        masters = [each for each in held if each is not None]
+        return Savepoint(self._engine.group.model, self._optimizers.values(), schedulers, masters)
 
     # Computing -------------------------------------------------------------------------------
 
@@ -569,6 +625,8 @@ class ParallelUpdater(Updater):
 
     def _hand_over(self, attempt: Attempt, wanted: frozenset[int] | None) -> None:
         """Put a gradient where the optimizers it is for look for it."""
+        for masters in self._masters.values():
+            masters.refresh()
         pairs = [
             (parameter, gradient)
             for parameter, gradient in zip(self._engine.parameters, attempt.gradients, strict=True)
@@ -578,7 +636,14 @@ class ParallelUpdater(Updater):
             [parameter for parameter, _ in pairs],
             [gradient for _, gradient in pairs],
             frozen=self._engine.frozen,
+            receiver=self._receiver,
         )
+
+    def _receiver(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Say whose ``grad`` optimizers read in the place of a parameter's."""
+        for masters in self._masters.values():
+            parameter = masters.receiver(parameter)
+        return parameter
 
     # Applying --------------------------------------------------------------------------------
 
@@ -722,6 +787,18 @@ class ParallelUpdater(Updater):
             step.applied = True
         self._loss_scale = tried.next_scale(self._loss_scale)
         return tried.result(applied=tried.movable)
+
+
+def _masters_for(optimizer: Optimizer) -> MasterWeights:
+    """Give an optimizer masters, its own where it can have some."""
+    if isinstance(optimizer, HookedOptimizer):
+        optimizer.use_fp32_update()
+    own = _own_masters(optimizer)
+    return MasterWeights(optimizer) if own is None else own
+
+
+def _own_masters(optimizer: Optimizer) -> MasterWeights | None:
+    return optimizer.masters if isinstance(optimizer, HookedOptimizer) else None
 
 
 def _parameters_of(optimizer: Optimizer) -> frozenset[int]:

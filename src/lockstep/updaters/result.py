@@ -29,6 +29,25 @@ class ShardReport:
     metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class NonFiniteShard:
+    """A shard whose gradient is not finite.
+
+    Attributes:
+        shard: Its index.
+        batch: Which of the update's batches it is cut from.
+        samples: Which samples of that batch.
+        loss: Its mean loss, which may be finite all the same.
+        parameter: The name of the first parameter whose gradient is not finite.
+    """
+
+    shard: int
+    batch: int
+    samples: range
+    loss: float
+    parameter: str
+
+
 @dataclass(frozen=True)
 class UpdateResult:
     """What one update did.

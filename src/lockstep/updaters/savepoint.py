@@ -12,6 +12,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.precision import MasterWeights
+
 
 class Savepoint:
     """The values of parameters, buffers, optimizers and schedulers as they are now.
@@ -20,15 +22,21 @@ class Savepoint:
         model: All networks; parameters without shapes are left out, see `include`.
         optimizers: With their state, options and counters.
         schedulers: With theirs.
+        masters: What optimizers move in the place of parameters in half precision.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler]
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        schedulers: Iterable[LRScheduler],
+        masters: Iterable[MasterWeights] = (),
     ) -> None:
         self._tensors: dict[torch.Tensor, torch.Tensor] = {}
         self.include(model)
         self._optimizers = [(optimizer, copied(optimizer.state_dict())) for optimizer in optimizers]
         self._schedulers = [(scheduler, copied(scheduler.state_dict())) for scheduler in schedulers]
+        self._masters = [(each, copied(each.saved_masters())) for each in masters]
 
     def include(self, model: nn.Module) -> None:
         """Copy what has got its shape since."""
@@ -45,6 +53,8 @@ class Savepoint:
             _restore(optimizer, state)
         for scheduler, state in self._schedulers:
             scheduler.load_state_dict(state)
+        for masters, values in self._masters:
+            masters.load_masters(values)
 
 
 def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:

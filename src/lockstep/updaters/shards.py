@@ -33,6 +33,7 @@ class Recipe:
         loss_scale: The factor of the loss scale.
         mean: Whether the gradient is that of the mean over all shards by their weights; else the gradients
             of the shards' mean losses are summed up as they are.
+        look: Shown every shard that takes part, with its gradients still scaled and what it measured.
     """
 
     loss_fn: LossFunction
@@ -40,6 +41,7 @@ class Recipe:
     lift: float | None
     loss_scale: float
     mean: bool = True
+    look: Callable[[Shard, Tensors, ShardReport], None] | None = None
 
     def factor(self, weight: float) -> float:
         """Give what the loss of a shard of this weight is multiplied by before backward."""
@@ -119,7 +121,11 @@ class Place:
                 self._take_gradients()  # backward may have come halfway, and the next one would add to that
                 raise
             gradients = self._take_gradients()
+            if recipe.precision.held_dtype is not None:
+                gradients = [None if gradient is None else gradient.float() for gradient in gradients]
             if report.weight > 0:
+                if recipe.look is not None:
+                    recipe.look(shard, gradients, report)
                 sums.gradients.push(shard.index, gradients)
                 # A single shard's buffers are taken as they are: x * n / n is not always x.
                 share = 1 if recipe.lift is None else len(shard.samples)
