@@ -32,8 +32,17 @@ def networks() -> Networks:
     """Build a generator of points and a judge of them."""
     torch.manual_seed(0)
     return {
-        "gen": nn.Sequential(nn.Linear(LATENT, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 2)),
-        "dis": nn.Sequential(nn.Linear(2, 32), nn.LeakyReLU(0.2), nn.Dropout(0.1), nn.Linear(32, 1)),
+        "gen": nn.Sequential(
+            nn.Linear(LATENT, 64),
+            nn.BatchNorm1d(64),
+            nn.ReLU(),
+            nn.Linear(64, 64),
+            nn.ReLU(),
+            nn.Linear(64, 2),
+        ),
+        "dis": nn.Sequential(
+            nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1)
+        ),
     }
 
 
@@ -73,12 +82,12 @@ def main() -> None:
     """Train and say how round the circle is."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
-    parser.add_argument("--updates", type=int, default=600)
+    parser.add_argument("--updates", type=int, default=1200)
     options = parser.parse_args()
     updater = build(options.devices)
     for number in range(options.updates):
         result = updater.update()
-        if number % 100 == 99:
+        if number % 200 == 199:
             losses = {name: round(float(part.loss), 3) for name, part in result.parts.items()}
             print(f"update {number + 1}: {losses}")
     updater.finalize()
