@@ -283,3 +283,39 @@ def test_masters_in_the_loop_are_unscaled_in_float32() -> None:
     scaler.update()
     scaler.step(masters)
     assert masters.of(weight).tolist() == [1 - 2.0**-22, 1 - 2.0**-14]
+
+
+def test_an_optimizer_with_masters_of_its_own_is_scaled_on_them() -> None:
+    found = []
+    for own in (False, True):
+        weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+        optimizer = CorrectedMomentumSGD([weight], lr=1.0)
+        optimizer.use_fp32_update()
+        scaler = LossScaler(2.0**14)
+        if own:
+            optimizer.set_loss_scale(2.0**14)
+        for value in (1.0, math.nan, 2.0):
+            weight.grad = torch.tensor([2.0**-8, value], dtype=torch.float16)
+            if own:
+                optimizer.update()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        found.append((optimizer.masters.of(weight).tolist(), optimizer.t, weight.tolist()))
+    assert found[0] == found[1]
+    # 2**-22 in the first step and, by momentum, 1.9 times that in the second; float16 has no such numbers.
+    assert found[0][0][0] == torch.tensor(1 - 2.9 * 2.0**-22).item()
+    assert found[0][1:] == (2, [1.0, 1.0])
+
+
+def test_a_scheduler_sees_the_steps_taken_on_masters() -> None:
+    weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    masters, scaler = MasterWeights(optimizer), LossScaler(1.0)
+    for _ in range(2):
+        weight.grad = torch.full_like(weight, 2.0**-10)
+        scaler.step(masters)
+        scaler.update()
+        scheduler.step()
+    assert masters.of(weight).item() == 1 - 2.0**-10 - 2.0**-11
