@@ -79,3 +79,25 @@ def test_counts_out_of_range_are_refused(call, message: str) -> None:
     with pytest.raises(ValueError, match="must") as caught:
         call()
     assert str(caught.value) == message
+
+
+@given(st.integers(1, 300), st.data())
+def test_dealt_shards_hold_every_sample_once_and_are_as_long_as_runs(
+    num_samples: int, data: st.DataObject
+) -> None:
+    num_shards = data.draw(st.integers(1, num_samples))
+    dealt = plan.cut(num_samples, num_shards, strided=True)
+    assert sorted(itertools.chain(*dealt)) == list(range(num_samples))
+    assert [len(shard) for shard in dealt] == [len(shard) for shard in plan.cut(num_samples, num_shards)]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.none() | st.integers(1, 9), st.integers(1, 5))
+def test_a_dealt_schedule_holds_every_sample_once(
+    batch_sizes: list[int], num_shards: int | None, num_devices: int
+) -> None:
+    runs = plan.schedule(batch_sizes, num_shards, [1.0] * num_devices, strided=True)
+    shards = list(itertools.chain(*runs))
+    indices = [shard.index for shard in shards]
+    assert indices == sorted(set(indices))
+    held = sorted((shard.batch, sample) for shard in shards for sample in shard.samples)
+    assert held == [(batch, sample) for batch, size in enumerate(batch_sizes) for sample in range(size)]

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
+from traces import Tolerance, equal, tensor
 
+from lockstep.data import BatchIterator
 from lockstep.extensions import LogReport
 from lockstep.metrics import Mean
+from lockstep.optim import CorrectedMomentumSGD
 from lockstep.trainer import Extension, Trainer
+from lockstep.updaters import ParallelUpdater, supervised
 from small_updaters import CountingUpdater
 
 HERE = Path(__file__).resolve()
@@ -22,7 +28,8 @@ TRACE = REFERENCE / "chainer-cunn" / "traces" / "trainer.json"
 if not TRACE.exists():
     pytest.skip(f"the reference traces are not at {TRACE}; set LOCKSTEP_REFERENCE", allow_module_level=True)
 
-CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads(TRACE.read_text())["cases"]}
+SHARED: dict[str, Any] = json.loads(TRACE.read_text())
+CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in SHARED["cases"]}
 # The other two cases are no trainer's: refused_calls tries optimizers, iterators and converters, and
 # dict_summary's weighted means are replayed below.
 RUNS = [name for name in CASES if name.startswith("run/")]
@@ -75,6 +82,43 @@ def test_order_names_and_log_of_a_run(name: str, tmp_path: Path) -> None:
     assert entries == [
         {key: pytest.approx(value, rel=1e-14) for key, value in one.items()} for one in case["log"]
     ]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_real_run_moves_the_weights_alike(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    model = torch.nn.Linear(2, 1, dtype=torch.float64)
+    with torch.no_grad():
+        model.weight.copy_(tensor(SHARED["init"]["l/W"]))
+        model.bias.copy_(tensor(SHARED["init"]["l/b"]))
+    shift = case["warmup_shift"]
+    optimizer = CorrectedMomentumSGD(model.parameters(), lr=shift["warmup_start"], momentum=case["momentum"])
+    data = TensorDataset(tensor(SHARED["data"]["x"]), tensor(SHARED["data"]["t"]))
+    updater = ParallelUpdater(
+        BatchIterator(data, case["batch_size"]),
+        optimizer,
+        model,
+        devices=dict.fromkeys(case["devices"] or ["main"], "cpu"),
+        split="strided",
+        reduction="sum",
+        loss_fn=supervised(torch.nn.functional.mse_loss),
+    )
+    trainer = Trainer(updater, tuple(case["stop"]), tmp_path)
+    rates: list[tuple[float, float]] = []
+
+    def warm_up(trainer: Trainer) -> None:
+        before = optimizer.lr
+        step = (shift["init"] - shift["warmup_start"]) / shift["warmup_iter"]
+        optimizer.lr = shift["warmup_start"] + step * min(trainer.updater.iteration, shift["warmup_iter"])
+        rates.append((before, optimizer.lr))
+
+    trainer.extend(warm_up)
+    trainer.run()
+    recorded = [(step["observation"]["lr"], step["lr_after_extensions"]) for step in case["per_iteration"]]
+    assert rates == [pytest.approx(pair, rel=1e-14) for pair in recorded]
+    assert equal(case["final_param"]["l/W"], model.weight.detach(), Tolerance(1e-10))
+    assert equal(case["final_param"]["l/b"], model.bias.detach(), Tolerance(1e-10))
+    assert (optimizer.epoch, updater.iteration) == (case["optimizer_epoch"], case["iteration"])
 
 
 def test_order_of_calls_when_an_update_fails(tmp_path: Path) -> None:
@@ -141,3 +185,8 @@ def test_weighted_means(tmp_path: Path) -> None:
     trainer.run()
     (entry,) = report.log
     assert all(math.isclose(entry[key], mean, rel_tol=1e-15) for key, mean in case["mean"].items())
+
+
+def test_every_case_is_replayed() -> None:
+    assert list(CASES) == [*RUNS, "error_in_update", "refused_calls", "dict_summary"]
+    assert len(RUNS) == 2

@@ -354,6 +354,21 @@ def test_gradients_are_for_one_optimizer_only() -> None:
             updater.compute_gradients(batch, optimizer="gen")
 
 
+def test_other_networks_ask_for_no_gradient_in_the_meantime() -> None:
+    asking: list[tuple[bool, bool]] = []
+
+    def loss_fn(nets: dict[str, nn.Module], real: torch.Tensor) -> Any:
+        asks = [any(each.requires_grad for each in nets[name].parameters()) for name in ("gen", "dis")]
+        asking.append((asks[0], asks[1]))
+        return GanStep().judge_loss(nets, real)
+
+    with finalized(gan(placement=Placement(2), num_shards=2)) as updater:
+        batch = updater.get_iterator().peek()
+        for name in ("dis", "gen", None):
+            updater.compute_gradients(batch, loss_fn=loss_fn, optimizer=name)
+    assert asking == [(False, True)] * 2 + [(True, False)] * 2 + [(True, True)] * 2
+
+
 def test_calls_that_belong_elsewhere_are_refused() -> None:
     def nested(updater: ls.ParallelUpdater, _: Any) -> None:
         updater.update()

@@ -627,17 +627,12 @@ class ParallelUpdater(Updater):
         """Put a gradient where the optimizers it is for look for it."""
         for masters in self._masters.values():
             masters.refresh()
-        pairs = [
-            (parameter, gradient)
-            for parameter, gradient in zip(self._engine.parameters, attempt.gradients, strict=True)
-            if wanted is None or id(parameter) in wanted
-        ]
-        hand_over(
-            [parameter for parameter, _ in pairs],
-            [gradient for _, gradient in pairs],
-            frozen=self._engine.frozen,
-            receiver=self._receiver,
-        )
+        parameters, gradients = self._engine.parameters, attempt.gradients
+        if wanted is not None:
+            chosen = [index for index, parameter in enumerate(parameters) if id(parameter) in wanted]
+            parameters = [parameters[index] for index in chosen]
+            gradients = [gradients[index] for index in chosen]
+        hand_over(parameters, gradients, frozen=self._engine.frozen, receiver=self._receiver)
 
     def _receiver(self, parameter: nn.Parameter) -> nn.Parameter:
         """Say whose ``grad`` optimizers read in the place of a parameter's."""
