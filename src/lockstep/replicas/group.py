@@ -13,6 +13,7 @@ from lockstep import plan
 from lockstep.errors import OrderError
 from lockstep.replicas.copies import ModelWatch, copy_model
 from lockstep.replicas.devices import Devices, device_context, parse_devices
+from lockstep.replicas.memory import keep_freed_memory
 from lockstep.replicas.settings import Carried, Computing, ThreadSettings
 from lockstep.replicas.worker import Worker
 
@@ -23,7 +24,8 @@ class ReplicaGroup:
     A replica on the device where the model lives shares the memory of its parameters; one elsewhere
     holds a copy that `sync_parameters` refreshes. The model itself is never run. The first replica works
     in the calling thread, every other one in its own, under the caller's settings (grad mode, autocast,
-    default dtype and device, denormals) and one intra-op thread.
+    default dtype and device, denormals) and one intra-op thread. On CPUs under Linux the process keeps the
+    memory it frees from the first work on, unless the environment says otherwise; see `replicas.memory`.
 
     Args:
         model: Stays where it is; ``model.to(devices[0])`` first where it shall be trained on a GPU.
@@ -98,6 +100,8 @@ class ReplicaGroup:
         """
         self._check_open()
         if self._watch is None or self._watch.changed():
+            if "cpu" in self.device_types:
+                keep_freed_memory()
             self._replicas = [copy_model(self.model, device) for device in self.devices]
             self._parameters = list(self.model.parameters())
             self._one_memory = all(
