@@ -49,4 +49,5 @@ def keep_freed_memory() -> bool:
     except AttributeError:
         return False
     settings = ((M_TRIM_THRESHOLD, KEPT), (M_TOP_PAD, AHEAD), (M_MMAP_THRESHOLD, LARGEST))
-    return all([mallopt(name, value) == 1 for name, value in settings])
+    answers = [mallopt(name, value) for name, value in settings]
+    return answers == [1, 1, 1]

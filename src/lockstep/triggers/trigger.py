@@ -24,7 +24,7 @@ class Progress(Protocol):
 
     @property
     def elapsed_time(self) -> float:
-        """How many seconds the run has taken, over all its sessions."""
+        """How many seconds the run has taken, interruptions left out."""
 
 
 class Trigger(ABC):
