@@ -30,8 +30,8 @@ if not TRACE.exists():
 
 SHARED: dict[str, Any] = json.loads(TRACE.read_text())
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in SHARED["cases"]}
-# The other two cases are no trainer's: refused_calls tries optimizers, iterators and converters, and
-# dict_summary's weighted means are replayed below.
+# The other two cases: test_refused_calls.py replays refused_calls, and dict_summary's weighted means are
+# replayed below.
 RUNS = [name for name in CASES if name.startswith("run/")]
 
 
