@@ -1,4 +1,4 @@
-"""What Chainer refuses is refused here too, by an error of the same kind unless the list of differences says so."""
+"""What Chainer refuses is refused here too, by the same kind of error unless the list of differences says so."""
 
 from __future__ import annotations
 
