@@ -1,4 +1,4 @@
-"""What Chainer refuses is refused here too, by the same kind of error unless the list of differences says so."""
+"""What Chainer refuses is refused here too, by the same kind of error unless listed as a difference."""
 
 from __future__ import annotations
 
