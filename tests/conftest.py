@@ -14,6 +14,14 @@ import torch
 SMALLEST_DENORMAL = 5e-324
 
 
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> Iterator[None]:
+    """Let Ctrl-C raise as usual, also where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(autouse=True)
 def hygiene() -> Iterator[None]:
     """Fail a test that leaves something changed."""
