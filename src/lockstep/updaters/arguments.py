@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch.optim import Optimizer
 
 
 def check_counts(**counts: int | None) -> None:
@@ -83,3 +85,19 @@ def check_step(*, accumulate: int, on_overflow: str) -> None:
             "`on_overflow` must be 'retry' or 'skip' where a step function says what an update does, got "
             "'next'."
         )
+
+
+def check_flat(optimizers: Mapping[str, Optimizer], *, takes_steps: bool) -> None:
+    """Refuse one tensor for gradients that do not belong together.
+
+    Raises:
+        ValueError: There are several optimizers, steps of the user's own, or several dtypes.
+    """
+    if takes_steps or len(optimizers) > 1:
+        raise ValueError(
+            "`flat_gradients` must be False with several optimizers or a step function, got True."
+        )
+    (optimizer,) = optimizers.values()
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    if len(dtypes) > 1:
+        raise ValueError(f"`flat_gradients` must be False for parameters of several dtypes, got {dtypes}.")

@@ -32,6 +32,7 @@ from lockstep.streams import (
 from lockstep.tree import Tensors
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
+from lockstep.updaters.flat import FlatGradients
 from lockstep.updaters.handover import refuse_accumulate_hooks
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.reduction import can_be_cut, gather, reduce_slice, reduce_whole, roots
@@ -78,6 +79,7 @@ class GradientEngine:
         buffers: The rule by which buffers are combined.
         mean: Whether shards count by their weights; see `Recipe`.
         strided: Whether the samples of a batch are dealt to its shards round robin.
+        flat: Whether to lay the gradients end to end in one tensor.
         timing: Told how long places work, if workloads are to be measured.
     """
 
@@ -92,11 +94,15 @@ class GradientEngine:
         buffers: BufferRule,
         mean: bool = True,
         strided: bool = False,
+        flat: bool = False,
         timing: PlaceTimes | None = None,
     ) -> None:
         self.group = group
         self._mean = mean
         self._strided = strided
+        self._wants_flat = flat
+        self.flat: FlatGradients | None = None
+        """Where the gradients lie end to end, if that was asked for."""
         self._timing = timing
         self._converter = converter
         self._num_shards = num_shards
@@ -231,6 +237,10 @@ class GradientEngine:
             )
             for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
         ]
+        if self._wants_flat:
+            held = self._precision.held_dtype is not None  # then gradients are summed in float32
+            dtype = torch.float32 if held else self.parameters[0].dtype
+            self.flat = FlatGradients(self.parameters, dtype)
         sizes = [parameter.numel() for parameter in self.parameters]
         self._slices = plan.slices(sizes, len(self._places))
         on_cpus = len(self._places) > 1 and all(device.type == "cpu" for device in self.group.devices)
@@ -333,6 +343,8 @@ class GradientEngine:
         else:
             norms += reduce_whole(partials, divisor)
         gradients = partials[0].tensors if len(partials) == 1 else roots(partials, len(self.parameters))
+        if self.flat is not None:
+            gradients = self.flat.store(gradients)
         finite = norms_are_finite(norms)
         return Attempt(
             gradients=gradients,

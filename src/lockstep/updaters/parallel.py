@@ -26,7 +26,14 @@ from lockstep.replicas.settings import ALONE, Computing, ThreadSettings
 from lockstep.state import check_keys
 from lockstep.streams import DefaultStream, stream_seed
 from lockstep.updaters import lazy
-from lockstep.updaters.arguments import check_choice, check_counts, check_seed, check_sharding, check_step
+from lockstep.updaters.arguments import (
+    check_choice,
+    check_counts,
+    check_flat,
+    check_seed,
+    check_sharding,
+    check_step,
+)
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, call_arguments
 from lockstep.updaters.commit import Committer
@@ -103,6 +110,8 @@ class ParallelUpdater(Updater):
         scheduler: Stepped whenever its optimizer has moved weights; one or several.
         epoch_scheduler: Stepped when the main iterator starts an epoch; one or several.
         auto_new_epoch: Whether optimizers that count epochs are told when the main iterator starts one.
+        flat_gradients: Whether the gradients lie end to end in one tensor, `flat_gradients`, of which every
+            ``parameter.grad`` is a view; costs a copy. For one optimizer whose parameters have one dtype.
 
     Raises:
         TypeError: An argument is of another kind.
@@ -141,6 +150,7 @@ class ParallelUpdater(Updater):
         scheduler: Schedulers | None = None,
         epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
+        flat_gradients: bool = False,
     ) -> None:
         check_counts(num_shards=num_shards, accumulate=accumulate, max_tries=max_tries)
         check_seed(seed)
@@ -165,6 +175,8 @@ class ParallelUpdater(Updater):
             check_step(accumulate=accumulate, on_overflow=on_overflow)
         elif loss_fn is None and arranged.several:
             raise ValueError("`loss_fn` must be given for several networks, got None.")
+        if flat_gradients:
+            check_flat(self._optimizers, takes_steps=self._takes_steps)
         fixed = check_sharding(num_shards=num_shards, split=split, workloads=arranged.workloads)
         group = ReplicaGroup(arranged.module, arranged.devices, workloads=fixed)
         self._engine = GradientEngine(
@@ -176,6 +188,7 @@ class ParallelUpdater(Updater):
             buffers=buffers,
             mean=reduction == "mean",
             strided=split == "strided",
+            flat=flat_gradients,
             timing=PlaceTimes(group.devices) if arranged.workloads == "auto" else None,
         )
         self._iterator = self._iterators[MAIN]
@@ -367,6 +380,12 @@ class ParallelUpdater(Updater):
     def devices(self) -> tuple[torch.device, ...]:
         """Where the replicas are, one entry each: what ``"auto"`` came to."""
         return tuple(self._engine.group.devices)
+
+    @property
+    def flat_gradients(self) -> torch.Tensor | None:
+        """The last gradient of all parameters as one tensor, if that was asked for; None before the first."""
+        flat = self._engine.flat
+        return None if flat is None else flat.tensor
 
     @property
     def iteration(self) -> int:
