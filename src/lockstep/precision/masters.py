@@ -9,7 +9,7 @@ References: Micikevicius et al., "Mixed Precision Training", 2018, arXiv:1710.03
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -284,8 +284,3 @@ class MasterWeights:
             # torch's optimizers count steps in a tensor, which for a 0-d parameter has its shape.
             if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
                 remembered[key] = value.to(dtype) if value.is_floating_point() else value
-
-
-def has_half_precision(parameters: Sequence[Tensor]) -> bool:
-    """Tell whether any of these parameters would have a master."""
-    return any(parameter.dtype in HALF_PRECISION for parameter in parameters)
