@@ -1,18 +1,13 @@
-"""Tries at a batch, and one update made of several computations."""
+"""What is computed, and what the tries at it came to."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from lockstep.precision import LossScale
-from lockstep.replicas.settings import ThreadSettings
 from lockstep.updaters.engine import Attempt
-from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.savepoint import Savepoint
 
 Names = tuple[str, ...]
 """The optimizers that a gradient is for."""
@@ -79,56 +74,3 @@ class Tried:
             return now
         following = self.scale.after(finite=self.attempt.nonfinite is None)
         return following if now is self.given or following.factor < now.factor else now
-
-
-@dataclass(slots=True)
-class Step:
-    """One update that a step function makes.
-
-    Attributes:
-        interrupts: Those held during it.
-        settings: What the calling thread computes under.
-        savepoint: What to go back to.
-        drawn: How many batches were taken of each iterator.
-        computations: How many gradients were computed.
-        results: What each of them measured, with the optimizers it was for.
-        applied: Whether any weights moved.
-    """
-
-    interrupts: HeldInterrupts
-    settings: ThreadSettings
-    savepoint: Savepoint
-    drawn: Counter[str]
-    computations: int = 0
-    results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
-    applied: bool = False
-
-    def result(self, scale: LossScale) -> UpdateResult:
-        """Put together what the computations measured: all of them, and each optimizer's."""
-        found = [result for _, result in self.results]
-        labels = dict.fromkeys("+".join(names) for names, _ in self.results)
-        parts = {
-            label: _merged([result for names, result in self.results if "+".join(names) == label], scale)
-            for label in labels
-        }
-        merged = _merged(found, scale)
-        return UpdateResult(
-            applied=self.applied,
-            tries=merged.tries,
-            loss_scale=merged.loss_scale,
-            nonfinite=merged.nonfinite,
-            reports=merged.reports,
-            parts=parts if len(parts) > 1 else {},
-        )
-
-
-def _merged(results: Sequence[UpdateResult], scale: LossScale) -> UpdateResult:
-    """Take several computations as one: reports of all, the last loss scale, the most tries."""
-    bad = [result.nonfinite for result in results if result.nonfinite is not None]
-    return UpdateResult(
-        applied=False,
-        tries=max((result.tries for result in results), default=0),
-        loss_scale=results[-1].loss_scale if results else scale.factor,
-        nonfinite=bad[-1] if bad else None,
-        reports=[report for result in results for report in result.reports],
-    )
