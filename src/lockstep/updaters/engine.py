@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -15,6 +14,7 @@ from lockstep import plan
 from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
 from lockstep.precision import Precision, first_nonfinite, norms_are_finite
+from lockstep.precision.finite import norms
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots
 from lockstep.replicas.settings import ThreadSettings
@@ -26,12 +26,17 @@ from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.flat import FlatGradients
 from lockstep.updaters.handover import refuse_accumulate_hooks
 from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.meeting import Position
+from lockstep.updaters.over_ranks import RankReduction, WholeBatch
 from lockstep.updaters.reduction import can_be_cut, gather, reduce_slice, reduce_whole, roots
 from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.schedule import Everywhere, Part
 from lockstep.updaters.shards import Place, PlaceSums, Recipe
 
 SIDE_BY_SIDE: Final = 400_000
 """Elements. With fewer parameters one thread has added them up before a second has begun."""
+
+ALONE: Final = Everywhere()
 
 
 @dataclass(slots=True)
@@ -68,6 +73,7 @@ class GradientEngine:
         strided: Whether the samples of a batch are dealt to its shards round robin.
         flat: Whether to lay the gradients end to end in one tensor.
         timing: Told how long places work, if workloads are to be measured.
+        ranks: Adds up over the ranks of the run, if there are others.
     """
 
     def __init__(
@@ -83,8 +89,10 @@ class GradientEngine:
         strided: bool = False,
         flat: bool = False,
         timing: PlaceTimes | None = None,
+        ranks: RankReduction | None = None,
     ) -> None:
         self.group = group
+        self._ranks = ranks
         self._mean = mean
         self._strided = strided
         self._wants_flat = flat
@@ -105,6 +113,7 @@ class GradientEngine:
         self.slots: list[Slot] = []
         """The model's buffers."""
         self._slices: list[list[Piece]] = []
+        self._like: list[torch.Tensor] = []
         self._idle: tuple[int, ...] = ()
         self.side_by_side = False
         """Whether reducing and stepping are worth more than one thread."""
@@ -113,7 +122,19 @@ class GradientEngine:
     @property
     def shards_a_batch(self) -> int:
         """How many shards a batch is cut into."""
-        return len(self.group.devices) if self._num_shards is None else self._num_shards
+        if self._num_shards is not None:
+            return self._num_shards
+        return self._everywhere.num_places(len(self.group.devices))
+
+    @property
+    def _everywhere(self) -> Everywhere:
+        """The places of the other ranks."""
+        return ALONE if self._ranks is None else self._ranks.everywhere
+
+    def part(self, sizes: Sequence[int]) -> Part:
+        """Say which shards of batches of these sizes are computed in this process."""
+        mine = self.group.workloads if self._ranks is None else self._ranks.workloads
+        return self._everywhere.part(sizes, self._num_shards, mine, strided=self._strided)
 
     def attempt(
         self,
@@ -123,9 +144,11 @@ class GradientEngine:
         first_stream: int,
         loss_scale: float,
         settings: ThreadSettings,
+        position: Position,
+        interrupted: Callable[[], bool],
         wanted: frozenset[int] | None = None,
         look: Callable[[Shard, Tensors, ShardReport], None] | None = None,
-    ) -> Attempt:
+    ) -> Attempt | None:
         """Compute the gradient of the mean loss over some batches, as one.
 
         Args:
@@ -134,31 +157,49 @@ class GradientEngine:
             first_stream: The position of the first shard's random stream in the run's.
             loss_scale: The factor of the loss scale.
             settings: What the calling thread computes under.
+            position: What must be the same on all ranks.
+            interrupted: Asked when the shards are computed whether one may have been left out; may raise.
             wanted: The parameters that shall have a gradient, by ``id``; None for all that ask for one.
             look: Shown every shard that takes part, by the thread that computed it.
 
+        Returns:
+            What came of it; None where a shard was left out, here or on another rank.
+
         Raises:
             ReplicaError: User code raised in a shard.
+            PeerError: Another rank failed.
             TypeError: The loss function returned no loss.
             ValueError: A batch is empty or uneven, or the loss cannot be used.
         """
         sizes = [batch_size(batch) for batch in batches]
         self._prepare()
-        shards = _schedule(tuple(sizes), self._num_shards, tuple(self.group.workloads), self._strided)
+        part = self.part(sizes)
         work = [
             [(shard, shard_arrays(batches[shard.batch], shard, device, self._converter)) for shard in run]
-            for run, device in zip(shards, self.group.devices, strict=True)
+            for run, device in zip(part.runs, self.group.devices, strict=True)
         ]
         # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
-        single = sum(map(len, shards)) == 1
-        lift = None if single else 2.0 ** -(sum(sizes) - 1).bit_length()
+        lift = None if part.num_shards == 1 else 2.0 ** -(sum(sizes) - 1).bit_length()
         recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look)
         self._idle = () if wanted is None else self._others(wanted)
         for parameter in self.parameters:
             if look is None and (wanted is None or id(parameter) in wanted):
                 parameter.grad = None  # the last gradient's memory is what this one will be written to
         sums = self._compute(work, recipe, first_stream, settings)
-        return self._reduce(sums, recipe, settings)
+        again = interrupted()
+        if self._ranks is None:
+            return None if again else self._reduce(sums, recipe, settings)
+        found = self._ranks.reduce(
+            sums,
+            recipe,
+            part,
+            position={**position, "batch sizes": sizes},
+            again=again,
+            workloads=self.group.workloads,
+            like=self._like,
+            slots=self.slots,
+        )
+        return None if found is None else self._whole(found)
 
     def find_nonfinite(self, batches: Sequence[Any], **options: Any) -> list[NonFiniteShard]:
         """List the shards whose gradients are not finite, and change nothing.
@@ -176,14 +217,13 @@ class GradientEngine:
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
         self.attempt(batches, **options, look=look)
-        return sorted(found, key=lambda each: each.shard)
+        everywhere = found if self._ranks is None else self._ranks.gather_nonfinite(found)
+        return sorted(everywhere, key=lambda each: each.shard)
 
     def first_shard(self, batch: Any) -> Any:
-        """Give the arrays of a batch's first shard on the main device."""
-        size = batch_size(batch)
-        runs = _schedule((size,), self._num_shards, tuple(self.group.workloads), self._strided)
-        first = next(run[0] for run in runs if run)
-        return shard_arrays(batch, first, self.group.devices[0], self._converter)
+        """Give the arrays of a batch's first shard on the main device, wherever that shard is computed."""
+        opening = self.part([batch_size(batch)]).opening
+        return shard_arrays(batch, opening, self.group.devices[0], self._converter)
 
     def _others(self, wanted: frozenset[int]) -> tuple[int, ...]:
         """List the parameters, by index, that are to have no gradient for now."""
@@ -212,6 +252,8 @@ class GradientEngine:
         self.parameters = list(self._named.values())
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.slots = buffer_slots(model)
+        held = self._precision.held_dtype is not None  # then gradients are summed in float32
+        self._like = [_in_float32(each) if held else each.detach() for each in self.parameters]
         self._places = [
             Place(
                 device,
@@ -223,9 +265,7 @@ class GradientEngine:
             for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
         ]
         if self._wants_flat:
-            held = self._precision.held_dtype is not None  # then gradients are summed in float32
-            dtype = torch.float32 if held else self.parameters[0].dtype
-            self.flat = FlatGradients(self.parameters, dtype)
+            self.flat = FlatGradients(self.parameters, self._like[0].dtype)
         sizes = [parameter.numel() for parameter in self.parameters]
         self._slices = plan.slices(sizes, len(self._places))
         on_cpus = len(self._places) > 1 and all(device.type == "cpu" for device in self.group.devices)
@@ -277,37 +317,48 @@ class GradientEngine:
         partials = [partial for place in sums for partial in place.gradients.partials]
         if len(self._places) > 1:
             partials = gather(partials, self.group.devices[0])
-        norms: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
         if self.side_by_side and can_be_cut(partials):
 
             def reduce(place: int) -> None:
-                norms.extend(reduce_slice(partials, self._slices[place], divisor))
+                values.extend(reduce_slice(partials, self._slices[place], divisor))
 
             self.group.run(reduce, settings=settings)
         else:
-            norms += reduce_whole(partials, divisor)
+            values += reduce_whole(partials, divisor)
         gradients = partials[0].tensors if len(partials) == 1 else roots(partials, len(self.parameters))
+        buffers = [place.buffers for place in sums]
+        return self._checked(gradients, values, buffers, sum(place.samples for place in sums), reports)
+
+    def _whole(self, found: WholeBatch) -> Attempt:
+        """Check what all ranks added up; every rank finds the same."""
+        values = norms([gradient for gradient in found.gradients if gradient is not None])
+        return self._checked(found.gradients, values, [found.buffers], found.samples, found.reports)
+
+    def _checked(
+        self,
+        gradients: Tensors,
+        values: Sequence[torch.Tensor],
+        buffers: list[BufferSum],
+        samples: int,
+        reports: list[ShardReport],
+    ) -> Attempt:
+        """Tell by their norms whether gradients are finite."""
         if self.flat is not None:
             gradients = self.flat.store(gradients)
-        finite = norms_are_finite(norms)
+        finite = norms_are_finite(values)
         return Attempt(
             gradients=gradients,
             nonfinite=None if finite else first_nonfinite(dict(zip(self._named, gradients, strict=True))),
-            buffers=[place.buffers for place in sums],
-            samples=sum(place.samples for place in sums),
+            buffers=buffers,
+            samples=samples,
             reports=reports,
         )
 
 
-@lru_cache(maxsize=64)
-def _schedule(
-    sizes: tuple[int, ...],
-    num_shards: int | None,
-    workloads: tuple[float, ...],
-    strided: bool,
-) -> list[list[Shard]]:
-    """Remember the last schedules: exact shares are slow to compute, and batches are mostly of one size."""
-    return plan.schedule(sizes, num_shards, workloads, strided=strided)
+def _in_float32(parameter: torch.Tensor) -> torch.Tensor:
+    """Give something of a parameter's shape in float32 that takes no memory."""
+    return torch.empty((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
 
 
 @contextmanager
