@@ -14,13 +14,13 @@ from torch import nn
 from lockstep import plan
 from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
-from lockstep.precision import Precision, first_nonfinite, norms_are_finite
+from lockstep.precision import Precision, first_nonfinite
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.streams import stream_seed
-from lockstep.tree import Tensors
+from lockstep.tree import PartialSum, Tensors
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.flat import FlatGradients
@@ -277,26 +277,33 @@ class GradientEngine:
         partials = [partial for place in sums for partial in place.gradients.partials]
         if len(self._places) > 1:
             partials = gather(partials, self.group.devices[0])
-        norms: list[torch.Tensor] = []
-        if self.side_by_side and can_be_cut(partials):
-
-            def reduce(place: int) -> None:
-                norms.extend(reduce_slice(partials, self._slices[place], divisor))
-
-            self.group.run(reduce, settings=settings)
-        else:
-            norms += reduce_whole(partials, divisor)
-        gradients = partials[0].tensors if len(partials) == 1 else roots(partials, len(self.parameters))
+        gradients, nonfinite = self._sum(
+            partials or [PartialSum(0, [None] * len(self.parameters))], divisor, settings
+        )
         if self.flat is not None:
             gradients = self.flat.store(gradients)
-        finite = norms_are_finite(norms)
         return Attempt(
             gradients=gradients,
-            nonfinite=None if finite else first_nonfinite(dict(zip(self._named, gradients, strict=True))),
+            nonfinite=first_nonfinite(dict(zip(self._named, gradients, strict=True))) if nonfinite else None,
             buffers=[place.buffers for place in sums],
             samples=sum(place.samples for place in sums),
             reports=reports,
         )
+
+    def _sum(
+        self, partials: list[PartialSum], divisor: float, settings: ThreadSettings
+    ) -> tuple[Tensors, bool]:
+        """Sum and divide, in slices side by side where that pays; and tell whether it is not finite."""
+        if not (self.side_by_side and can_be_cut(partials)):
+            gradients, flag = reduce_whole(partials, divisor)
+            return gradients, bool(flag)
+        flags: list[torch.Tensor] = []
+
+        def reduce(place: int) -> None:
+            flags.append(reduce_slice(partials, self._slices[place], divisor))
+
+        self.group.run(reduce, settings=settings)
+        return roots(partials, len(self.parameters)), any(map(bool, flags))
 
 
 @lru_cache(maxsize=64)
