@@ -1,8 +1,10 @@
 """Loss scales as values that name their successor, the finiteness check, master weights, and autocast."""
 
+from lockstep.precision.finite import first_flagged as first_flagged
 from lockstep.precision.finite import first_nonfinite as first_nonfinite
 from lockstep.precision.finite import nonfinite_flag as nonfinite_flag
-from lockstep.precision.finite import norms_are_finite as norms_are_finite
+from lockstep.precision.finite import nonfinite_flags as nonfinite_flags
+from lockstep.precision.finite import settled as settled
 from lockstep.precision.finite import unscale_ as unscale_
 from lockstep.precision.masters import HALF_PRECISION as HALF_PRECISION
 from lockstep.precision.masters import MasterWeights as MasterWeights

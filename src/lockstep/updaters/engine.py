@@ -13,14 +13,13 @@ from torch import nn
 from lockstep import plan
 from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
-from lockstep.precision import Precision, first_nonfinite, norms_are_finite
-from lockstep.precision.finite import norms
+from lockstep.precision import Precision, first_nonfinite
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.streams import stream_seed
-from lockstep.tree import Tensors
+from lockstep.tree import PartialSum, Tensors
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.flat import FlatGradients
@@ -28,7 +27,7 @@ from lockstep.updaters.handover import refuse_accumulate_hooks
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.meeting import Position
 from lockstep.updaters.over_ranks import RankReduction, WholeBatch
-from lockstep.updaters.reduction import can_be_cut, gather, reduce_slice, reduce_whole, roots
+from lockstep.updaters.reduction import can_be_cut, divided, gather, reduce_slice, reduce_whole, roots
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.schedule import Everywhere, Part
 from lockstep.updaters.shards import Place, PlaceSums, Recipe
@@ -191,7 +190,6 @@ class GradientEngine:
             return None if again else self._reduce(sums, recipe, settings)
         found = self._ranks.reduce(
             sums,
-            recipe,
             part,
             position={**position, "batch sizes": sizes},
             again=again,
@@ -199,7 +197,12 @@ class GradientEngine:
             like=self._like,
             slots=self.slots,
         )
-        return None if found is None else self._whole(found)
+        if found is None:
+            return None
+        found.gradients, flag = divided(
+            found.gradients, recipe.divisor([report.weight for report in found.reports])
+        )
+        return self._checked(found, bool(flag))
 
     def find_nonfinite(self, batches: Sequence[Any], **options: Any) -> list[NonFiniteShard]:
         """List the shards whose gradients are not finite, and change nothing.
@@ -317,43 +320,39 @@ class GradientEngine:
         partials = [partial for place in sums for partial in place.gradients.partials]
         if len(self._places) > 1:
             partials = gather(partials, self.group.devices[0])
-        values: list[torch.Tensor] = []
-        if self.side_by_side and can_be_cut(partials):
+        gradients, nonfinite = self._sum(
+            partials or [PartialSum(0, [None] * len(self.parameters))], divisor, settings
+        )
+        whole = WholeBatch(
+            gradients, [place.buffers for place in sums], sum(place.samples for place in sums), reports
+        )
+        return self._checked(whole, nonfinite)
 
-            def reduce(place: int) -> None:
-                values.extend(reduce_slice(partials, self._slices[place], divisor))
-
-            self.group.run(reduce, settings=settings)
-        else:
-            values += reduce_whole(partials, divisor)
-        gradients = partials[0].tensors if len(partials) == 1 else roots(partials, len(self.parameters))
-        buffers = [place.buffers for place in sums]
-        return self._checked(gradients, values, buffers, sum(place.samples for place in sums), reports)
-
-    def _whole(self, found: WholeBatch) -> Attempt:
-        """Check what all ranks added up; every rank finds the same."""
-        values = norms([gradient for gradient in found.gradients if gradient is not None])
-        return self._checked(found.gradients, values, [found.buffers], found.samples, found.reports)
-
-    def _checked(
-        self,
-        gradients: Tensors,
-        values: Sequence[torch.Tensor],
-        buffers: list[BufferSum],
-        samples: int,
-        reports: list[ShardReport],
-    ) -> Attempt:
-        """Tell by their norms whether gradients are finite."""
-        if self.flat is not None:
-            gradients = self.flat.store(gradients)
-        finite = norms_are_finite(values)
+    def _checked(self, whole: WholeBatch, nonfinite: bool) -> Attempt:
+        """Name the parameter whose gradient is not finite, if there is one."""
+        gradients = whole.gradients if self.flat is None else self.flat.store(whole.gradients)
         return Attempt(
             gradients=gradients,
-            nonfinite=None if finite else first_nonfinite(dict(zip(self._named, gradients, strict=True))),
-            buffers=buffers,
-            samples=samples,
-            reports=reports,
+            nonfinite=first_nonfinite(dict(zip(self._named, gradients, strict=True))) if nonfinite else None,
+            buffers=whole.buffers,
+            samples=whole.samples,
+            reports=whole.reports,
         )
+
+    def _sum(
+        self, partials: list[PartialSum], divisor: float, settings: ThreadSettings
+    ) -> tuple[Tensors, bool]:
+        """Sum and divide, in slices side by side where that pays; and tell whether it is not finite."""
+        if not (self.side_by_side and can_be_cut(partials)):
+            gradients, flag = reduce_whole(partials, divisor)
+            return gradients, bool(flag)
+        flags: list[torch.Tensor] = []
+
+        def reduce(place: int) -> None:
+            flags.append(reduce_slice(partials, self._slices[place], divisor))
+
+        self.group.run(reduce, settings=settings)
+        return roots(partials, len(self.parameters)), any(map(bool, flags))
 
 
 def _in_float32(parameter: torch.Tensor) -> torch.Tensor:

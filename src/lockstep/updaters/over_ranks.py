@@ -16,7 +16,7 @@ from lockstep.updaters.meeting import Position, RankMeeting
 from lockstep.updaters.reduction import gather
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.schedule import Everywhere, Part
-from lockstep.updaters.shards import PlaceSums, Recipe
+from lockstep.updaters.shards import PlaceSums
 
 
 @dataclass(slots=True)
@@ -24,14 +24,14 @@ class WholeBatch:
     """What the shards of all ranks add up to; the same on every rank.
 
     Attributes:
-        gradients: Divided already; None where no shard had one.
-        buffers: What the shards made of the buffers.
+        gradients: Summed; None where no shard had one.
+        buffers: What the shards made of the buffers, one entry for each place that was added up.
         samples: How many took part; 1 where a single shard did.
         reports: What each shard that took part measured, in order.
     """
 
     gradients: Tensors
-    buffers: BufferSum
+    buffers: list[BufferSum]
     samples: int
     reports: list[ShardReport]
 
@@ -65,7 +65,6 @@ class RankReduction:
     def reduce(
         self,
         sums: Sequence[PlaceSums],
-        recipe: Recipe,
         part: Part,
         *,
         position: Position,
@@ -78,7 +77,6 @@ class RankReduction:
 
         Args:
             sums: What the places of this rank made.
-            recipe: What the shards were computed by.
             part: Which shards are this rank's.
             position: What must be the same on all ranks.
             again: Whether shards of this rank were left out.
@@ -110,14 +108,10 @@ class RankReduction:
         accounts = [Account.from_plain(each) for each in plain]
         self._take([each.workloads for each in accounts])
         reports = [report for each in accounts for report in each.reports]
+        # Not divided on the way: every rank divides and checks in one pass over the memory.
         return WholeBatch(
-            self._communicator.sum_partials(
-                partials,
-                [each.gradients for each in accounts],
-                like,
-                divisor=recipe.divisor([report.weight for report in reports]) if reports else 1.0,
-            ),
-            self._sum_buffers(buffers, accounts, slots),
+            self._communicator.sum_partials(partials, [each.gradients for each in accounts], like),
+            [self._sum_buffers(buffers, accounts, slots)],
             sum(each.samples for each in accounts),
             reports,
         )

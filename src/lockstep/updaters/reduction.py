@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.plan import Piece
-from lockstep.precision.finite import norms
+from lockstep.precision import settled, unscale_
 from lockstep.tree import PartialSum, Tensors, total
 
 
@@ -36,17 +36,17 @@ def roots(partials: Sequence[PartialSum], num_parameters: int) -> Tensors:
 
 
 def reduce_slice(
-    partials: Sequence[PartialSum], pieces: Sequence[Piece], divisor: float
-) -> list[torch.Tensor]:
+    partials: Sequence[PartialSum], pieces: Sequence[Piece], divisor: float | torch.Tensor
+) -> torch.Tensor:
     """Sum one slice of the gradient over all partial sums, in place of the roots, and divide it.
 
     Args:
         partials: In ascending order of shards, on one device; changed in place.
         pieces: Which elements; slices of the same gradient may be reduced at the same time.
-        divisor: The sum is divided by it, unless it is 1.
+        divisor: Positive; a tensor where the loss scale is one.
 
     Returns:
-        Norms of what came out, to tell whether it is finite.
+        1 if an element of what came out is not finite, else 0: 0-d, on the device.
 
     Determinism: sums follow the tree and are elementwise, so neither slices nor threads show in the bits.
     """
@@ -54,15 +54,24 @@ def reduce_slice(
         PartialSum(partial.shard, [_view(partial.tensors[piece.tensor], piece) for piece in pieces])
         for partial in partials
     ]
-    return reduce_whole(views, divisor)
+    return unscale_([tensor for tensor in total(views) if tensor is not None], divisor)
 
 
-def reduce_whole(partials: Sequence[PartialSum], divisor: float) -> list[torch.Tensor]:
-    """Do what `reduce_slice` does for all elements."""
-    summed = [tensor for tensor in total(partials) if tensor is not None] if partials else []
-    if divisor != 1.0 and summed:
-        torch._foreach_div_(summed, divisor)
-    return norms(summed)
+def reduce_whole(
+    partials: Sequence[PartialSum], divisor: float | torch.Tensor
+) -> tuple[Tensors, torch.Tensor]:
+    """Do what `reduce_slice` does for all elements, of gradients of any layout.
+
+    Returns:
+        What came out, one entry a parameter, and the flag.
+    """
+    return divided(total(partials), divisor)
+
+
+def divided(sums: Tensors, divisor: float | torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Divide, in place, what is summed already; see `reduce_whole`."""
+    summed = [None if tensor is None else settled(tensor) for tensor in sums]
+    return summed, unscale_([tensor for tensor in summed if tensor is not None], divisor)
 
 
 def can_be_cut(partials: Sequence[PartialSum]) -> bool:
