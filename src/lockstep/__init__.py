@@ -45,5 +45,4 @@ from lockstep.updaters import StandardUpdater as StandardUpdater
 from lockstep.updaters import Updater as Updater
 from lockstep.updaters import UpdateResult as UpdateResult
 from lockstep.updaters import supervised as supervised
-
-__version__ = "0.1.0"
+from lockstep.version import __version__ as __version__
