@@ -24,11 +24,11 @@ from lockstep.communicators.communicator import Contribution
 from lockstep.plan import Piece, slices
 from lockstep.tree import merge_order
 
-SLICE: Final = 2**21
+SLICE: Final = 2**22
 """Bytes. About the length of a slice: shorter ones wake threads too often, longer ones leave them idle."""
 DIRECT: Final = 2**18
 """Bytes. Pieces from here on travel from their own memory; to copy shorter ones together costs less."""
-WHOLE: Final = 2**20
+WHOLE: Final = 2**21
 """Bytes. Where a rank receives no more than this of whole tensors, it adds them up by itself."""
 
 

@@ -13,7 +13,7 @@ from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel
 from lockstep.communicators.communicator import Communicator, Contribution
 from lockstep.communicators.messages import exchange
-from lockstep.communicators.ordered import Extent, plan_sum
+from lockstep.communicators.ordered import Extent, Sizes, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
@@ -41,6 +41,7 @@ class ProcessCommunicator(Communicator):
             )
         self._channel = Channel(found, timeout)
         self._wire = PlainFormat()
+        self._sizes = Sizes()
         self._arenas: dict[torch.device, list[Arena]] = {}
 
     @property
@@ -91,7 +92,7 @@ class ProcessCommunicator(Communicator):
     ) -> Reduction:
         """Begin what `sum_partials` does, for tensors that come one after the other."""
         extents = tuple(Extent(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
-        plan = plan_sum(tuple(contributions), extents)
+        plan = plan_sum(tuple(contributions), extents, self._sizes)
         arenas = self._arenas_on(like[0].device) if like else []
         return Reduction(self._channel, plan, like, divisor=divisor, wire=self._wire, arenas=arenas)
 
