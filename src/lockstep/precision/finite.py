@@ -51,7 +51,7 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
     if not isinstance(factor, Tensor) and _is_harmless(factor) and len(whole) == len(gradients):
         return _check_and_multiply_(kinds, 1.0 / factor, device)
     for (there, _), values in kinds.items():
-        divisor = factor.to(there, non_blocking=True) if isinstance(factor, Tensor) else factor
+        divisor = sent(factor, there) if isinstance(factor, Tensor) else factor
         torch._foreach_div_(values, divisor)
     return nonfinite_flag(gradients, device)
 
@@ -125,6 +125,11 @@ def settled(gradient: Tensor) -> Tensor:
     return gradient.resolve_conj().resolve_neg()
 
 
+def sent(number: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor to a device; waits only for one on its way to the CPU, where it is read at once."""
+    return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
+
+
 def _check_and_multiply_(kinds: Kinds, inverse: float, device: torch.device) -> Tensor:
     """Run torch's kernel for both, kind by kind, and gather the flags."""
     flags: dict[torch.device, Tensor] = {device: torch.zeros((), device=device)}
@@ -136,7 +141,7 @@ def _check_and_multiply_(kinds: Kinds, inverse: float, device: torch.device) -> 
         )
     found = flags.pop(device)
     for flag in flags.values():
-        found = torch.maximum(found, flag.to(device, non_blocking=True))
+        found = torch.maximum(found, sent(flag, device))
     return found
 
 
