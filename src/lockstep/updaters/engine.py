@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -26,12 +25,17 @@ from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.flat import FlatGradients
 from lockstep.updaters.handover import refuse_accumulate_hooks
 from lockstep.updaters.loss import LossFunction
-from lockstep.updaters.reduction import can_be_cut, gather, reduce_slice, reduce_whole, roots
+from lockstep.updaters.meeting import Position
+from lockstep.updaters.over_ranks import RankReduction, WholeBatch
+from lockstep.updaters.reduction import can_be_cut, divided, gather, reduce_slice, reduce_whole, roots
 from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.schedule import Everywhere, Part
 from lockstep.updaters.shards import Place, PlaceSums, Recipe
 
 SIDE_BY_SIDE: Final = 400_000
 """Elements. With fewer parameters one thread has added them up before a second has begun."""
+
+ALONE: Final = Everywhere()
 
 
 @dataclass(slots=True)
@@ -68,6 +72,7 @@ class GradientEngine:
         strided: Whether the samples of a batch are dealt to its shards round robin.
         flat: Whether to lay the gradients end to end in one tensor.
         timing: Told how long places work, if workloads are to be measured.
+        ranks: Adds up over the ranks of the run, if there are others.
     """
 
     def __init__(
@@ -83,8 +88,10 @@ class GradientEngine:
         strided: bool = False,
         flat: bool = False,
         timing: PlaceTimes | None = None,
+        ranks: RankReduction | None = None,
     ) -> None:
         self.group = group
+        self._ranks = ranks
         self._mean = mean
         self._strided = strided
         self._wants_flat = flat
@@ -105,6 +112,7 @@ class GradientEngine:
         self.slots: list[Slot] = []
         """The model's buffers."""
         self._slices: list[list[Piece]] = []
+        self._like: list[torch.Tensor] = []
         self._idle: tuple[int, ...] = ()
         self.side_by_side = False
         """Whether reducing and stepping are worth more than one thread."""
@@ -113,7 +121,19 @@ class GradientEngine:
     @property
     def shards_a_batch(self) -> int:
         """How many shards a batch is cut into."""
-        return len(self.group.devices) if self._num_shards is None else self._num_shards
+        if self._num_shards is not None:
+            return self._num_shards
+        return self._everywhere.num_places(len(self.group.devices))
+
+    @property
+    def _everywhere(self) -> Everywhere:
+        """The places of the other ranks."""
+        return ALONE if self._ranks is None else self._ranks.everywhere
+
+    def part(self, sizes: Sequence[int]) -> Part:
+        """Say which shards of batches of these sizes are computed in this process."""
+        mine = self.group.workloads if self._ranks is None else self._ranks.workloads
+        return self._everywhere.part(sizes, self._num_shards, mine, strided=self._strided)
 
     def attempt(
         self,
@@ -123,9 +143,11 @@ class GradientEngine:
         first_stream: int,
         loss_scale: float,
         settings: ThreadSettings,
+        position: Position,
+        interrupted: Callable[[], bool],
         wanted: frozenset[int] | None = None,
         look: Callable[[Shard, Tensors, ShardReport], None] | None = None,
-    ) -> Attempt:
+    ) -> Attempt | None:
         """Compute the gradient of the mean loss over some batches, as one.
 
         Args:
@@ -134,31 +156,53 @@ class GradientEngine:
             first_stream: The position of the first shard's random stream in the run's.
             loss_scale: The factor of the loss scale.
             settings: What the calling thread computes under.
+            position: What must be the same on all ranks.
+            interrupted: Asked when the shards are computed whether one may have been left out; may raise.
             wanted: The parameters that shall have a gradient, by ``id``; None for all that ask for one.
             look: Shown every shard that takes part, by the thread that computed it.
 
+        Returns:
+            What came of it; None where a shard was left out, here or on another rank.
+
         Raises:
             ReplicaError: User code raised in a shard.
+            PeerError: Another rank failed.
             TypeError: The loss function returned no loss.
             ValueError: A batch is empty or uneven, or the loss cannot be used.
         """
         sizes = [batch_size(batch) for batch in batches]
         self._prepare()
-        shards = _schedule(tuple(sizes), self._num_shards, tuple(self.group.workloads), self._strided)
+        part = self.part(sizes)
         work = [
             [(shard, shard_arrays(batches[shard.batch], shard, device, self._converter)) for shard in run]
-            for run, device in zip(shards, self.group.devices, strict=True)
+            for run, device in zip(part.runs, self.group.devices, strict=True)
         ]
         # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
-        single = sum(map(len, shards)) == 1
-        lift = None if single else 2.0 ** -(sum(sizes) - 1).bit_length()
+        lift = None if part.num_shards == 1 else 2.0 ** -(sum(sizes) - 1).bit_length()
         recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look)
         self._idle = () if wanted is None else self._others(wanted)
         for parameter in self.parameters:
             if look is None and (wanted is None or id(parameter) in wanted):
                 parameter.grad = None  # the last gradient's memory is what this one will be written to
         sums = self._compute(work, recipe, first_stream, settings)
-        return self._reduce(sums, recipe, settings)
+        again = interrupted()
+        if self._ranks is None:
+            return None if again else self._reduce(sums, recipe, settings)
+        found = self._ranks.reduce(
+            sums,
+            part,
+            position={**position, "batch sizes": sizes},
+            again=again,
+            workloads=self.group.workloads,
+            like=self._like,
+            slots=self.slots,
+        )
+        if found is None:
+            return None
+        found.gradients, flag = divided(
+            found.gradients, recipe.divisor([report.weight for report in found.reports])
+        )
+        return self._checked(found, bool(flag))
 
     def find_nonfinite(self, batches: Sequence[Any], **options: Any) -> list[NonFiniteShard]:
         """List the shards whose gradients are not finite, and change nothing.
@@ -176,14 +220,13 @@ class GradientEngine:
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
         self.attempt(batches, **options, look=look)
-        return sorted(found, key=lambda each: each.shard)
+        everywhere = found if self._ranks is None else self._ranks.gather_nonfinite(found)
+        return sorted(everywhere, key=lambda each: each.shard)
 
     def first_shard(self, batch: Any) -> Any:
-        """Give the arrays of a batch's first shard on the main device."""
-        size = batch_size(batch)
-        runs = _schedule((size,), self._num_shards, tuple(self.group.workloads), self._strided)
-        first = next(run[0] for run in runs if run)
-        return shard_arrays(batch, first, self.group.devices[0], self._converter)
+        """Give the arrays of a batch's first shard on the main device, wherever that shard is computed."""
+        opening = self.part([batch_size(batch)]).opening
+        return shard_arrays(batch, opening, self.group.devices[0], self._converter)
 
     def _others(self, wanted: frozenset[int]) -> tuple[int, ...]:
         """List the parameters, by index, that are to have no gradient for now."""
@@ -212,6 +255,8 @@ class GradientEngine:
         self.parameters = list(self._named.values())
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.slots = buffer_slots(model)
+        held = self._precision.held_dtype is not None  # then gradients are summed in float32
+        self._like = [_in_float32(each) if held else each.detach() for each in self.parameters]
         self._places = [
             Place(
                 device,
@@ -223,9 +268,7 @@ class GradientEngine:
             for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
         ]
         if self._wants_flat:
-            held = self._precision.held_dtype is not None  # then gradients are summed in float32
-            dtype = torch.float32 if held else self.parameters[0].dtype
-            self.flat = FlatGradients(self.parameters, dtype)
+            self.flat = FlatGradients(self.parameters, self._like[0].dtype)
         sizes = [parameter.numel() for parameter in self.parameters]
         self._slices = plan.slices(sizes, len(self._places))
         on_cpus = len(self._places) > 1 and all(device.type == "cpu" for device in self.group.devices)
@@ -280,14 +323,20 @@ class GradientEngine:
         gradients, nonfinite = self._sum(
             partials or [PartialSum(0, [None] * len(self.parameters))], divisor, settings
         )
-        if self.flat is not None:
-            gradients = self.flat.store(gradients)
+        whole = WholeBatch(
+            gradients, [place.buffers for place in sums], sum(place.samples for place in sums), reports
+        )
+        return self._checked(whole, nonfinite)
+
+    def _checked(self, whole: WholeBatch, nonfinite: bool) -> Attempt:
+        """Name the parameter whose gradient is not finite, if there is one."""
+        gradients = whole.gradients if self.flat is None else self.flat.store(whole.gradients)
         return Attempt(
             gradients=gradients,
             nonfinite=first_nonfinite(dict(zip(self._named, gradients, strict=True))) if nonfinite else None,
-            buffers=[place.buffers for place in sums],
-            samples=sum(place.samples for place in sums),
-            reports=reports,
+            buffers=whole.buffers,
+            samples=whole.samples,
+            reports=whole.reports,
         )
 
     def _sum(
@@ -306,15 +355,9 @@ class GradientEngine:
         return roots(partials, len(self.parameters)), any(map(bool, flags))
 
 
-@lru_cache(maxsize=64)
-def _schedule(
-    sizes: tuple[int, ...],
-    num_shards: int | None,
-    workloads: tuple[float, ...],
-    strided: bool,
-) -> list[list[Shard]]:
-    """Remember the last schedules: exact shares are slow to compute, and batches are mostly of one size."""
-    return plan.schedule(sizes, num_shards, workloads, strided=strided)
+def _in_float32(parameter: torch.Tensor) -> torch.Tensor:
+    """Give something of a parameter's shape in float32 that takes no memory."""
+    return torch.empty((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
 
 
 @contextmanager

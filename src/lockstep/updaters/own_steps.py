@@ -16,6 +16,7 @@ from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.lanes import STEP, lane
 from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.meeting import Meeting
 from lockstep.updaters.names import MAIN, look_up
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.savepoint import Savepoint
@@ -75,9 +76,18 @@ class OwnSteps:
         training: What an update changes.
         trier: Makes the tries.
         applier: Moves the weights.
+        meeting: Where ranks agree that the update is complete.
     """
 
-    def __init__(self, engine: GradientEngine, training: Training, trier: Trier, applier: Applier) -> None:
+    def __init__(
+        self,
+        engine: GradientEngine,
+        training: Training,
+        trier: Trier,
+        applier: Applier,
+        meeting: Meeting,
+    ) -> None:
+        self._meeting = meeting
         self._engine = engine
         self._training = training
         self._trier = trier
@@ -103,14 +113,15 @@ class OwnSteps:
             BaseException: What `core` raised; everything is as it was before.
         """
         training, engine = self._training, self._engine
-        batch = training.iterator.peek()
+        with self._meeting.telling():
+            batch = training.iterator.peek()
         loss_scale = training.loss_scale
         self._step = step = Step(interrupts, settings, training.save(), Counter({MAIN: 1}))
         try:
-            with DefaultStream(engine.group.devices[0]) as stream:
+            with DefaultStream(engine.group.devices[0]) as stream, self._meeting.telling():
                 stream.seed(stream_seed(engine.seed, lane(STEP) + self._trier.first_stream()))
                 core(batch)
-            interrupts.commit()
+                self._meeting.agree(self._trier.position(computation="end"), interrupts)
             self._applier.count_or_undo(step.applied, step.drawn)
         except BaseException:
             interrupts.hold()

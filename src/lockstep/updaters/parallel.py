@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, collate
 from lockstep.data.source import Source
 from lockstep.errors import OrderError
@@ -33,8 +34,10 @@ from lockstep.updaters.batches import Converter
 from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.loss import LossFunction, model_is_loss
+from lockstep.updaters.meeting import Meeting, NoMeeting
 from lockstep.updaters.names import MAIN, by_name, iterators_by_name, look_up, named_schedulers
 from lockstep.updaters.networks import arrange, check_ownership
+from lockstep.updaters.over_ranks import join
 from lockstep.updaters.own_steps import OwnSteps, check_computed
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
 from lockstep.updaters.saving import load_state, state_of
@@ -102,6 +105,8 @@ class ParallelUpdater(Updater):
         auto_new_epoch: Whether optimizers that count epochs are told when the main iterator starts one.
         flat_gradients: Whether the gradients lie end to end in one tensor, `flat_gradients`, of which every
             ``parameter.grad`` is a view; costs a copy. For one optimizer whose parameters have one dtype.
+        communicator: Joins the processes of the run, each with devices of its own, whose shards are parts of
+            one batch. Found in the environment unless given; alone, a process is the whole run.
 
     Raises:
         TypeError: An argument is of another kind.
@@ -141,6 +146,7 @@ class ParallelUpdater(Updater):
         epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
         flat_gradients: bool = False,
+        communicator: Communicator | None = None,
     ) -> None:
         check_counts(num_shards=num_shards, accumulate=accumulate, max_tries=max_tries)
         check_seed(seed)
@@ -173,6 +179,9 @@ class ParallelUpdater(Updater):
             loss_scale=parse_loss_scale(loss_scale),
         )
         group = training.group
+        self._communicator = find_communicator() if communicator is None else communicator
+        ranks = join(self._communicator, group.workloads)
+        self._meeting: Meeting = NoMeeting() if ranks is None else ranks.meeting
         self._engine = GradientEngine(
             group,
             converter=converter,
@@ -184,6 +193,7 @@ class ParallelUpdater(Updater):
             strided=split == "strided",
             flat=flat_gradients,
             timing=PlaceTimes(group.devices) if arranged.workloads == "auto" else None,
+            ranks=ranks,
         )
         group.model.to(group.devices[0])
         if policy.held_dtype:
@@ -193,14 +203,14 @@ class ParallelUpdater(Updater):
         self._usual = Computation(model_is_loss if loss_fn is None else arranged.loss_fn(loss_fn))
         self._step_fn = step_fn
         rules = TryRules(accumulate, on_overflow, max_tries, on_exhausted)
-        self._trier = Trier(self._engine, training, rules)
+        self._trier = Trier(self._engine, training, rules, self._meeting)
         self._applier = Applier(self._engine, training, auto_new_epoch=auto_new_epoch)
-        self._steps = OwnSteps(self._engine, training, self._trier, self._applier)
+        self._steps = OwnSteps(self._engine, training, self._trier, self._applier, self._meeting)
         self._computed: dict[Names, Tried] = {}
-        if num_shards is None and len(group.devices) > 1:
+        if num_shards is None and self._engine.shards_a_batch > 1:
             LOG.info(
                 "num_shards is not given: %d shards, one a device; other devices give other bits.",
-                len(group.devices),
+                self._engine.shards_a_batch,
             )
 
     def update(self) -> UpdateResult:
@@ -217,12 +227,13 @@ class ParallelUpdater(Updater):
         """
         if self._steps.under_way:
             raise OrderError("`update` must not be called by a step function.")
+        self._meeting.begin()
         with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
             if self._takes_steps:
                 self._computed = {}
                 return self._steps.update(self.update_core, interrupts, settings)
             behind, tried = self._trier.try_batches(interrupts, settings, self._usual)
-            interrupts.commit()
+            self._meeting.commit(interrupts)
             self._applier.hand_over(tried.attempt, None)
             names = tuple(self._training.optimizers)
             return self._applier.commit(names, tried, settings, drawn={MAIN: behind})
@@ -271,6 +282,7 @@ class ParallelUpdater(Updater):
             return self._steps.compute(batch, loss, names, wanted)
         known = self._computed.get(names)
         computation = Computation(loss, wanted, len(self._computed) if known is None else known.ordinal)
+        self._meeting.begin()
         with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
             tried = self._trier.try_once(batch, interrupts, settings, computation)
             self._applier.hand_over(tried.attempt, wanted)
@@ -296,7 +308,7 @@ class ParallelUpdater(Updater):
         check_computed(names, self._computed)
         tried = self._computed.pop(names)
         with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
-            interrupts.commit()
+            self._meeting.commit(interrupts)
             return self._applier.commit(names, tried, settings, drawn={})
 
     def next_batch(self, name: str = MAIN) -> Any:
@@ -325,6 +337,7 @@ class ParallelUpdater(Updater):
         """
         if self._takes_steps:
             raise OrderError("`find_nonfinite` must be called of an updater that takes no steps of its own.")
+        self._meeting.begin()
         with HeldInterrupts(self._training.group.stop), self._computing() as settings:
             return self._trier.find_nonfinite(settings, self._usual.loss_fn)
 
@@ -340,8 +353,13 @@ class ParallelUpdater(Updater):
         return self._training.master_weights(model)
 
     @property
+    def communicator(self) -> Communicator:
+        """What joins the processes of the run."""
+        return self._communicator
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where the replicas are, one entry each: what ``"auto"`` came to."""
+        """Where this process's replicas are, one entry each: what ``"auto"`` came to."""
         return tuple(self._training.group.devices)
 
     @property

@@ -65,7 +65,12 @@ def reduce_whole(
     Returns:
         What came out, one entry a parameter, and the flag.
     """
-    summed = [None if tensor is None else settled(tensor) for tensor in total(partials)]
+    return divided(total(partials), divisor)
+
+
+def divided(sums: Tensors, divisor: float | torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """Divide, in place, what is summed already; see `reduce_whole`."""
+    summed = [None if tensor is None else settled(tensor) for tensor in sums]
     return summed, unscale_([tensor for tensor in summed if tensor is not None], divisor)
 
 

@@ -16,6 +16,7 @@ from lockstep.updaters.engine import Attempt, GradientEngine
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.lanes import computation_lane
 from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.meeting import Meeting, Position
 from lockstep.updaters.result import NonFiniteShard
 from lockstep.updaters.savepoint import Savepoint
 from lockstep.updaters.training import Training
@@ -49,9 +50,11 @@ class Trier:
         engine: Computes gradients.
         training: What they are computed for; the loss scale and the position in the random streams are its.
         rules: What follows an overflow.
+        meeting: Where other ranks are told that a try cannot be made.
     """
 
-    def __init__(self, engine: GradientEngine, training: Training, rules: TryRules) -> None:
+    def __init__(self, engine: GradientEngine, training: Training, rules: TryRules, meeting: Meeting) -> None:
+        self._meeting = meeting
         self._engine = engine
         self._training = training
         self._rules = rules
@@ -84,9 +87,7 @@ class Trier:
         nonfinite, tries, passed = None, 0, 0
         batches = self._pending(passed)
         while True:
-            attempt = self.attempt(batches, scale, settings, computation)
-            if interrupts.check():
-                continue
+            attempt = self._attempt(batches, scale, settings, computation, interrupts)
             tries += 1
             nonfinite = attempt.nonfinite or nonfinite
             tried = Tried(attempt, scale, given, tries, nonfinite)
@@ -94,7 +95,7 @@ class Trier:
             if attempt.nonfinite is None or self._rules.on_overflow == "skip":
                 return behind, tried
             lower = scale.after(finite=False)
-            following = self._next_batches(behind) if self._rules.on_overflow == "next" else batches
+            following = self._following(behind) if self._rules.on_overflow == "next" else batches
             if tries == self._rules.max_tries or lower.factor >= scale.factor or not following:
                 self._give_up(tried)
                 return behind, tried
@@ -128,9 +129,7 @@ class Trier:
         nonfinite, tries = None, 0
         while True:
             interrupts.check()
-            attempt = self.attempt([batch], scale, settings, computation, savepoint=savepoint)
-            if interrupts.check():
-                continue
+            attempt = self._attempt([batch], scale, settings, computation, interrupts, savepoint=savepoint)
             tries += 1
             nonfinite = attempt.nonfinite or nonfinite
             tried = Tried(attempt, scale, given, tries, nonfinite, computation.ordinal)
@@ -151,32 +150,46 @@ class Trier:
             ReplicaError: User code raised in a shard.
         """
         scale = self._training.loss_scale
-        attempt = self.attempt([batch], scale, settings, computation)
-        while interrupts.check():
-            attempt = self.attempt([batch], scale, settings, computation)
+        attempt = self._attempt([batch], scale, settings, computation, interrupts)
         return Tried(attempt, scale, scale, 1, attempt.nonfinite, computation.ordinal)
 
-    def attempt(
+    def _attempt(
         self,
         batches: Sequence[Any],
         scale: LossScale,
         settings: ThreadSettings,
         computation: Computation,
+        interrupts: HeldInterrupts,
         *,
         savepoint: Savepoint | None = None,
     ) -> Attempt:
         """Compute a gradient, changing nothing but parameters that have no shape yet."""
-        if self._uninitialised:
-            self._initialise(batches[0], computation.loss_fn, savepoint)
-        first, ordinal = self.first_stream(), computation.ordinal
-        return self._engine.attempt(
-            batches,
-            loss_fn=computation.loss_fn,
-            first_stream=first + computation_lane(ordinal) if ordinal else first,
-            loss_scale=scale.factor,
-            settings=settings,
-            wanted=computation.wanted,
-        )
+        with self._meeting.telling():
+            if self._uninitialised:
+                self._initialise(batches[0], computation.loss_fn, savepoint)
+            first, ordinal = self.first_stream(), computation.ordinal
+            attempt = None
+            # An interrupt whose handler lets the work go on may have kept shards from being computed.
+            while attempt is None:
+                attempt = self._engine.attempt(
+                    batches,
+                    loss_fn=computation.loss_fn,
+                    first_stream=first + computation_lane(ordinal) if ordinal else first,
+                    loss_scale=scale.factor,
+                    settings=settings,
+                    position=self.position(computation=ordinal, scale=scale),
+                    interrupted=interrupts.check,
+                    wanted=computation.wanted,
+                )
+            return attempt
+
+    def position(self, *, computation: int | str, scale: LossScale | None = None) -> Position:
+        """Say where this rank is, for the others to compare."""
+        return {
+            "update": self._training.iteration,
+            "computation": computation,
+            "loss scale": None if scale is None else scale.factor,
+        }
 
     def find_nonfinite(self, settings: ThreadSettings, loss_fn: LossFunction) -> list[NonFiniteShard]:
         """Run the pending batches at today's loss scale, and list the shards with bad gradients.
@@ -185,19 +198,28 @@ class Trier:
             StopIteration: The iterator has ended.
             ReplicaError: User code raised in a shard.
         """
-        return self._engine.find_nonfinite(
-            self._pending(0),
-            loss_fn=loss_fn,
-            first_stream=self.first_stream(),
-            loss_scale=self._training.loss_scale.factor,
-            settings=settings,
-        )
+        batches, scale = self._pending(0), self._training.loss_scale
+        with self._meeting.telling():
+            return self._engine.find_nonfinite(
+                batches,
+                loss_fn=loss_fn,
+                first_stream=self.first_stream(),
+                loss_scale=scale.factor,
+                settings=settings,
+                position=self.position(computation="search for what is not finite", scale=scale),
+                interrupted=lambda: False,
+            )
 
     def _pending(self, passed: int) -> list[Any]:
-        batches = self._next_batches(passed)
-        if not batches:
-            raise StopIteration
-        return batches
+        with self._meeting.telling():
+            batches = self._next_batches(passed)
+            if not batches:
+                raise StopIteration
+            return batches
+
+    def _following(self, passed: int) -> list[Any]:
+        with self._meeting.telling():
+            return self._next_batches(passed)
 
     def _next_batches(self, passed: int) -> list[Any]:
         """Look at the batches of one try without moving the iterator; fewer where it ends, or none.
