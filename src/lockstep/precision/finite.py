@@ -45,15 +45,20 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
     >>> unscale_(gradients, 8.0), gradients
     (tensor(0.), [tensor([1., 2.])])
     """
-    kinds = _by_kind(map(_elements, gradients))
-    device = factor.device if isinstance(factor, Tensor) else next(iter(kinds), (CPU,))[0]
-    whole = [gradient for gradient in gradients if not gradient.is_sparse or gradient.is_coalesced()]
-    if not isinstance(factor, Tensor) and _is_harmless(factor) and len(whole) == len(gradients):
-        return _check_and_multiply_(kinds, 1.0 / factor, device)
-    for (there, _), values in kinds.items():
-        divisor = sent(factor, there) if isinstance(factor, Tensor) else factor
-        torch._foreach_div_(values, divisor)
+    device = factor.device if isinstance(factor, Tensor) else _device_of(gradients)
+    whole = all(not gradient.is_sparse or gradient.is_coalesced() for gradient in gradients)
+    if not isinstance(factor, Tensor) and _is_harmless(factor) and whole:
+        return _check_and_multiply_(_by_kind(map(_elements, gradients)), 1.0 / factor, device)
+    divide_(gradients, factor)
     return nonfinite_flag(gradients, device)
+
+
+def divide_(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Do the first half of `unscale_`: divide, and tell nothing."""
+    if isinstance(factor, Tensor) or factor != 1.0:
+        for (device, _), values in _by_kind(map(_elements, gradients)).items():
+            divisor = sent(factor, device) if isinstance(factor, Tensor) else factor
+            torch._foreach_div_(values, divisor)
 
 
 def nonfinite_flag(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -162,6 +167,10 @@ def _elements(gradient: Tensor) -> Tensor:
 def _sums(gradient: Tensor) -> Tensor:
     """Give the dense real numbers that a gradient means; a sparse one may hold an element in parts."""
     return _elements(gradient.coalesce() if gradient.is_sparse else gradient)
+
+
+def _device_of(gradients: Sequence[Tensor]) -> torch.device:
+    return gradients[0].device if gradients else CPU
 
 
 def _is_harmless(factor: float) -> bool:

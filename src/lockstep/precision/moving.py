@@ -12,8 +12,8 @@ from lockstep.precision.scales import LossScale
 class MovingScale:
     """The loss scale of the next try, wherever its numbers are.
 
-    It begins as a value. From the first flag that is a tensor its numbers are tensors on that flag's device,
-    and follow there with the same bits; looking at `value` waits for them.
+    It begins as a value. With the first flag its numbers become tensors on that flag's device, and follow
+    there with the same bits. Looking at `value` waits for them, and makes it a value again.
 
     Args:
         scale: The first one.
@@ -37,8 +37,10 @@ class MovingScale:
 
     @property
     def value(self) -> LossScale:
-        """The scale as a value; waits for the device if its numbers are there."""
-        return self._scale.with_moving(self._moving) if self._moving else self._scale
+        """The scale as a value, the same object until it changes; waits for the device if it is there."""
+        if self._moving:
+            self.value = self._scale.with_moving(self._moving)
+        return self._scale
 
     @value.setter
     def value(self, scale: LossScale) -> None:

@@ -230,8 +230,8 @@ class LossScaler:
 
     def _divisor(self) -> float | Tensor:
         """Give the factor as a number where looking at it is free, which saves `unscale_` a pass."""
-        on_cpu = self._device.type == "cpu"
-        return self.factor if on_cpu else self._scale.factor_on(self._device)
+        factor = self._scale.factor_on(self._device)
+        return factor.item() if self._device.type == "cpu" else factor
 
 
 def _masters_of(optimizer: Steppable) -> MasterWeights | None:
