@@ -149,6 +149,18 @@ class GradientEngine:
         mine = self.group.workloads if self._ranks is None else self._ranks.workloads
         return self._everywhere.part(sizes, self._num_shards, mine, strided=self._strided)
 
+    def own_samples(self, ahead: int, size: int, *, accumulate: int) -> list[range]:
+        """Say which samples of a batch this process computes, if all batches of an update are that long.
+
+        Args:
+            ahead: How many batches come before it, from the first of an update on.
+            size: Its number of samples.
+            accumulate: Batches to an update.
+        """
+        batch = ahead % accumulate
+        runs = self.part([size] * accumulate).runs
+        return [shard.samples for run in runs for shard in run if shard.batch == batch]
+
     def attempt(
         self,
         batches: Sequence[Any],

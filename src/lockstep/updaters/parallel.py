@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -209,6 +210,9 @@ class ParallelUpdater(Updater):
         self._applier = Applier(self._engine, training, auto_new_epoch=auto_new_epoch)
         self._steps = OwnSteps(self._engine, training, self._trier, self._applier, self._meeting)
         self._computed: dict[Names, Tried] = {}
+        if ranks is not None:
+            for each in training.iterators.values():
+                each.read_only(partial(self._engine.own_samples, accumulate=accumulate))
         if num_shards is None and self._engine.shards_a_batch > 1:
             LOG.info(
                 "num_shards is not given: %d shards, one a device; other devices give other bits.",
