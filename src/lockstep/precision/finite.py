@@ -45,15 +45,20 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
     >>> unscale_(gradients, 8.0), gradients
     (tensor(0.), [tensor([1., 2.])])
     """
-    kinds = _by_kind(map(_elements, gradients))
-    device = factor.device if isinstance(factor, Tensor) else next(iter(kinds), (CPU,))[0]
-    whole = [gradient for gradient in gradients if not gradient.is_sparse or gradient.is_coalesced()]
-    if not isinstance(factor, Tensor) and _is_harmless(factor) and len(whole) == len(gradients):
-        return _check_and_multiply_(kinds, 1.0 / factor, device)
-    for (there, _), values in kinds.items():
-        divisor = factor.to(there, non_blocking=True) if isinstance(factor, Tensor) else factor
-        torch._foreach_div_(values, divisor)
+    device = factor.device if isinstance(factor, Tensor) else _device_of(gradients)
+    whole = all(not gradient.is_sparse or gradient.is_coalesced() for gradient in gradients)
+    if not isinstance(factor, Tensor) and _is_harmless(factor) and whole:
+        return _check_and_multiply_(_by_kind(map(_elements, gradients)), 1.0 / factor, device)
+    divide_(gradients, factor)
     return nonfinite_flag(gradients, device)
+
+
+def divide_(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Do the first half of `unscale_`: divide, and tell nothing."""
+    if isinstance(factor, Tensor) or factor != 1.0:
+        for (device, _), values in _by_kind(map(_elements, gradients)).items():
+            divisor = sent(factor, device) if isinstance(factor, Tensor) else factor
+            torch._foreach_div_(values, divisor)
 
 
 def nonfinite_flag(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -125,6 +130,11 @@ def settled(gradient: Tensor) -> Tensor:
     return gradient.resolve_conj().resolve_neg()
 
 
+def sent(number: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor to a device; waits only for one on its way to the CPU, where it is read at once."""
+    return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
+
+
 def _check_and_multiply_(kinds: Kinds, inverse: float, device: torch.device) -> Tensor:
     """Run torch's kernel for both, kind by kind, and gather the flags."""
     flags: dict[torch.device, Tensor] = {device: torch.zeros((), device=device)}
@@ -136,7 +146,7 @@ def _check_and_multiply_(kinds: Kinds, inverse: float, device: torch.device) -> 
         )
     found = flags.pop(device)
     for flag in flags.values():
-        found = torch.maximum(found, flag.to(device, non_blocking=True))
+        found = torch.maximum(found, sent(flag, device))
     return found
 
 
@@ -157,6 +167,10 @@ def _elements(gradient: Tensor) -> Tensor:
 def _sums(gradient: Tensor) -> Tensor:
     """Give the dense real numbers that a gradient means; a sparse one may hold an element in parts."""
     return _elements(gradient.coalesce() if gradient.is_sparse else gradient)
+
+
+def _device_of(gradients: Sequence[Tensor]) -> torch.device:
+    return gradients[0].device if gradients else CPU
 
 
 def _is_harmless(factor: float) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import nn
 
+from lockstep.precision import why_it_waits
 from lockstep.replicas.buffers import combine
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.updaters.commit import Committer
@@ -17,7 +19,7 @@ from lockstep.updaters.late import raised
 from lockstep.updaters.names import Names
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.training import Training
-from lockstep.updaters.tries import Tried
+from lockstep.updaters.tries import AnyTry, Tried, UnreadTry
 
 
 class Applier:
@@ -55,7 +57,7 @@ class Applier:
         return parameter
 
     def commit(
-        self, names: Names, tried: Tried, settings: ThreadSettings, *, drawn: Mapping[str, int]
+        self, names: Names, tried: AnyTry, settings: ThreadSettings, *, drawn: Mapping[str, int]
     ) -> UpdateResult:
         """Move the weights if there is a finite gradient to move them by; count in any case.
 
@@ -68,26 +70,28 @@ class Applier:
             settings: What the calling thread computes under.
             drawn: How many batches to move past, by the iterator's name.
         """
+        if isinstance(tried, UnreadTry) and self.why_it_waits(names) is not None:
+            tried = tried.read(self._training.loss_scale)
         if len(names) > 1:
             return self._commit_several(names, tried, settings, drawn)
         late = self._apply(names, tried, settings) if tried.movable else []
-        late += self._count(tried.movable, drawn)
-        self._step_scale(tried)
+        late += self._count(tried.movable, drawn, tried.flag)
+        tried.move(self._training.scale)
         _raise_first(late)
         return tried.result(applied=tried.movable)
 
     def _commit_several(
-        self, names: Names, tried: Tried, settings: ThreadSettings, drawn: Mapping[str, int]
+        self, names: Names, tried: AnyTry, settings: ThreadSettings, drawn: Mapping[str, int]
     ) -> UpdateResult:
         """Move the weights of several optimizers: of all, or after an exception of none."""
         savepoint = self._training.save()
         try:
             _raise_first(self._apply(names, tried, settings) if tried.movable else [])
-            self.count_or_undo(tried.movable, drawn)
+            self.count_or_undo(tried.movable, drawn, tried.flag)
         except BaseException:
             savepoint.restore()
             raise
-        self._step_scale(tried)
+        tried.move(self._training.scale)
         return tried.result(applied=tried.movable)
 
     def step(self, names: Names, tried: Tried, settings: ThreadSettings) -> UpdateResult:
@@ -97,13 +101,10 @@ class Applier:
         """
         if tried.movable:
             _raise_first(self._apply(names, tried, settings))
-        self._step_scale(tried)
+        tried.move(self._training.scale)
         return tried.result(applied=tried.movable)
 
-    def _step_scale(self, tried: Tried) -> None:
-        self._training.loss_scale = tried.next_scale(self._training.loss_scale)
-
-    def _apply(self, names: Names, tried: Tried, settings: ThreadSettings) -> list[BaseException]:
+    def _apply(self, names: Names, tried: AnyTry, settings: ThreadSettings) -> list[BaseException]:
         """Step, then make the new buffers state.
 
         Returns:
@@ -116,17 +117,20 @@ class Applier:
         run = partial(self._engine.group.run, settings=settings)
         late: list[BaseException] = []
         for name in names:
-            error = self._committers[name].step(places=places, run=run)
+            error = self._committers[name].step(places=places, run=run, unless=tried.flag)
             if error is not None:
                 late.append(error)
         if self._engine.slots:
-            combine(tried.attempt.buffers, self._engine.slots, weight=tried.attempt.samples)
+            attempt = tried.attempt
+            combine(attempt.buffers, self._engine.slots, weight=attempt.samples, unless=tried.flag)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 late += raised(scheduler.step)
         return late
 
-    def _count(self, applied: bool, drawn: Mapping[str, int]) -> list[BaseException]:
+    def _count(
+        self, applied: bool, drawn: Mapping[str, int], unless: torch.Tensor | None = None
+    ) -> list[BaseException]:
         """Count the update, move past its batches, begin the epochs that follow them.
 
         Returns:
@@ -134,30 +138,46 @@ class Applier:
         """
         training = self._training
         training.iteration += 1
-        training.applied_updates += applied
+        if applied:
+            training.applied = training.applied.one_more(unless=unless)
         before = training.iterator.epoch
         late: list[BaseException] = []
         for name, batches in drawn.items():
             late += raised(partial(training.iterators[name].advance, batches))
         return late + self._epochs.begin(training.iterator.epoch - before)
 
-    def count_or_undo(self, applied: bool, drawn: Mapping[str, int]) -> None:
+    def count_or_undo(
+        self, applied: bool, drawn: Mapping[str, int], unless: torch.Tensor | None = None
+    ) -> None:
         """Count an update, or raise what user code raised and count nothing.
 
         Args:
             applied: Whether it moved any weights.
             drawn: How many batches to move past, by the iterator's name.
+            unless: 0-d, on a device; above 0 where it moved none after all.
         """
         training = self._training
         before = {name: training.iterators[name].state_dict() for name in drawn}
-        counters = training.iteration, training.applied_updates
+        counters = training.iteration, training.applied
         try:
-            _raise_first(self._count(applied, drawn))
+            _raise_first(self._count(applied, drawn, unless))
         except BaseException:
-            training.iteration, training.applied_updates = counters
+            training.iteration, training.applied = counters
             for name, state in before.items():
                 training.iterators[name].load_state_dict(state)
             raise
+
+    def why_it_waits(self, names: Names) -> str | None:
+        """Say why the step of these optimizers has to wait for the verdict on their gradient; None if not."""
+        training = self._training
+        for name in names:
+            optimizer = training.optimizers[name]
+            why = why_it_waits(optimizer, training.masters.get(name))
+            if why is not None:
+                return why
+            if any(scheduler.optimizer is optimizer for scheduler in training.schedulers.values()):
+                return "a scheduler that counts applied updates counts on the host"
+        return None
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:

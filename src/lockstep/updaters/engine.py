@@ -13,7 +13,7 @@ from torch import nn
 from lockstep import plan
 from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
-from lockstep.precision import Precision, first_nonfinite
+from lockstep.precision import Precision, first_nonfinite, nonfinite_flags
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots
 from lockstep.replicas.settings import ThreadSettings
@@ -27,10 +27,19 @@ from lockstep.updaters.handover import refuse_accumulate_hooks
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.meeting import Position
 from lockstep.updaters.over_ranks import RankReduction, WholeBatch
-from lockstep.updaters.reduction import can_be_cut, divided, gather, reduce_slice, reduce_whole, roots
+from lockstep.updaters.reduction import (
+    Finish,
+    can_be_cut,
+    finished,
+    gather,
+    reduce_slice,
+    reduce_whole,
+    roots,
+)
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.schedule import Everywhere, Part
 from lockstep.updaters.shards import Place, PlaceSums, Recipe
+from lockstep.updaters.verdict import Verdict
 
 SIDE_BY_SIDE: Final = 400_000
 """Elements. With fewer parameters one thread has added them up before a second has begun."""
@@ -45,17 +54,22 @@ class Attempt:
     Attributes:
         gradients: The gradient of the mean loss for each parameter that asks for one; None where no shard
             reached it.
-        nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
+        verdict: Whether it is finite.
         buffers: What the shards made of the buffers, one entry a place.
         samples: How many samples took part; 1 where a single shard did.
         reports: What each shard that took part measured, in order.
     """
 
     gradients: Tensors
-    nonfinite: str | None
+    verdict: Verdict
     buffers: list[BufferSum]
     samples: int
     reports: list[ShardReport]
+
+    @property
+    def nonfinite(self) -> str | None:
+        """The name of the first parameter whose gradient is not finite, or None; waits for the device."""
+        return self.verdict.nonfinite
 
 
 class GradientEngine:
@@ -153,12 +167,13 @@ class GradientEngine:
         *,
         loss_fn: LossFunction,
         first_stream: int,
-        loss_scale: float,
+        loss_scale: float | torch.Tensor,
         settings: ThreadSettings,
         position: Position,
         interrupted: Callable[[], bool],
         wanted: frozenset[int] | None = None,
         look: Callable[[Shard, Tensors, ShardReport], None] | None = None,
+        unread: bool = False,
     ) -> Attempt | None:
         """Compute the gradient of the mean loss over some batches, as one.
 
@@ -172,6 +187,7 @@ class GradientEngine:
             interrupted: Asked when the shards are computed whether one may have been left out; may raise.
             wanted: The parameters that shall have a gradient, by ``id``; None for all that ask for one.
             look: Shown every shard that takes part, by the thread that computed it.
+            unread: Whether to leave the verdict on the device.
 
         Returns:
             What came of it; None where a shard was left out, here or on another rank.
@@ -191,7 +207,7 @@ class GradientEngine:
         ]
         # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
         lift = None if part.num_shards == 1 else 2.0 ** -(sum(sizes) - 1).bit_length()
-        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look)
+        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look, unread)
         self._idle = () if wanted is None else self._others(wanted)
         for parameter in self.parameters:
             if look is None and (wanted is None or id(parameter) in wanted):
@@ -211,10 +227,8 @@ class GradientEngine:
         )
         if found is None:
             return None
-        found.gradients, flag = divided(
-            found.gradients, recipe.divisor([report.weight for report in found.reports])
-        )
-        return self._checked(found, bool(flag))
+        found.gradients, flag = finished(found.gradients, recipe.finish(found.reports))
+        return self._checked(found, [flag])
 
     def find_nonfinite(self, batches: Sequence[Any], **options: Any) -> list[NonFiniteShard]:
         """List the shards whose gradients are not finite, and change nothing.
@@ -328,43 +342,50 @@ class GradientEngine:
     def _reduce(self, sums: list[PlaceSums], recipe: Recipe, settings: ThreadSettings) -> Attempt:
         """Add up the places, divide once by the summed weight and the loss scale, and check the result."""
         reports = [report for place in sums for report in place.reports]
-        divisor = recipe.divisor([report.weight for report in reports])
         partials = [partial for place in sums for partial in place.gradients.partials]
         if len(self._places) > 1:
             partials = gather(partials, self.group.devices[0])
-        gradients, nonfinite = self._sum(
-            partials or [PartialSum(0, [None] * len(self.parameters))], divisor, settings
+        gradients, flags = self._sum(
+            partials or [PartialSum(0, [None] * len(self.parameters))], recipe.finish(reports), settings
         )
         whole = WholeBatch(
             gradients, [place.buffers for place in sums], sum(place.samples for place in sums), reports
         )
-        return self._checked(whole, nonfinite)
+        return self._checked(whole, flags)
 
-    def _checked(self, whole: WholeBatch, nonfinite: bool) -> Attempt:
-        """Name the parameter whose gradient is not finite, if there is one."""
+    def _checked(self, whole: WholeBatch, flags: Sequence[torch.Tensor | None]) -> Attempt:
+        """Make an attempt of the whole gradient and of what was told of its slices."""
         gradients = whole.gradients if self.flat is None else self.flat.store(whole.gradients)
         return Attempt(
             gradients=gradients,
-            nonfinite=first_nonfinite(dict(zip(self._named, gradients, strict=True))) if nonfinite else None,
+            verdict=self._verdict(gradients, flags),
             buffers=whole.buffers,
             samples=whole.samples,
             reports=whole.reports,
         )
 
+    def _verdict(self, gradients: Tensors, flags: Sequence[torch.Tensor | None]) -> Verdict:
+        """Read the flags and name the parameter they are about; where there are none, read nothing."""
+        named = dict(zip(self._named, gradients, strict=True))
+        present = {name: gradient for name, gradient in named.items() if gradient is not None}
+        if present and None in flags:
+            return Verdict.unread(list(present), nonfinite_flags(list(present.values())))
+        return Verdict(first_nonfinite(named) if any(map(bool, flags)) else None)
+
     def _sum(
-        self, partials: list[PartialSum], divisor: float, settings: ThreadSettings
-    ) -> tuple[Tensors, bool]:
-        """Sum and divide, in slices side by side where that pays; and tell whether it is not finite."""
+        self, partials: list[PartialSum], finish: Finish[torch.Tensor | None], settings: ThreadSettings
+    ) -> tuple[Tensors, list[torch.Tensor | None]]:
+        """Sum and finish, in slices side by side where that pays."""
         if not (self.side_by_side and can_be_cut(partials)):
-            gradients, flag = reduce_whole(partials, divisor)
-            return gradients, bool(flag)
-        flags: list[torch.Tensor] = []
+            gradients, flag = reduce_whole(partials, finish)
+            return gradients, [flag]
+        flags: list[torch.Tensor | None] = []
 
         def reduce(place: int) -> None:
-            flags.append(reduce_slice(partials, self._slices[place], divisor))
+            flags.append(reduce_slice(partials, self._slices[place], finish))
 
         self.group.run(reduce, settings=settings)
-        return roots(partials, len(self.parameters)), any(map(bool, flags))
+        return roots(partials, len(self.parameters)), flags
 
 
 def _in_float32(parameter: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,7 @@ class OwnSteps:
         except BaseException:
             interrupts.hold()
             step.savepoint.restore()
-            training.loss_scale = loss_scale
+            training.scale.value = loss_scale
             raise
         finally:
             self._step = None

@@ -16,7 +16,7 @@ from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, collate
 from lockstep.data.source import Source
 from lockstep.errors import OrderError
-from lockstep.precision import LossScale, parse_loss_scale, parse_precision
+from lockstep.precision import LossScale, MovingScale, parse_loss_scale, parse_precision
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
@@ -45,7 +45,7 @@ from lockstep.updaters.recipe import recipe_of
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
 from lockstep.updaters.saving import load_state, state_of
 from lockstep.updaters.training import Training
-from lockstep.updaters.tries import Computation, Tried
+from lockstep.updaters.tries import AnyTry, Computation, Tried
 from lockstep.updaters.trying import OnExhausted, OnOverflow, Trier, TryRules
 from lockstep.updaters.updater import Updater
 
@@ -188,7 +188,7 @@ class ParallelUpdater(Updater):
             iterators=iterators_by_name(iterator),
             schedulers=named_schedulers("scheduler", scheduler, optimizers),
             epoch_schedulers=named_schedulers("epoch_scheduler", epoch_scheduler, optimizers),
-            loss_scale=parse_loss_scale(loss_scale),
+            scale=MovingScale(parse_loss_scale(loss_scale)),
         )
         group = training.group
         self._communicator = find_communicator() if communicator is None else communicator
@@ -238,6 +238,8 @@ class ParallelUpdater(Updater):
         self._has_loss = loss_fn is not None or not arranged.several
         self._usual = Computation(model_is_loss if loss_fn is None else arranged.loss_fn(loss_fn))
         self._step_fn = step_fn
+        self._on_overflow = on_overflow
+        self._has_told = False
         rules = TryRules(accumulate, on_overflow, max_tries, on_exhausted)
         self._trier = Trier(self._engine, training, rules, self._meeting)
         self._applier = Applier(self._engine, training, auto_new_epoch=auto_new_epoch)
@@ -271,7 +273,7 @@ class ParallelUpdater(Updater):
             if self._takes_steps:
                 self._computed = {}
                 return self._steps.update(self.update_core, interrupts, settings)
-            behind, tried = self._trier.try_batches(interrupts, settings, self._usual)
+            behind, tried = self._try(interrupts, settings)
             self._meeting.commit(interrupts)
             self._applier.hand_over(tried.attempt, None)
             names = tuple(self._training.optimizers)
@@ -350,6 +352,17 @@ class ParallelUpdater(Updater):
             self._meeting.commit(interrupts)
             return self._applier.commit(names, tried, settings, drawn={})
 
+    def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[int, AnyTry]:
+        """Try the iterator's batches, without looking at what came of it where that is possible."""
+        if self._on_overflow == "skip":
+            why = self.why_it_waits
+            if why is None:
+                return self._trier.try_unread(interrupts, settings, self._usual)
+            if not self._has_told:
+                self._has_told = True
+                LOG.info("Every update reads whether its gradient is finite: %s.", why)
+        return self._trier.try_batches(interrupts, settings, self._usual)
+
     def next_batch(self, name: str = MAIN) -> Any:
         """Take a further batch, in a step function; its iterator moves past it when the update is complete.
 
@@ -415,12 +428,30 @@ class ParallelUpdater(Updater):
     @property
     def applied_updates(self) -> int:
         """How many of them moved the weights."""
-        return self._training.applied_updates
+        return self._training.applied.count
 
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the next try."""
         return self._training.loss_scale
+
+    @property
+    def why_it_waits(self) -> str | None:
+        """Why `update` reads on the host whether a gradient is finite; None where it reads nothing.
+
+        It need not with ``on_overflow="skip"`` in one process, for optimizers that leave a step out by a flag
+        on the device, which are torch's with ``fused=True``, with no scheduler that counts applied updates
+        and no hook of a step that does more than change gradients. (The first step of a fused SGD with
+        momentum reads the flag all the same.) Then what an update came to is decided on the device, and read
+        by whoever looks at its result, at `applied_updates`, `loss_scale` or `state_dict`.
+        """
+        if self._on_overflow != "skip":
+            return f"on_overflow={self._on_overflow!r} decides on the host whether there is another try"
+        if self._takes_steps:
+            return "a step function may look at every gradient"
+        if self._communicator.size > 1:
+            return "the processes tell each other of every try"
+        return self._applier.why_it_waits(tuple(self._training.optimizers))
 
     @property
     def epoch(self) -> int:

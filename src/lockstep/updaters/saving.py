@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.errors import StateError
 from lockstep.state import check_keys
 from lockstep.updaters import lazy
+from lockstep.updaters.counting import AppliedUpdates
 from lockstep.updaters.savepoint import copied
 from lockstep.updaters.training import Training
 
@@ -24,7 +25,7 @@ def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any
         "num_shards": num_shards,
         "seed": seed,
         "iteration": training.iteration,
-        "applied_updates": training.applied_updates,
+        "applied_updates": training.applied.count,
         "loss_scale": training.loss_scale.state_dict(),
         "iterators": {name: each.state_dict() for name, each in training.iterators.items()},
         "optimizers": {name: each.state_dict() for name, each in training.steppables().items()},
@@ -57,9 +58,9 @@ def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int,
         for name, before in iterators.items():
             training.iterators[name].load_state_dict(before)
         raise
-    training.loss_scale = loss_scale
+    training.scale.value = loss_scale
     training.iteration = state["iteration"]
-    training.applied_updates = state["applied_updates"]
+    training.applied = AppliedUpdates(state["applied_updates"])
 
 
 def _load_parts(training: Training, state: Mapping[str, Any]) -> None:

@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import LossScale, MasterWeights
+from lockstep.precision import LossScale, MasterWeights, MovingScale
 from lockstep.replicas import ReplicaGroup
+from lockstep.updaters.counting import AppliedUpdates
 from lockstep.updaters.names import MAIN, Names, look_up
 from lockstep.updaters.savepoint import Savepoint
 
@@ -29,10 +30,10 @@ class Training:
         iterators: By name.
         schedulers: Stepped with applied updates.
         epoch_schedulers: Stepped with epochs.
+        scale: The loss scale of the next try, wherever its numbers are.
         masters: What optimizers move in the place of parameters in half precision; by the optimizer's name.
-        loss_scale: Of the next try.
         iteration: How many updates are done.
-        applied_updates: How many of them moved the weights.
+        applied: Counts those of them that moved the weights.
     """
 
     group: ReplicaGroup
@@ -41,10 +42,15 @@ class Training:
     iterators: dict[str, Iterator]
     schedulers: dict[str, LRScheduler]
     epoch_schedulers: dict[str, LRScheduler]
-    loss_scale: LossScale
+    scale: MovingScale
     masters: dict[str, MasterWeights] = field(default_factory=dict)
     iteration: int = 0
-    applied_updates: int = 0
+    applied: AppliedUpdates = field(default_factory=AppliedUpdates)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale of the next try; waits for the device if it is there."""
+        return self.scale.value
 
     @property
     def iterator(self) -> Iterator:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
-from lockstep.precision import LossScale
+import torch
+
+from lockstep.precision import LossScale, MovingScale
 from lockstep.updaters.engine import Attempt
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import UpdateResult
@@ -46,6 +50,11 @@ class Tried:
     ordinal: int = 0
 
     @property
+    def flag(self) -> torch.Tensor | None:
+        """What leaves a step out on the device: nothing, for the host knows whether to step."""
+        return None
+
+    @property
     def movable(self) -> bool:
         """Whether there is a finite gradient to move weights by."""
         return self.attempt.nonfinite is None and bool(self.attempt.reports)
@@ -60,14 +69,62 @@ class Tried:
             reports=self.attempt.reports,
         )
 
-    def next_scale(self, now: LossScale) -> LossScale:
-        """Give the loss scale that follows.
+    def move(self, scale: MovingScale) -> None:
+        """Choose the loss scale that follows.
 
         Args:
-            now: The updater's; another than `given` where a second computation came between this one and its
-                step. Then an overflow still lowers it, and success does not raise it.
+            scale: The updater's; another than `given` where a second computation came between this one and
+                its step. Then an overflow still lowers it, and success does not raise it.
         """
-        if not self.attempt.reports:
-            return now
-        following = self.scale.after(finite=self.attempt.nonfinite is None)
-        return following if now is self.given or following.factor < now.factor else now
+        now = scale.value
+        if self.attempt.reports:
+            following = self.scale.after(finite=self.attempt.nonfinite is None)
+            if now is self.given or following.factor < now.factor:
+                scale.value = following
+
+
+@dataclass(slots=True)
+class UnreadTry:
+    """The only try at a batch, of which nobody has looked whether its gradient is finite.
+
+    Attributes:
+        attempt: What it came to; its verdict is on the device.
+        factor: Of the loss scale it was made with.
+        flag: 1 if the gradient is not finite, else 0, on the device; None where no shard took part.
+    """
+
+    attempt: Attempt
+    factor: float | torch.Tensor
+    flag: torch.Tensor | None
+
+    @property
+    def movable(self) -> bool:
+        """Whether there is a gradient to move weights by unless the flag says otherwise."""
+        return self.flag is not None
+
+    def result(self, *, applied: bool) -> UpdateResult:
+        """Say it to the user, who may look when he likes; keeps no gradient alive."""
+        verdict, factor = self.attempt.verdict, self.factor
+        return UpdateResult(
+            applied=lambda: applied and verdict.nonfinite is None,
+            tries=1,
+            loss_scale=partial(float, factor),
+            nonfinite=lambda: verdict.nonfinite,
+            reports=self.attempt.reports,
+        )
+
+    def move(self, scale: MovingScale) -> None:
+        """Choose the loss scale that follows, on the device."""
+        if self.flag is not None:
+            scale.follow(self.flag)
+
+    def read(self, scale: LossScale) -> Tried:
+        """Look at it after all.
+
+        Args:
+            scale: The updater's, with which the try was made.
+        """
+        return Tried(self.attempt, scale, scale, 1, self.attempt.nonfinite)
+
+
+AnyTry: TypeAlias = Tried | UnreadTry

@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from lockstep.errors import NonFiniteError
-from lockstep.precision import LossScale
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.updaters import lazy
 from lockstep.updaters.batches import call_arguments
@@ -20,7 +21,7 @@ from lockstep.updaters.meeting import Meeting, Position
 from lockstep.updaters.result import NonFiniteShard
 from lockstep.updaters.savepoint import Savepoint
 from lockstep.updaters.training import Training
-from lockstep.updaters.tries import Computation, Tried
+from lockstep.updaters.tries import Computation, Tried, UnreadTry
 
 OnOverflow = Literal["retry", "next", "skip"]
 OnExhausted = Literal["skip", "raise"]
@@ -87,7 +88,7 @@ class Trier:
         nonfinite, tries, passed = None, 0, 0
         batches = self._pending(passed)
         while True:
-            attempt = self._attempt(batches, scale, settings, computation, interrupts)
+            attempt = self._attempt(batches, scale.factor, settings, computation, interrupts)
             tries += 1
             nonfinite = attempt.nonfinite or nonfinite
             tried = Tried(attempt, scale, given, tries, nonfinite)
@@ -129,7 +130,9 @@ class Trier:
         nonfinite, tries = None, 0
         while True:
             interrupts.check()
-            attempt = self._attempt([batch], scale, settings, computation, interrupts, savepoint=savepoint)
+            attempt = self._attempt(
+                [batch], scale.factor, settings, computation, interrupts, savepoint=savepoint
+            )
             tries += 1
             nonfinite = attempt.nonfinite or nonfinite
             tried = Tried(attempt, scale, given, tries, nonfinite, computation.ordinal)
@@ -150,18 +153,37 @@ class Trier:
             ReplicaError: User code raised in a shard.
         """
         scale = self._training.loss_scale
-        attempt = self._attempt([batch], scale, settings, computation, interrupts)
+        attempt = self._attempt([batch], scale.factor, settings, computation, interrupts)
         return Tried(attempt, scale, scale, 1, attempt.nonfinite, computation.ordinal)
+
+    def try_unread(
+        self, interrupts: HeldInterrupts, settings: ThreadSettings, computation: Computation
+    ) -> tuple[int, UnreadTry]:
+        """Try the iterator's next batches once, and look at nothing on the device.
+
+        Returns:
+            How many batches the iterator is to move past, and the try.
+
+        Raises:
+            StopIteration: The iterator has ended.
+            ReplicaError: User code raised in a shard.
+        """
+        scale = self._training.scale
+        factor = scale.value.factor if scale.is_fixed else scale.factor_on(self._engine.group.devices[0])
+        batches = self._pending(0)
+        attempt = self._attempt(batches, factor, settings, computation, interrupts, unread=True)
+        return len(batches), UnreadTry(attempt, factor, attempt.verdict.flag)
 
     def _attempt(
         self,
         batches: Sequence[Any],
-        scale: LossScale,
+        factor: float | torch.Tensor,
         settings: ThreadSettings,
         computation: Computation,
         interrupts: HeldInterrupts,
         *,
         savepoint: Savepoint | None = None,
+        unread: bool = False,
     ) -> Attempt:
         """Compute a gradient, changing nothing but parameters that have no shape yet."""
         with self._meeting.telling():
@@ -175,20 +197,21 @@ class Trier:
                     batches,
                     loss_fn=computation.loss_fn,
                     first_stream=first + computation_lane(ordinal) if ordinal else first,
-                    loss_scale=scale.factor,
+                    loss_scale=factor,
                     settings=settings,
-                    position=self.position(computation=ordinal, scale=scale),
+                    position=self.position(computation=ordinal, factor=factor),
                     interrupted=interrupts.check,
                     wanted=computation.wanted,
+                    unread=unread,
                 )
             return attempt
 
-    def position(self, *, computation: int | str, scale: LossScale | None = None) -> Position:
+    def position(self, *, computation: int | str, factor: float | torch.Tensor | None = None) -> Position:
         """Say where this rank is, for the others to compare."""
         return {
             "update": self._training.iteration,
             "computation": computation,
-            "loss scale": None if scale is None else scale.factor,
+            "loss scale": factor,
         }
 
     def find_nonfinite(self, settings: ThreadSettings, loss_fn: LossFunction) -> list[NonFiniteShard]:
@@ -198,15 +221,15 @@ class Trier:
             StopIteration: The iterator has ended.
             ReplicaError: User code raised in a shard.
         """
-        batches, scale = self._pending(0), self._training.loss_scale
+        batches, factor = self._pending(0), self._training.loss_scale.factor
         with self._meeting.telling():
             return self._engine.find_nonfinite(
                 batches,
                 loss_fn=loss_fn,
                 first_stream=self.first_stream(),
-                loss_scale=scale.factor,
+                loss_scale=factor,
                 settings=settings,
-                position=self.position(computation="search for what is not finite", scale=scale),
+                position=self.position(computation="search for what is not finite", factor=factor),
                 interrupted=lambda: False,
             )
 
