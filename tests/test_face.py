@@ -20,6 +20,7 @@ PUBLIC = [
     "MasterWeights",
     "MomentumSGD",
     "NonFiniteError",
+    "OnDevice",
     "OrderError",
     "ParallelUpdater",
     "RampLossScale",
