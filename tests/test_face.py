@@ -10,6 +10,7 @@ import lockstep as ls
 PUBLIC = [
     "BatchIterator",
     "CorrectedMomentumSGD",
+    "DataParallel",
     "DynamicLossScale",
     "Extension",
     "IterableBatches",
@@ -19,6 +20,7 @@ PUBLIC = [
     "LossScaler",
     "MasterWeights",
     "MomentumSGD",
+    "Monitor",
     "NonFiniteError",
     "OnDevice",
     "OrderError",

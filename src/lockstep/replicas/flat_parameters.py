@@ -22,6 +22,20 @@ class FlatParameters(NamedTuple):
     gradients: torch.Tensor
 
 
+def lay_end_to_end(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Move parameters into one new tensor, of which each is a view afterwards; they stay the same objects.
+
+    Args:
+        parameters: At least one, all of one dtype on one device.
+    """
+    with torch.no_grad():
+        whole = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+    parts = torch.split(whole, [parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.data = part.view(parameter.shape)
+    return whole
+
+
 class Flattened:
     """Parameters that have been moved into one tensor, and what keeps them there.
 
@@ -48,15 +62,12 @@ class Flattened:
                 f"{sorted(f'{dtype} on {device}' for dtype, device in kinds) or 'none'}."
             )
         self._parameters = list(parameters)
-        with torch.no_grad():
-            values = nn.Parameter(torch.cat([parameter.detach().reshape(-1) for parameter in parameters]))
-            gradients = torch.zeros_like(values)
+        values = nn.Parameter(lay_end_to_end(parameters))
+        gradients = torch.zeros_like(values, requires_grad=False)
         self.tensors = FlatParameters(values, gradients)
         values.grad = gradients
         sizes = [parameter.numel() for parameter in parameters]
         self._runs = list(pairwise(accumulate(sizes, initial=0)))
-        for parameter, (start, stop) in zip(parameters, self._runs, strict=True):
-            parameter.data = values.detach()[start:stop].view(parameter.shape)
         self.gather_gradients()
 
     def holds(self, parameters: Sequence[nn.Parameter]) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep import nest
 from lockstep.errors import OrderError
+from lockstep.plan import Shard
 from lockstep.state import check_keys
 
 NOTHING: Final = nullcontext()
@@ -32,7 +33,8 @@ def rms(tensor: torch.Tensor) -> torch.Tensor:
     tensor(3.)
     """
     wide = tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
-    return torch.linalg.vector_norm(wide) / math.sqrt(max(tensor.numel(), 1))
+    norm: torch.Tensor = torch.linalg.vector_norm(wide)
+    return norm / math.sqrt(max(tensor.numel(), 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,30 +70,26 @@ class MonitorRow:
         return f"{self.step:>7}  {self.name:<32} {self.value:>13.6g}  {', '.join(where)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """Where something is computed.
-
-    Attributes:
-        replica: The replica's index.
-        device: Its device.
-        shard: The shard it is at.
-    """
-
-    replica: int
-    device: torch.device
-    shard: int
-
-
 class Replicated(Protocol):
     """What has replicas of a model."""
 
-    model: nn.Module
     devices: list[torch.device]
+
+    @property
+    def model(self) -> nn.Module:
+        """The original."""
 
     @property
     def replicas(self) -> list[nn.Module]:
         """One a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Spot:
+    """Which replica is at which shard."""
+
+    replica: int
+    shard: int
 
 
 class _Phase(IntEnum):
@@ -225,16 +223,18 @@ class Monitor:
         check_keys(state, ["step"], of="a Monitor")
         self.step = state["step"]
 
-    def forward(self, spot: Spot, replica: nn.Module) -> AbstractContextManager[object]:
+    def forward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Watch the forward of one shard inside a ``with``; the thread that computes it calls this."""
-        return NOTHING if self._taken is None else self._forward(self._taken, spot, replica)
+        taken = self._taken
+        return NOTHING if taken is None else self._forward(taken, _Spot(place, shard.index), replica)
 
-    def backward(self, spot: Spot, replica: nn.Module) -> AbstractContextManager[object]:
+    def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Watch the gradients that the backward of one shard gives to parameters, inside a ``with``."""
-        return NOTHING if self._taken is None else self._backward(self._taken, spot, replica)
+        taken = self._taken
+        return NOTHING if taken is None else self._backward(taken, _Spot(place, shard.index), replica)
 
     @contextmanager
-    def _forward(self, taken: list[_Taken], spot: Spot, replica: nn.Module) -> Iterator[None]:
+    def _forward(self, taken: list[_Taken], spot: _Spot, replica: nn.Module) -> Iterator[None]:
         def given(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             for name, value in {"input": args, **kwargs}.items():
                 self._look(taken, spot, name, value)
@@ -248,30 +248,30 @@ class Monitor:
             yield
 
     @contextmanager
-    def _backward(self, taken: list[_Taken], spot: Spot, replica: nn.Module) -> Iterator[None]:
+    def _backward(self, taken: list[_Taken], spot: _Spot, replica: nn.Module) -> Iterator[None]:
         trained = {name: each for name, each in replica.named_parameters() if each.requires_grad}
         with _removing(
-            parameter.register_hook(self._gradient_hook(taken, spot, f"{name}.grad"))
+            parameter.register_hook(self._gradient_hook(taken, spot, f"{name}.grad"))  # type: ignore[no-untyped-call]
             for name, parameter in trained.items()
             if self._pattern.match(f"{name}.grad")
         ):
             yield
 
-    def _look(self, taken: list[_Taken], spot: Spot, name: str, value: Any) -> None:
+    def _look(self, taken: list[_Taken], spot: _Spot, name: str, value: Any) -> None:
         """Take the numbers of every tensor of a nest now, and of its gradient when that comes."""
         for path, tensor in nest.named_tensors(value, name):
             self._take(taken, _Phase.FORWARD, spot, path, tensor)
             if tensor.requires_grad and self._pattern.match(f"{path}.grad"):
-                tensor.register_hook(self._gradient_hook(taken, spot, f"{path}.grad"))
+                tensor.register_hook(self._gradient_hook(taken, spot, f"{path}.grad"))  # type: ignore[no-untyped-call]
 
-    def _gradient_hook(self, taken: list[_Taken], spot: Spot, name: str) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, taken: list[_Taken], spot: _Spot, name: str) -> Callable[[torch.Tensor], None]:
         return lambda gradient: self._take(taken, _Phase.BACKWARD, spot, name, gradient)
 
-    def _take(self, taken: list[_Taken], phase: _Phase, spot: Spot, name: str, tensor: torch.Tensor) -> None:
+    def _take(self, taken: list[_Taken], phase: _Phase, spot: _Spot, name: str, tensor: torch.Tensor) -> None:
         """Take the numbers of one tensor, unless the step it belongs to is over."""
         if taken is self._taken and self._pattern.match(name):
             numbers = self._numbers(tensor)
-            taken.append(_Taken(phase, name, spot.replica, spot.device, spot.shard, numbers))
+            taken.append(_Taken(phase, name, spot.replica, tensor.device, spot.shard, numbers))
 
     def _state_of(self, source: Replicated | None) -> Iterator[_Taken]:
         """Take the numbers of all parameters, once for each device they are on, and of the buffers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,16 +83,6 @@ class OnDevice(Wrapping):
         with device_context(self.device):
             output = self.module(*args, **kwargs)
         return output if self.output_device is None else _move(output, self.output_device)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> OnDevice:
-        """Change the tensors as the network around asks, all but their device."""
-
-        def stay(tensor: torch.Tensor) -> torch.Tensor:
-            changed = fn(tensor)
-            return changed if changed.device == tensor.device else tensor.to(changed.dtype)
-
-        super()._apply(stay, recurse)  # type: ignore[no-untyped-call]  # torch's gap
-        return self
 
     def extra_repr(self) -> str:
         """Name the devices."""

@@ -1,10 +1,11 @@
-"""A module around one other, whose saved state is the other's under the other's own names."""
+"""A module around one other that keeps its device, and whose saved state is the other's alone."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import torch
 from torch import nn
 
 INNER = "module."
@@ -13,6 +14,8 @@ INNER = "module."
 
 class Wrapping(nn.Module):
     """Hold one module; a state saved with the wrapper loads without it, and the other way round.
+
+    The module stays on its device when the network around is moved, and follows it to another dtype.
 
     Args:
         module: What is wrapped; afterwards found as the attribute of the same name.
@@ -34,6 +37,16 @@ class Wrapping(nn.Module):
         """The beginning of the names under which this module was loaded the last time."""
         self.register_state_dict_post_hook(_drop_prefix)  # type: ignore[no-untyped-call]  # torch's gap
         self.register_load_state_dict_post_hook(_name_as_saved)  # type: ignore[no-untyped-call]  # torch's gap
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Wrapping:
+        """Change the tensors as the network around asks, all but their device."""
+
+        def stay(tensor: torch.Tensor) -> torch.Tensor:
+            changed = fn(tensor)
+            return changed if changed.device == tensor.device else tensor.to(changed.dtype)
+
+        super()._apply(stay, recurse)  # type: ignore[no-untyped-call]  # torch's gap
+        return self
 
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any
