@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import OrderError
+from lockstep.replicas.flat_parameters import Flattened
 from lockstep.replicas.passes import Backward, Forward, Passes
 from lockstep.replicas.scatter import Inputs
 from lockstep.tree import PartialSum, Tensors, total
@@ -24,14 +25,14 @@ class Link:
         forward: The forward that was run.
         parameters: The model's, those that ask for a gradient, in the order of the replicas'.
         device: Where the output is put together.
-        before_backward: Called before autograd adds gradients up.
+        flat: Keeps the gradients end to end; None where they need not lie so.
     """
 
     passes: Passes
     forward: Forward
     parameters: list[nn.Parameter]
     device: torch.device
-    before_backward: Callable[[], None]
+    flat: Flattened | None
 
     def outputs(self) -> list[torch.Tensor]:
         """Merge the outputs, differentiable by the inputs and parameters."""
@@ -42,7 +43,8 @@ class Link:
 
     def gradients(self, output_grads: Sequence[torch.Tensor | None], *, retain_graph: bool) -> Tensors:
         """Run backward; give the gradient of every input, then of every parameter."""
-        self.before_backward()
+        if self.flat is not None:
+            self.flat.gather_gradients()
         backward = self.passes.backward(self.forward, output_grads, retain_graph=retain_graph)
         totals = backward.total(keep=False) or [None] * len(self.parameters)
         return input_gradients(self.forward.inputs, backward, self.forward) + [
