@@ -24,7 +24,7 @@ from lockstep.replicas.scatter import BatchDim, Inputs
 from lockstep.replicas.settings import Carried, Computing, ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.streams import stream_seed
-from lockstep.tree import PartialSum, ShardSum, Tensors, total
+from lockstep.tree import PartialSum, ShardSum, Tensors, merge_order, total
 
 
 @dataclass(slots=True)
@@ -70,9 +70,7 @@ class Backward:
     def device_total(self, place: int) -> Tensors:
         """Sum the parameters' gradients over the shards of one device, leaving what is here untouched."""
         partials = self.parameters[place].partials
-        if len(partials) == 1:
-            return partials[0].tensors
-        return total([_copied(partial) for partial in partials]) if partials else []
+        return total(_own(partials)) if partials else []
 
     def total(self, *, keep: bool) -> Tensors:
         """Sum the parameters' gradients over all shards, in the tree's order, on the first device.
@@ -81,12 +79,13 @@ class Backward:
             keep: Leave the sums of the devices as they are; else they are added to in place.
         """
         partials = [partial for place in self.parameters for partial in place.partials]
-        if keep and len(partials) > 1:
-            partials = [_copied(partial) for partial in partials]
-        first = next(
-            (tensor.device for each in partials for tensor in each.tensors if tensor is not None), None
+        device = next(
+            (each.device for partial in partials for each in partial.tensors if each is not None), None
         )
-        return total([_moved(partial, first) for partial in partials]) if first is not None else []
+        if device is None:
+            return partials[0].tensors
+        partials = [_moved(partial, device) for partial in partials]
+        return total(_own(partials) if keep else partials)
 
 
 class Passes:
@@ -299,8 +298,18 @@ def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:
         raise OrderError("The group was told to stop before all shards were computed; run the forward again.")
 
 
-def _copied(partial: PartialSum) -> PartialSum:
-    return PartialSum(partial.shard, [None if each is None else each.clone() for each in partial.tensors])
+def _own(partials: Sequence[PartialSum]) -> list[PartialSum]:
+    """Copy those partial sums that others will be added to."""
+    added_to = {into for into, _ in merge_order([partial.shard for partial in partials])}
+    present = [[tensor is not None for tensor in partial.tensors] for partial in partials]
+    # What is absent takes the other's tensor over, and is added to in its turn.
+    every = any(each != present[0] for each in present)
+    return [
+        PartialSum(each.shard, [tensor.clone() if tensor is not None else None for tensor in each.tensors])
+        if every or index in added_to
+        else each
+        for index, each in enumerate(partials)
+    ]
 
 
 def _moved(partial: PartialSum, device: torch.device) -> PartialSum:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import TracebackType
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep import plan
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, ReplicaError
 from lockstep.replicas.copies import ModelWatch, copy_model
 from lockstep.replicas.devices import Devices, device_context, parse_devices
 from lockstep.replicas.memory import keep_freed_memory
@@ -31,6 +32,10 @@ class ReplicaSet:
         model: Stays where it is; ``model.to(devices[0])`` first where it shall be trained on a GPU.
         devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed.
         workloads: Relative speeds of the devices, by which shards are assigned; equal ones by default.
+        frozen: Names of parameters that ask for no gradient on the replicas, whatever they do in the model.
+        timeout: Seconds, above 0, after which devices whose threads are still at work count as hung; then the
+            first device has a thread of its own too. None waits without end. Work that is done in the calling
+            thread, one device after another, is not timed.
 
     Raises:
         ValueError: A device or a workload is not what it must be, or a parameter has no shape yet.
@@ -44,7 +49,13 @@ class ReplicaSet:
     """
 
     def __init__(
-        self, model: nn.Module, devices: Devices = "auto", *, workloads: Sequence[float] | None = None
+        self,
+        model: nn.Module,
+        devices: Devices = "auto",
+        *,
+        workloads: Sequence[float] | None = None,
+        frozen: Collection[str] = (),
+        timeout: float | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
@@ -57,6 +68,10 @@ class ReplicaSet:
                 f"`workloads` must hold one number a device ({len(self.devices)}), got {len(self.workloads)}."
             )
         self.device_types = sorted({device.type for device in self.devices})
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
+        self._frozen = frozenset(frozen)
+        self._timeout = timeout
         self._replicas: list[nn.Module] = []
         self._watch: ModelWatch | None = None
         self._parameters: list[nn.Parameter] = []
@@ -102,7 +117,7 @@ class ReplicaSet:
         if self._watch is None or self._watch.changed():
             if "cpu" in self.device_types:
                 keep_freed_memory()
-            self._replicas = [copy_model(self.model, device) for device in self.devices]
+            self._replicas = [self._copy(device) for device in self.devices]
             self._parameters = list(self.model.parameters())
             self._one_memory = all(
                 parameter.device == device for device in self.devices for parameter in self._parameters
@@ -114,6 +129,14 @@ class ReplicaSet:
             self.sync_parameters()
             self._versions = versions
         return False
+
+    def _copy(self, device: torch.device) -> nn.Module:
+        """Copy the model, with what is frozen."""
+        replica = copy_model(self.model, device)
+        for name, parameter in replica.named_parameters():
+            if name in self._frozen:
+                parameter.requires_grad_(False)
+        return replica
 
     @torch.no_grad()
     def sync_parameters(self) -> None:
@@ -145,6 +168,7 @@ class ReplicaSet:
 
         Raises:
             OrderError: The group is closed.
+            ReplicaError: A device's thread is still at work after the timeout.
             BaseException: What the first device (by index) that failed raised; the others were asked to stop.
         """
         self._check_open()
@@ -170,43 +194,67 @@ class ReplicaSet:
             with Carried(settings):
                 here(place)
 
-        if at_once and len(self.devices) > 1:
-            self._run_in_threads(here, there)
+        if at_once and self._timeout is not None:
+            self._run_in_threads(range(len(self.devices)), None, there)
+        elif at_once and len(self.devices) > 1:
+            self._run_in_threads(range(1, len(self.devices)), here, there)
         else:
             for place in range(len(self.devices)):
                 here(place)
 
-    def _run_in_threads(self, here: Callable[[int], None], there: Callable[[int], None]) -> None:
-        """Run place 0 here and the others in their threads; after an interrupt none of them stays in use."""
+    def _run_in_threads(
+        self, places: range, here: Callable[[int], None] | None, there: Callable[[int], None]
+    ) -> None:
+        """Run these places in their threads and place 0 here; after an interrupt no thread stays in use."""
         if not self._workers:
-            names = [f"lockstep-{place}-{device}" for place, device in enumerate(self.devices)]
-            self._workers = [Worker(name) for name in names[1:]]
+            self._workers = [Worker(f"lockstep-{place}-{self.devices[place]}") for place in places]
         errors: list[BaseException | None] = []
         try:
-            for place, worker in enumerate(self._workers, start=1):
+            for place, worker in zip(places, self._workers, strict=True):
                 worker.begin(partial(there, place))
-            errors.append(_attempt(here))
-            errors += [worker.wait() for worker in self._workers]
+            if here is not None:
+                errors.append(_attempt(here))
+            errors += self._wait(places)
         except BaseException:
-            self.release()
+            self._abandon()
             raise
         for error in errors:
             if error is not None:
                 raise error
 
+    def _wait(self, places: range) -> list[BaseException | None]:
+        """Wait for all threads, and give what each raised."""
+        if self._timeout is None:
+            return [worker.wait() for worker in self._workers]
+        end = time.monotonic() + self._timeout
+        ended = [worker.ended(end - time.monotonic()) for worker in self._workers]
+        hung = [place for place, done in zip(places, ended, strict=True) if not done]
+        if not hung:
+            return [worker.wait() for worker in self._workers]
+        names = ", ".join(f"{self.devices[place]} (device {place})" for place in hung)
+        raise ReplicaError(
+            f"The work on {names} of 0..{len(self.devices) - 1} was not done after {self._timeout} seconds.",
+            device=str(self.devices[hung[0]]),
+            shard=None,
+        )
+
     def _check_open(self) -> None:
         if self._closed:
             raise OrderError(f"A closed {type(self).__name__} cannot work; build a new one.")
+
+    def _abandon(self) -> None:
+        """Let go of threads and replicas; a thread that is still at work ends by itself after that work."""
+        self._stopping = True
+        self._workers = []
+        self._replicas = []
+        self._watch = None
 
     def release(self) -> None:
         """Let go of threads and replicas until they are needed again; the model is left as it is.
 
         A thread that is still at work after an interrupt ends by itself after that work.
         """
-        self._stopping = True
-        self._workers = []
-        self._replicas = []
-        self._watch = None
+        self._abandon()
 
     def close(self) -> None:
         """Let go of threads and replicas for good. Closing twice is allowed."""

@@ -80,6 +80,7 @@ def read_inputs(
     batch_dim: BatchDim,
     *,
     wanted: Callable[[str, torch.Tensor], bool],
+    absent: Collection[str] = (),
 ) -> Inputs:
     """Find the inputs of a call, the dimension of each that counts samples, and the number of samples.
 
@@ -89,23 +90,42 @@ def read_inputs(
         names: What the positions are called.
         batch_dim: The dimensions.
         wanted: Says for the path of an input, and the input, whether a gradient is wanted.
+        absent: Paths that `batch_dim` may name beside those of this call.
 
     Raises:
         ValueError: No input is cut, one lacks its dimension, two differ in length, there is no sample, or
             `batch_dim` names an input that there is not.
     """
-    labelled = {**dict(zip(names, args, strict=False)), **kwargs}
-    found = [pair for name, part in labelled.items() for pair in nest.named_tensors(part, name)]
+    found = list(named_inputs(args, kwargs, names))
     paths = [path for path, _ in found]
     tensors = [tensor for _, tensor in found]
-    given = given_dims(batch_dim, paths, "batch_dim")
+    given = given_dims(batch_dim, [*paths, *absent], "batch_dim")
     dims = [
         None if dim is None else positive_dim(path, tensor, dim)
-        for (path, tensor), dim in zip(found, given, strict=True)
+        for (path, tensor), dim in zip(found, given, strict=False)
     ]
-    num_samples = _count(paths, tensors, dims)
+    num_samples = count_samples(paths, tensors, dims)
     asked = [wanted(path, tensor) for path, tensor in found]
     return Inputs(tuple(args), dict(kwargs), paths, tensors, dims, asked, num_samples)
+
+
+def named_inputs(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a call with its path."""
+    for name, part in (*zip(names, args, strict=True), *kwargs.items()):
+        yield from nest.named_tensors(part, name)
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Read a batch as arguments: a tuple or list by position, a dict by name, anything else as the only one.
+
+    >>> as_call({"x": 1}), as_call((1, 2))
+    (((), {'x': 1}), ((1, 2), {}))
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:
@@ -153,8 +173,12 @@ def positive_dim(path: str, tensor: torch.Tensor, dim: int) -> int:
     return dim % tensor.dim()
 
 
-def _count(paths: Collection[str], tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> int:
-    """Count the samples of the inputs, which must agree."""
+def count_samples(paths: Collection[str], tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> int:
+    """Count the samples of inputs.
+
+    Raises:
+        ValueError: Two differ, none has a dimension that counts samples, or there is no sample.
+    """
     first, length = "", -1
     for path, tensor, dim in zip(paths, tensors, dims, strict=True):
         if dim is None:
