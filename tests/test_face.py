@@ -9,11 +9,14 @@ import lockstep as ls
 
 PUBLIC = [
     "BatchIterator",
+    "Communicator",
     "CorrectedMomentumSGD",
     "DataParallel",
+    "DisagreementError",
     "DynamicLossScale",
     "Extension",
     "IterableBatches",
+    "LocalCommunicator",
     "LockstepError",
     "Loss",
     "LossScale",
@@ -25,6 +28,8 @@ PUBLIC = [
     "OnDevice",
     "OrderError",
     "ParallelUpdater",
+    "PeerError",
+    "ProcessCommunicator",
     "RampLossScale",
     "RandomStreamWarning",
     "ReplayWarning",
@@ -58,7 +63,7 @@ def test_the_public_names() -> None:
         check=True,
         timeout=60,
     ).stdout.split()
-    parts = {"errors", "nest", "plan", "precision", "replicas", "state", "streams"}
+    parts = {"communicators", "errors", "nest", "plan", "precision", "replicas", "state", "streams"}
     parts |= {"trainer", "tree", "updaters"}  # modules that Python binds because something imported them
     assert [name for name in names if name not in parts] == PUBLIC
 
