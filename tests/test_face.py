@@ -9,10 +9,13 @@ import lockstep as ls
 
 PUBLIC = [
     "BatchIterator",
+    "Communicator",
     "CorrectedMomentumSGD",
+    "DisagreementError",
     "DynamicLossScale",
     "Extension",
     "IterableBatches",
+    "LocalCommunicator",
     "LockstepError",
     "Loss",
     "LossScale",
@@ -22,6 +25,8 @@ PUBLIC = [
     "NonFiniteError",
     "OrderError",
     "ParallelUpdater",
+    "PeerError",
+    "ProcessCommunicator",
     "RampLossScale",
     "RandomStreamWarning",
     "ReplayWarning",
@@ -55,7 +60,7 @@ def test_the_public_names() -> None:
         check=True,
         timeout=60,
     ).stdout.split()
-    parts = {"errors", "nest", "plan", "precision", "replicas", "state", "streams"}
+    parts = {"communicators", "errors", "nest", "plan", "precision", "replicas", "state", "streams"}
     parts |= {"trainer", "tree", "updaters"}  # modules that Python binds because something imported them
     assert [name for name in names if name not in parts] == PUBLIC
 

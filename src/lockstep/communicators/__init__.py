@@ -1,0 +1,6 @@
+"""What processes tell each other: small messages, weights, and the sum of their gradients."""
+
+from lockstep.communicators.communicator import Communicator as Communicator
+from lockstep.communicators.communicator import Contribution as Contribution
+from lockstep.communicators.local import LocalCommunicator as LocalCommunicator
+from lockstep.communicators.process import ProcessCommunicator as ProcessCommunicator
