@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,6 +205,21 @@ class TestParallelUpdater:
         assert ls.digest(model) != before
         assert (tmp_path / "log.jsonl").exists()
 
+    def test_a_finalized_updater_has_let_go_of_its_iterators(self, updaters: Any) -> None:
+        class Counting(ls.BatchIterator):
+            finalized = 0
+
+            def finalize(self) -> None:
+                self.finalized += 1
+                super().finalize()
+
+        first, second = Counting(dataset(), 4), Counting(dataset(), 4)
+        optimizer = chainer.MomentumSGD().setup(Classifier())
+        updater = updaters({"main": first, "second": second}, optimizer, devices=TWO)
+        updater.update()
+        updater.finalize()
+        assert (first.finalized, second.finalized) == (1, 1)
+
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
@@ -379,6 +395,14 @@ class TestCorrectedMomentumSGD:
         assert (after.t, after.lr) == (5, 0.5)
         assert equal(second, whole)
 
+    def test_optimizers_are_compared_as_objects(self) -> None:
+        one, other = chainer.CorrectedMomentumSGD(), chainer.CorrectedMomentumSGD()
+        assert one == one  # noqa: PLR0124 - that is what is tested
+        assert one != other
+        for compare in (operator.lt, operator.le, operator.gt, operator.ge):
+            with pytest.raises(TypeError):
+                compare(one, other)
+
     def test_a_copy_has_the_target(self) -> None:
         optimizer = chainer.CorrectedMomentumSGD().setup(Classifier())
         assert copy.copy(optimizer).target is optimizer.target
@@ -389,3 +413,27 @@ def test_samples_are_stacked_and_padded() -> None:
     padded = chainer.concat_examples([(torch.ones(2), 1), (torch.ones(1), 2)], None, (0.0, 0))
     assert torch.equal(padded[0], torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
     assert torch.equal(padded[1], torch.tensor([1, 2]))
+
+
+def test_the_derivation_step_by_step() -> None:
+    """With v = η·u, equation 10 with the correction for a new η is equation 9, at every step."""
+    generator = torch.Generator().manual_seed(2)
+    rates = [0.1, 0.1, 0.8, 0.8, 0.05, 0.4, 0.4, 0.01]
+    grads = torch.randn(len(rates), 5, generator=generator, dtype=torch.float64)
+    free, plain = (nn.ParameterList([torch.ones(5, dtype=torch.float64)]) for _ in range(2))
+    optimizer = chainer.CorrectedMomentumSGD(momentum=0.9).setup(free)
+    uncorrected = chainer.MomentumSGD(momentum=0.9).setup(plain)
+    weight, v = torch.ones(5, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    before = rates[0]
+    for rate, grad in zip(rates, grads, strict=True):
+        v = 0.9 * (rate / before) * v + rate * grad
+        weight -= v
+        before = optimizer.lr = uncorrected.lr = rate
+        free[0].grad, plain[0].grad = grad.clone(), grad.clone()
+        optimizer.update()
+        uncorrected.update()
+        u = optimizer.state[free[0]]["velocity"]
+        # Rounding of float64 only.
+        assert torch.allclose(rate * u, v, rtol=1e-12)
+        assert torch.allclose(free[0], weight, rtol=1e-12)
+    assert not torch.allclose(plain[0], weight, rtol=1e-3)
