@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -14,21 +12,14 @@ import torch
 from torch import nn
 
 from lockstep import plan
-from lockstep.errors import RandomStreamWarning
 from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
 from lockstep.precision import Precision, first_nonfinite, norms_are_finite
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots
 from lockstep.replicas.settings import ThreadSettings
-from lockstep.streams import (
-    DefaultGeneratorGuard,
-    DefaultStream,
-    StreamOverride,
-    StreamOverrideError,
-    shard_stream,
-    stream_seed,
-)
+from lockstep.replicas.shard_streams import ShardStreams, Streams
+from lockstep.streams import stream_seed
 from lockstep.tree import Tensors
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
@@ -41,10 +32,6 @@ from lockstep.updaters.shards import Place, PlaceSums, Recipe
 
 SIDE_BY_SIDE: Final = 400_000
 """Elements. With fewer parameters one thread has added them up before a second has begun."""
-
-NOTHING: Final = nullcontext()
-
-Stream = Callable[[Shard], AbstractContextManager[object]]
 
 
 @dataclass(slots=True)
@@ -121,9 +108,7 @@ class GradientEngine:
         self._idle: tuple[int, ...] = ()
         self.side_by_side = False
         """Whether reducing and stepping are worth more than one thread."""
-        self._override = StreamOverride()
-        self._one_at_a_time = len(set(self._accelerators())) < len(self._accelerators())
-        weakref.finalize(self, self._override.remove)
+        self._streams = ShardStreams(group.devices)
 
     @property
     def shards_a_batch(self) -> int:
@@ -207,7 +192,7 @@ class GradientEngine:
     def release(self) -> None:
         """End the replicas' threads and give torch back its random kernels, until the next attempt."""
         self.group.release()
-        self._override.remove()
+        self._streams.release()
 
     def _prepare(self) -> None:
         """Follow the model where it has changed since the last time."""
@@ -254,26 +239,16 @@ class GradientEngine:
         def seed_of(shard: Shard) -> int:
             return stream_seed(self.seed, first_stream + shard.index)
 
-        if not self._one_at_a_time and sum(map(bool, work)) > 1 and self._can_override():
-            guard = DefaultGeneratorGuard()
-            try:
-                sums = self._run(work, recipe, self._thread_streams(seed_of), settings, at_once=True)
-            except BaseException:
-                guard.put_back()
-                raise
-            if not guard.moved():
-                return sums
-            guard.put_back()
-            self._fall_back("The model drew from the default random generator past its shard's stream")
-        with BorrowedGenerators(self.group.devices) as generators:
-            streams = generators.streams(seed_of)
-            return self._run(work, recipe, streams, settings, at_once=False)
+        def run(streams: Streams, *, at_once: bool) -> list[PlaceSums]:
+            return self._run(work, recipe, streams, settings, at_once=at_once)
+
+        return self._streams.compute(run, seed_of, several=sum(map(bool, work)) > 1)
 
     def _run(
         self,
         work: list[list[tuple[Shard, Any]]],
         recipe: Recipe,
-        streams: Callable[[torch.device], Stream],
+        streams: Streams,
         settings: ThreadSettings,
         *,
         at_once: bool,
@@ -294,37 +269,6 @@ class GradientEngine:
             group.run(timing.timed(compute, work), settings=settings, at_once=at_once)
             group.workloads = timing.workloads(group.workloads)
         return [place_sums for place_sums in sums if place_sums is not None]
-
-    def _thread_streams(self, seed_of: Callable[[Shard], int]) -> Callable[[torch.device], Stream]:
-        """Open streams for threads that compute at once."""
-
-        def streams(device: torch.device) -> Stream:
-            if device.type == "cpu":
-                return lambda shard: shard_stream(seed_of(shard))
-            return lambda shard: _device_stream(device, seed_of(shard))
-
-        return streams
-
-    def _can_override(self) -> bool:
-        """Install what gives threads random streams, or go on without, once and for all."""
-        try:
-            self._override.install()
-        except StreamOverrideError as error:
-            self._fall_back(str(error))
-            return False
-        return True
-
-    def _fall_back(self, reason: str) -> None:
-        """Compute one shard at a time from now on: the same bits, on one core."""
-        self._one_at_a_time = True
-        warnings.warn(
-            f"{reason}. The shards of this process now run one at a time, with the same result.",
-            RandomStreamWarning,
-            stacklevel=2,
-        )
-
-    def _accelerators(self) -> list[torch.device]:
-        return [device for device in self.group.devices if device.type != "cpu"]
 
     def _reduce(self, sums: list[PlaceSums], recipe: Recipe, settings: ThreadSettings) -> Attempt:
         """Add up the places, divide once by the summed weight and the loss scale, and check the result."""
@@ -376,38 +320,3 @@ def _resting(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.requires_grad_(True)
-
-
-class BorrowedGenerators:
-    """The default generators of some devices, lent to one thread that computes all shards."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._streams = [DefaultStream(device) for device in dict.fromkeys(devices)]
-
-    def __enter__(self) -> BorrowedGenerators:
-        for stream in self._streams:
-            stream.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for stream in reversed(self._streams):
-            stream.__exit__(*error)
-
-    def streams(self, seed_of: Callable[[Shard], int]) -> Callable[[torch.device], Stream]:
-        """Seed them before each shard."""
-
-        def stream(shard: Shard) -> AbstractContextManager[object]:
-            seed = seed_of(shard)
-            for generators in self._streams:
-                generators.seed(seed)
-            return NOTHING
-
-        return lambda _: stream
-
-
-@contextmanager
-def _device_stream(device: torch.device, seed: int) -> Iterator[None]:
-    """Open a shard's stream in a thread that has an accelerator to itself."""
-    with shard_stream(seed), DefaultStream(device, cpu=False) as generators:
-        generators.seed(seed)
-        yield
