@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.communicators.watch import Watch
 from lockstep.tree import PartialSum, Tensors
 
 
@@ -59,6 +60,11 @@ class Communicator(ABC):
     @abstractmethod
     def size(self) -> int:
         """How many processes there are."""
+
+    @property
+    @abstractmethod
+    def watch(self) -> Watch:
+        """Tells what the other ranks are doing, and whether one has failed."""
 
     @abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.communicators.communicator import Communicator, Contribution
+from lockstep.communicators.watch import Watch
 from lockstep.tree import PartialSum, Tensors, total
 
 
@@ -19,6 +20,14 @@ class LocalCommunicator(Communicator):
     >>> communicator.rank, communicator.size, communicator.exchange(b"alone")
     (0, 1, [b'alone'])
     """
+
+    def __init__(self) -> None:
+        self._watch = Watch()
+
+    @property
+    def watch(self) -> Watch:
+        """Of nobody."""
+        return self._watch
 
     @property
     def rank(self) -> int:

@@ -17,6 +17,7 @@ from lockstep.communicators.ordered import Extent, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
+from lockstep.communicators.watch import Watch, watch_group
 from lockstep.communicators.wire import PlainFormat
 from lockstep.tree import PartialSum, Tensors
 
@@ -27,19 +28,26 @@ class ProcessCommunicator(Communicator):
     Args:
         group: The group; None for the default one, which must have been initialised. It stays its owner's.
         timeout: Seconds that a rank waits for another before it raises.
+        watch: Tells which rank has failed; by default one over the group's own store.
 
     Raises:
         RuntimeError: There is no such group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 60.0,
+        watch: Watch | None = None,
+    ) -> None:
         found = dist.group.WORLD if group is None else group
         if found is None:
             raise RuntimeError(
                 "`group` must be a process group, but torch.distributed is not initialised. Start the script "
                 "with torchrun, or call torch.distributed.init_process_group first."
             )
-        self._channel = Channel(found, timeout)
+        self._channel = Channel(found, timeout, watch_group(found, timeout) if watch is None else watch)
         self._wire = PlainFormat()
         self._arenas: dict[torch.device, list[Arena]] = {}
 
@@ -52,6 +60,11 @@ class ProcessCommunicator(Communicator):
     def size(self) -> int:
         """How many processes the group has."""
         return self._channel.size
+
+    @property
+    def watch(self) -> Watch:
+        """Tells what the other ranks are doing, and whether one has failed."""
+        return self._channel.watch
 
     @property
     def bytes_sent(self) -> int:
@@ -108,7 +121,8 @@ class ProcessCommunicator(Communicator):
     def gather_objects(self, value: Any) -> list[Any]:
         """Give every rank the objects of all; see `Communicator.gather_objects`."""
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._channel.group)
+        with self._channel.waiting():
+            dist.all_gather_object(gathered, value, group=self._channel.group)
         return gathered
 
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
@@ -120,4 +134,5 @@ class ProcessCommunicator(Communicator):
         self.exchange(b"")
 
     def close(self) -> None:
-        """Do nothing: the group is its owner's."""
+        """Watch the other ranks no longer; the group stays its owner's."""
+        self.watch.close()
