@@ -13,6 +13,7 @@ from lockstep import triggers as triggers
 from lockstep.communicators import Communicator as Communicator
 from lockstep.communicators import LocalCommunicator as LocalCommunicator
 from lockstep.communicators import ProcessCommunicator as ProcessCommunicator
+from lockstep.communicators import find_communicator as find_communicator
 from lockstep.data import BatchIterator as BatchIterator
 from lockstep.data import IterableBatches as IterableBatches
 from lockstep.data import Samples as Samples
@@ -27,6 +28,7 @@ from lockstep.errors import RandomStreamWarning as RandomStreamWarning
 from lockstep.errors import ReplayWarning as ReplayWarning
 from lockstep.errors import ReplicaError as ReplicaError
 from lockstep.errors import StateError as StateError
+from lockstep.launch import launch as launch
 from lockstep.metrics import report as report
 from lockstep.optim import CorrectedMomentumSGD as CorrectedMomentumSGD
 from lockstep.optim import MomentumSGD as MomentumSGD
@@ -36,6 +38,9 @@ from lockstep.precision import LossScaler as LossScaler
 from lockstep.precision import MasterWeights as MasterWeights
 from lockstep.precision import RampLossScale as RampLossScale
 from lockstep.precision import StaticLossScale as StaticLossScale
+from lockstep.replicas import DataParallel as DataParallel
+from lockstep.replicas import Monitor as Monitor
+from lockstep.replicas import OnDevice as OnDevice
 from lockstep.replicas import ReplicaGroup as ReplicaGroup
 from lockstep.trainer import Extension as Extension
 from lockstep.trainer import Trainer as Trainer

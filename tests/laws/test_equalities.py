@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.updaters import engine
+from lockstep.replicas.shard_streams import ShardStreams
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, Workload
 from tests.laws.runs import (
     EQUAL,
@@ -35,7 +35,7 @@ WORKLOADS = [MLP, CONVNET, TRANSFORMER]
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)
 def test_serial_is_parallel(work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = train(work, Placement(3), num_shards=5)
-    monkeypatch.setattr(engine.GradientEngine, "_can_override", lambda _: False)
+    monkeypatch.setattr(ShardStreams, "_can_override", lambda _: False)
     threads: set[int] = set()
 
     def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep import tree
-from lockstep.replicas import settings
+from lockstep.replicas import settings, shard_streams
 from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters import engine, reduction
@@ -46,7 +46,7 @@ def test_a_left_fold_is_caught(work: Workload, monkeypatch: pytest.MonkeyPatch) 
     def folded(shards: Sequence[int]) -> list[tuple[int, int]]:
         return [(0, index) for index in range(1, len(shards))]
 
-    monkeypatch.setattr(ShardSum, "_settle", fold)
+    monkeypatch.setattr(ShardSum, "settle", fold)
     monkeypatch.setattr(tree, "merge_order", folded)
     assert caught(work)
 
@@ -94,8 +94,8 @@ def test_the_global_generator_in_threads_is_caught(work: Workload, monkeypatch: 
         torch.default_generator.manual_seed(seed)
         yield
 
-    monkeypatch.setattr(engine, "shard_stream", seeded)
-    monkeypatch.setattr(engine.DefaultGeneratorGuard, "moved", lambda _: False)
+    monkeypatch.setattr(shard_streams, "shard_stream", seeded)
+    monkeypatch.setattr(shard_streams.DefaultGeneratorGuard, "moved", lambda _: False)
     assert caught(work, loss_fn=dawdling)
 
 

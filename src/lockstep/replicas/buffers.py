@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
+from lockstep.precision import sent
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
 BufferRule: TypeAlias = Literal["mean", "first"]
@@ -122,6 +123,20 @@ class ReplicaBuffers:
         # Until `take` has looked: the shard may fail on the way.
         self._clean = [False] * len(self._slots)
 
+    def renew(self) -> None:
+        """Do what `restore` does with tensors that are new, because graphs refer to those of earlier shards.
+
+        A graph that is kept for a later backward may have saved a buffer. Written in place, the buffer would
+        make that backward fail, or wrong where a kernel writes past the version counter.
+        """
+        fresh = {
+            id(own): start.clone()
+            for own, start in zip(self._own, self._start, strict=True)
+            if own is not None and start is not None
+        }
+        for slot, own in self._bound:
+            slot.put(fresh.get(id(own), own))
+
     def take(self, shard: int, weight: float, into: BufferSum) -> None:
         """Add what a shard made of the buffers.
 
@@ -176,13 +191,16 @@ def _differ(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) ->
     return [next(answers) if isinstance(flag, torch.Tensor) else flag for flag in flags]
 
 
-def combine(sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float) -> None:
+def combine(
+    sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float, unless: torch.Tensor | None = None
+) -> None:
     """Make what all shards made of the buffers the model's new buffers.
 
     Args:
         sums: One for each place, in order of shards.
         slots: The model's buffers, which are written in place, each on its own device.
         weight: The weight of all shards together.
+        unless: 0-d, on a device; above 0 where the buffers are to stay as they are.
 
     Determinism: the bits depend on the shards alone; sums follow the tree, one division follows.
     """
@@ -202,9 +220,16 @@ def combine(sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float) 
             continue
         if mean is not None:
             absent = weight - sum(place.weights[index] for place in sums)
-            target.copy_((mean if absent == 0 else mean + target * absent) / weight)
+            _become(target, (mean if absent == 0 else mean + target * absent) / weight, unless)
         elif firsts and firsts[0] is not None:
-            target.copy_(firsts[0])
+            _become(target, firsts[0], unless)
+
+
+def _become(target: torch.Tensor, value: torch.Tensor, unless: torch.Tensor | None) -> None:
+    """Write a buffer's new value, unless a flag on a device is up."""
+    if unless is not None:
+        value = torch.where(sent(unless, target.device) > 0, target, sent(value, target.device))
+    target.copy_(value)
 
 
 def _move(tensor: torch.Tensor | None, slot: Slot) -> torch.Tensor | None:

@@ -1,0 +1,165 @@
+"""Open each shard's random stream on whichever device of a process computes it."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
+
+import torch
+
+from lockstep.errors import RandomStreamWarning
+from lockstep.plan import Shard
+from lockstep.streams import (
+    DefaultGeneratorGuard,
+    DefaultStream,
+    StreamOverride,
+    StreamOverrideError,
+    shard_stream,
+    stream_is_open,
+)
+
+NOTHING: Final = nullcontext()
+
+Stream: TypeAlias = Callable[[Shard], AbstractContextManager[object]]
+"""Opens the stream of a shard in the calling thread."""
+
+Streams: TypeAlias = Callable[[torch.device], Stream]
+"""Says for a device how the streams of its shards are opened."""
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Computation(Protocol[R_co]):
+    """What computes shards; it may be called twice, and then its first answer is dropped."""
+
+    def __call__(self, streams: Streams, *, at_once: bool) -> R_co:
+        """Compute all shards in their streams, on all devices at once or one shard after another."""
+
+
+class ShardStreams:
+    """Give the shards of one process their streams, in threads at once where that can be done.
+
+    Args:
+        devices: Those that compute, one for each place.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self._override = StreamOverride()
+        accelerators = [device for device in devices if device.type != "cpu"]
+        # Two threads on one accelerator would share its generator.
+        self._one_at_a_time = len(set(accelerators)) < len(accelerators)
+        weakref.finalize(self, self._override.remove)
+
+    def compute(self, run: Computation[R_co], seed_of: Callable[[Shard], int], *, several: bool) -> R_co:
+        """Compute shards, each in its own stream, and leave the default generators as they were.
+
+        Args:
+            run: Computes them.
+            seed_of: Gives the seed of a shard's stream.
+            several: Whether more than one device has something to compute.
+
+        Returns:
+            What `run` returned.
+        """
+        if several and not self._one_at_a_time and self._can_override():
+            guard = DefaultGeneratorGuard()
+            try:
+                computed = run(_thread_streams(seed_of), at_once=True)
+            except BaseException:
+                guard.put_back()
+                raise
+            if not guard.moved():
+                return computed
+            guard.put_back()
+            self._fall_back("The model drew from the default random generator past its shard's stream")
+        if stream_is_open():  # inside another group's shard, whose thread does not own the default generator
+            return run(_thread_streams(seed_of), at_once=False)
+        with BorrowedGenerators(self._devices) as generators:
+            return run(generators.streams(seed_of), at_once=False)
+
+    def release(self) -> None:
+        """Give torch back its random kernels, until the next shards are computed at once."""
+        self._override.remove()
+
+    def _can_override(self) -> bool:
+        """Install what gives threads random streams, or go on without, once and for all."""
+        try:
+            self._override.install()
+        except StreamOverrideError as error:
+            self._fall_back(str(error))
+            return False
+        return True
+
+    def _fall_back(self, reason: str) -> None:
+        """Compute one shard at a time from now on: the same bits, on one core."""
+        self._one_at_a_time = True
+        warnings.warn(
+            f"{reason}. The shards of this process now run one at a time, with the same result.",
+            RandomStreamWarning,
+            stacklevel=2,
+        )
+
+
+class BorrowedGenerators:
+    """The default generators of some devices, lent to one thread that computes all shards."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._streams = [DefaultStream(device) for device in dict.fromkeys(devices)]
+
+    def __enter__(self) -> BorrowedGenerators:
+        for stream in self._streams:
+            stream.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for stream in reversed(self._streams):
+            stream.__exit__(*error)
+
+    def streams(self, seed_of: Callable[[Shard], int]) -> Streams:
+        """Seed them before each shard."""
+
+        def stream(shard: Shard) -> AbstractContextManager[object]:
+            seed = seed_of(shard)
+            for generators in self._streams:
+                generators.seed(seed)
+            return NOTHING
+
+        return lambda _: stream
+
+
+def _thread_streams(seed_of: Callable[[Shard], int]) -> Streams:
+    """Open streams for threads that compute at once."""
+
+    def streams(device: torch.device) -> Stream:
+        if device.type == "cpu":
+            return lambda shard: shard_stream(seed_of(shard))
+        return lambda shard: _device_stream(device, seed_of(shard))
+
+    return streams
+
+
+@contextmanager
+def _device_stream(device: torch.device, seed: int) -> Iterator[None]:
+    """Open a shard's stream in a thread that has an accelerator to itself."""
+    with shard_stream(seed), DefaultStream(device, cpu=False) as generators:
+        generators.seed(seed)
+        yield
+
+
+def stream_position(device: torch.device) -> list[torch.Tensor]:
+    """Tell how far the calling thread has drawn from the stream of the shard it computes on a device."""
+    position = [torch.get_rng_state()]
+    if device.type == "cuda":
+        position.append(torch.cuda.get_rng_state(device))
+    return position
+
+
+def resume_stream(position: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Go on in the open stream of a shard from such a position."""
+    torch.set_rng_state(position[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(position[1], device)
