@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,15 +12,18 @@ from torch import nn
 
 from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel
-from lockstep.communicators.communicator import Communicator, Contribution
+from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
 from lockstep.communicators.messages import exchange
-from lockstep.communicators.ordered import Extent, plan_sum
+from lockstep.communicators.ordered import Extent, Sizes, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
 from lockstep.communicators.watch import Watch, watch_group
 from lockstep.communicators.wire import PlainFormat
 from lockstep.tree import PartialSum, Tensors
+
+SMALLER: Final = 4
+"""Buckets are so many times smaller where they are sent while others are still being computed."""
 
 
 class ProcessCommunicator(Communicator):
@@ -49,6 +53,7 @@ class ProcessCommunicator(Communicator):
             )
         self._channel = Channel(found, timeout, watch_group(found, timeout) if watch is None else watch)
         self._wire = PlainFormat()
+        self._sizes = Sizes()
         self._arenas: dict[torch.device, list[Arena]] = {}
 
     @property
@@ -94,19 +99,39 @@ class ProcessCommunicator(Communicator):
         divisor: float = 1.0,
     ) -> Tensors:
         """Add up partial sums over ranks; see `Communicator.sum_partials`."""
-        reduction = self.begin_sum(contributions, like, divisor=divisor)
+        reduction = self._reduction(contributions, like, divisor, self._sizes, background=False)
         for index in reversed(range(len(like))):
             reduction.bring(index, [partial.tensors[index] for partial in partials])
         return reduction.finish()
 
     def begin_sum(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
+    ) -> PendingSum:
+        """Begin a sum of partial sums that come one tensor after the other; see `Communicator.begin_sum`."""
+        background = all(tensor.device.type == "cpu" for tensor in like)
+        sizes = replace(self._sizes, slice=self._sizes.slice // SMALLER)
+        return self._reduction(contributions, like, divisor, sizes, background=background)
+
+    def _reduction(
+        self,
+        contributions: Sequence[Contribution],
+        like: Sequence[torch.Tensor],
+        divisor: float,
+        sizes: Sizes,
+        *,
+        background: bool,
     ) -> Reduction:
-        """Begin what `sum_partials` does, for tensors that come one after the other."""
+        """Plan a sum and begin it."""
         extents = tuple(Extent(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
-        plan = plan_sum(tuple(contributions), extents)
-        arenas = self._arenas_on(like[0].device) if like else []
-        return Reduction(self._channel, plan, like, divisor=divisor, wire=self._wire, arenas=arenas)
+        return Reduction(
+            self._channel,
+            plan_sum(tuple(contributions), extents, sizes),
+            like,
+            divisor=divisor,
+            wire=self._wire,
+            arenas=self._arenas_on(like[0].device) if like else [],
+            background=background,
+        )
 
     def _arenas_on(self, device: torch.device) -> list[Arena]:
         """Give the memory for what is on its way; it is kept from sum to sum."""
