@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ def cut_over_ranks(leaves: Sequence[int], seconds: Sequence[float], transfer: fl
     The time is that of the slowest rank's shards plus that of its bytes: with W ranks, n nodes on the rank
     that has most and m nodes on all others together, every element travels max(n·(W-1), m)/W times towards
     the owners and (W-1)/W times back. Looked at are the cuts of `plan.assign` and those next to even ones
-    that lie at a multiple of a power of two.
+    by one shard or by as much as leads to a multiple of a power of two.
 
     Args:
         leaves: The number in the tree of each shard that exists, ascending.
@@ -63,9 +63,9 @@ def cut_over_ranks(leaves: Sequence[int], seconds: Sequence[float], transfer: fl
         raise ValueError(f"`transfer` must be at least 0, got {transfer}.")
     even = assign(len(leaves), [1.0 / each for each in seconds])
     nodes = _node_counter(leaves)
-    most = max(nodes(run.start, run.stop) for run in even)
     reach = 2 * max(map(len, even))
     candidates = [_near(run.stop, leaves, reach) for run in even]
+    most = reach.bit_length()
     found = [even]
     for limit in range(1, most + 1):
         path = _shortest(candidates, seconds, nodes, limit)
@@ -75,27 +75,29 @@ def cut_over_ranks(leaves: Sequence[int], seconds: Sequence[float], transfer: fl
 
 
 def _near(stop: int, leaves: Sequence[int], reach: int) -> list[int]:
-    """List positions of cuts: the even one, and those within reach that end a subtree of some height."""
-    if stop == len(leaves):
+    """List positions of cuts: the even one, its neighbours, and those within reach that end a subtree."""
+    if stop in (0, len(leaves)):
         return [stop]
     leaf = leaves[stop]
     wanted = {leaf}
     for height in range(1, reach.bit_length() + 1):
         below = leaf >> height << height
         wanted |= {below, below + (1 << height)}
-    return sorted({bisect_left(leaves, each) for each in wanted})
+    near = {bisect_left(leaves, each) for each in wanted}
+    return sorted(near | {stop - 1, stop + 1})
 
 
 def _node_counter(leaves: Sequence[int]) -> Callable[[int, int], int]:
     """Count the partial sums that a run of shards comes to."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def nodes(start: int, stop: int) -> int:
         if start == stop:
             return 0
         place = ShardSum(first=leaves[start])
         for leaf in leaves[start:stop]:
             place.push(leaf, [])
+        place.settle(leaves[stop] if stop < len(leaves) else 1 << leaves[-1].bit_length())
         return len(place.partials)
 
     return nodes
