@@ -133,6 +133,7 @@ class Communicator(ABC):
         like: Sequence[torch.Tensor],
         *,
         divisor: float = 1.0,
+        compress: bool = True,
     ) -> Tensors:
         """Add up the partial sums of all ranks in the tree's order, and divide once.
 
@@ -143,6 +144,7 @@ class Communicator(ABC):
                 of this rank describes `partials`.
             like: P tensors that have the shapes, dtypes and devices of the result.
             divisor: The sum is divided by it, unless it is 1.
+            compress: Whether numbers may be rounded on their way, if the communicator was made to.
 
         Returns:
             P tensors; None where no rank has one.
