@@ -18,6 +18,7 @@ from lockstep.communicators.ordered import Extent, Sizes, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
+from lockstep.communicators.sparse import split_sparse, sum_sparse
 from lockstep.communicators.watch import Watch, watch_group
 from lockstep.communicators.wire import PlainFormat, WireFormat, wire_format
 from lockstep.tree import PartialSum, Tensors
@@ -108,11 +109,18 @@ class ProcessCommunicator(Communicator):
         compress: bool = True,
     ) -> Tensors:
         """Add up partial sums over ranks; see `Communicator.sum_partials`."""
+        dense, sparse = split_sparse(contributions)
         wire = self._wire if compress else PLAIN
-        reduction = self._reduction(contributions, like, divisor, wire, self._sizes, background=False)
+        reduction = self._reduction(dense, like, divisor, wire, self._sizes, background=False)
         for index in reversed(range(len(like))):
-            reduction.bring(index, [partial.tensors[index] for partial in partials])
-        return reduction.finish()
+            tensors = [None if index in sparse else partial.tensors[index] for partial in partials]
+            reduction.bring(index, tensors)
+        summed = reduction.finish()
+        if sparse:
+            found = sum_sparse(self._channel, partials, contributions, like, sparse, divisor=divisor)
+            for index, tensor in zip(sparse, found, strict=True):
+                summed[index] = tensor
+        return summed
 
     def begin_sum(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
