@@ -43,6 +43,8 @@ PUBLIC = [
     "data",
     "digest",
     "extensions",
+    "find_communicator",
+    "launch",
     "metrics",
     "optim",
     "report",

@@ -16,9 +16,10 @@ from lockstep.updaters.engine import Attempt, GradientEngine
 from lockstep.updaters.epochs import Epochs
 from lockstep.updaters.handover import hand_over
 from lockstep.updaters.late import raised
+from lockstep.updaters.names import Names
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.training import Training
-from lockstep.updaters.tries import AnyTry, Names, Tried, UnreadTry
+from lockstep.updaters.tries import AnyTry, Tried, UnreadTry
 
 
 class Applier:

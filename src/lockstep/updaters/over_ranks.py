@@ -12,6 +12,7 @@ from lockstep.communicators import Communicator, Contribution
 from lockstep.replicas.buffers import BufferSum, Slot
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.account import Account
+from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.meeting import Position, RankMeeting
 from lockstep.updaters.reduction import gather
 from lockstep.updaters.result import NonFiniteShard, ShardReport
@@ -139,12 +140,13 @@ class RankReduction:
         return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
 
 
-def join(communicator: Communicator, workloads: Sequence[float]) -> RankReduction | None:
+def join(communicator: Communicator, workloads: Sequence[float], alike: Alikeness) -> RankReduction | None:
     """Get to know the places of all ranks; every rank calls it.
 
     Args:
         communicator: Joins them.
         workloads: The relative speeds of this rank's places.
+        alike: Compares the ranks when they meet.
 
     Returns:
         What adds up over them; None for a process that is alone.
@@ -152,7 +154,8 @@ def join(communicator: Communicator, workloads: Sequence[float]) -> RankReductio
     if communicator.size == 1:
         return None
     said = communicator.exchange(json.dumps(list(workloads)).encode())
-    return RankReduction(communicator, RankMeeting(communicator), [json.loads(each) for each in said])
+    meeting = RankMeeting(communicator, alike)
+    return RankReduction(communicator, meeting, [json.loads(each) for each in said])
 
 
 @dataclass(slots=True)
