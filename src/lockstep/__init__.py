@@ -38,6 +38,9 @@ from lockstep.precision import LossScaler as LossScaler
 from lockstep.precision import MasterWeights as MasterWeights
 from lockstep.precision import RampLossScale as RampLossScale
 from lockstep.precision import StaticLossScale as StaticLossScale
+from lockstep.replicas import DataParallel as DataParallel
+from lockstep.replicas import Monitor as Monitor
+from lockstep.replicas import OnDevice as OnDevice
 from lockstep.replicas import ReplicaGroup as ReplicaGroup
 from lockstep.trainer import Extension as Extension
 from lockstep.trainer import Trainer as Trainer

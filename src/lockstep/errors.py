@@ -19,10 +19,10 @@ class ReplicaError(LockstepError, RuntimeError):
 
     Attributes:
         device: The device of the replica that failed, as text.
-        shard: The index of the shard it was working on.
+        shard: The index of the shard it was working on; None where that is not known.
     """
 
-    def __init__(self, message: str, *, device: str, shard: int) -> None:
+    def __init__(self, message: str, *, device: str, shard: int | None) -> None:
         super().__init__(message)
         self.device = device
         self.shard = shard

@@ -123,6 +123,20 @@ class ReplicaBuffers:
         # Until `take` has looked: the shard may fail on the way.
         self._clean = [False] * len(self._slots)
 
+    def renew(self) -> None:
+        """Do what `restore` does with tensors that are new, because graphs refer to those of earlier shards.
+
+        A graph that is kept for a later backward may have saved a buffer. Written in place, the buffer would
+        make that backward fail, or wrong where a kernel writes past the version counter.
+        """
+        fresh = {
+            id(own): start.clone()
+            for own, start in zip(self._own, self._start, strict=True)
+            if own is not None and start is not None
+        }
+        for slot, own in self._bound:
+            slot.put(fresh.get(id(own), own))
+
     def take(self, shard: int, weight: float, into: BufferSum) -> None:
         """Add what a shard made of the buffers.
 

@@ -1,223 +1,378 @@
-"""One model on several devices of this process, each copy with a thread of its own."""
+"""Forward and backward of one model on several devices, as if it were on one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from types import TracebackType
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep import plan
 from lockstep.errors import OrderError
-from lockstep.replicas.copies import ModelWatch, copy_model
-from lockstep.replicas.devices import Devices, device_context, parse_devices
-from lockstep.replicas.memory import keep_freed_memory
-from lockstep.replicas.settings import Carried, Computing, ThreadSettings
-from lockstep.replicas.worker import Worker
+from lockstep.replicas.binding import Description
+from lockstep.replicas.buffers import BufferRule
+from lockstep.replicas.devices import Devices
+from lockstep.replicas.gradients import GradientStore, GradMode, read_grad_modes
+from lockstep.replicas.input_gradients import InputGradients
+from lockstep.replicas.measuring import Updatable, portions
+from lockstep.replicas.output_gradients import read_output_grads
+from lockstep.replicas.parameters import read_parameters, share_parameters, write_parameters
+from lockstep.replicas.passes import Backward, Forward, Passes, schedule
+from lockstep.replicas.replica_set import ReplicaSet
+from lockstep.replicas.scatter import BatchDim
+from lockstep.replicas.signature import Signature
+from lockstep.tree import Tensors
 
 
-class ReplicaGroup:
-    """Copies of one model on several devices, with a persistent worker thread each.
+class ReplicaGroup(ReplicaSet):
+    """One model on several devices: forward and backward of a batch that is split over them.
 
-    A replica on the device where the model lives shares the memory of its parameters; one elsewhere
-    holds a copy that `sync_parameters` refreshes. The model itself is never run. The first replica works
-    in the calling thread, every other one in its own, under the caller's settings (grad mode, autocast,
-    default dtype and device, denormals) and one intra-op thread. On CPUs under Linux the process keeps the
-    memory it frees from the first work on, unless the environment says otherwise; see `replicas.memory`.
+    A batch is cut into shards, the devices run their shards at the same time, and what comes out is put
+    together again: sample k of the batch is at place k of every output. Gradients are those of one device
+    for any split. A replica on the device where the model lives shares the memory of its parameters, one
+    elsewhere holds a copy that follows every write; see `ReplicaSet`.
+
+    Without `num_shards` each device has one shard, sized by its workload: by the largest remainder, ties to
+    the earlier device, none empty while there are samples for all; where there are fewer samples than
+    devices, the others rest. With `num_shards` the batch is cut into that many shards of equal size (the
+    first ones a sample longer), which are assigned by workload; then devices and workloads leave all bits as
+    they are.
 
     Args:
-        model: Stays where it is; ``model.to(devices[0])`` first where it shall be trained on a GPU.
+        model: Called on each replica: a batch that is a tuple or list gives its arguments by position, a
+            dict by name, anything else is the only one. It stays where it is, and is never run itself.
         devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed.
-        workloads: Relative speeds of the devices, by which shards are assigned; equal ones by default.
+        workloads: Relative speeds of the devices, positive and finite; equal ones by default.
+        batch_dim: The dimension that counts samples: one for all inputs, or one for each by the name of the
+            argument or the path in it (``"pair[0]"``), 0 where none is given. None: the input is given whole
+            to every shard, and its gradient is the sum over shards.
+        output_dim: The same for outputs, by the key of a dict or ``"output[0]"``. None: the output is one
+            value for the whole batch, and put together as the mean over shards weighted by their samples. An
+            output without dimensions always is.
+        grad_mode: What backward does to ``parameter.grad``: "write" replaces it, "add" adds to it, "null"
+            does not compute it; one word for all, inputs included, or words by parameter.
+        fixed: Names of parameters without a gradient, unless `grad_mode` names them.
+        input_grads: Whether backward also gives the gradients of inputs (of `data`, where labels are bound).
+        training: Whether this group trains. One that does not keeps no graphs and has no gradients.
+        num_shards: Shards a batch, or None for one a device.
+        buffers: The rule by which the buffers of shards become the model's: "mean" or "first".
+        shared_group: Use the parameters and buffers of this group's model wherever names agree: the same
+            memory and the same gradients. Outputs stay each group's own.
+        timeout: Seconds after which a device's thread that is still at work counts as hung; None for never.
 
     Raises:
-        ValueError: A device or a workload is not what it must be, or a parameter has no shape yet.
-        TypeError: The model cannot be copied.
+        TypeError: The model is no module or cannot be copied, or `fixed` is a string.
+        ValueError: A device, workload, name or number is not what it must be.
+
+    Determinism: with `num_shards` the bits of outputs, gradients and buffers depend on the model, the batch,
+    that number and one draw of each forward from the default generator; not on devices and workloads.
 
     Example:
-        >>> with ReplicaGroup(nn.Linear(2, 1), devices=["cpu", "cpu"]) as group:
-        ...     group.run(lambda place: group.replicas[place].weight.data.add_(1.0) if place == 0 else None)
-        ...     torch.equal(group.replicas[0].weight, group.replicas[1].weight)
-        True
+        >>> model = nn.Linear(2, 1)
+        >>> with ReplicaGroup(model, devices=["cpu", "cpu"], workloads=[2, 1]) as group:
+        ...     out = group.forward(torch.ones(6, 2))
+        ...     group.backward(torch.ones(6, 1))
+        ...     print(tuple(out.shape), group.slices, model.weight.grad)
+        (6, 1) [slice(0, 4, None), slice(4, 6, None)] tensor([[6., 6.]])
     """
 
     def __init__(
-        self, model: nn.Module, devices: Devices = "auto", *, workloads: Sequence[float] | None = None
+        self,
+        model: nn.Module,
+        devices: Devices = "auto",
+        *,
+        workloads: Sequence[float] | None = None,
+        batch_dim: BatchDim = 0,
+        output_dim: BatchDim = 0,
+        grad_mode: GradMode | Mapping[str, GradMode] = "write",
+        fixed: Iterable[str] = (),
+        input_grads: bool = False,
+        training: bool = True,
+        num_shards: int | None = None,
+        buffers: BufferRule = "mean",
+        shared_group: ReplicaGroup | None = None,
+        timeout: float | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
-        self.model = model
-        self.devices = parse_devices(devices)
-        self.workloads = list(workloads) if workloads is not None else [1.0] * len(self.devices)
-        plan.check_workloads(self.workloads)
-        if len(self.workloads) != len(self.devices):
-            raise ValueError(
-                f"`workloads` must hold one number a device ({len(self.devices)}), got {len(self.workloads)}."
-            )
-        self.device_types = sorted({device.type for device in self.devices})
-        self._replicas: list[nn.Module] = []
-        self._watch: ModelWatch | None = None
-        self._parameters: list[nn.Parameter] = []
-        self._one_memory = True
-        self._versions: list[int] = []
-        self._workers: list[Worker] = []
-        self._stopping = False
-        self._closed = False
+        if num_shards is not None and num_shards < 1:
+            raise ValueError(f"`num_shards` must be at least 1, got {num_shards}.")
+        super().__init__(model, devices, workloads=workloads, timeout=timeout)
+        self._modes = read_grad_modes(model, grad_mode, fixed)
+        self._frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
+        if shared_group is not None:
+            share_parameters(model, shared_group.model)
+        self._store: GradientStore = GradientStore() if shared_group is None else shared_group._store  # noqa: SLF001 - shared on purpose
+        self._signature = Signature(model.forward, batch_dim)
+        self._passes = Passes(self, buffers=buffers)
+        self._output_dim = output_dim
+        self._num_shards = num_shards
+        self._trains = training
+        self._wants_input_grads = input_grads and training and grad_mode != "null"
+        self._inputs_add = grad_mode == "add"
+        self._forward: Forward | None = None
+        self._merged: list[torch.Tensor] = []
+        self._input_gradients: InputGradients | None = None
 
-    def __enter__(self) -> ReplicaGroup:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def replicas(self) -> list[nn.Module]:
-        """The copies, one a device; built when first asked for, and again when the model has changed."""
-        self.refresh()
-        return self._replicas
-
-    @property
-    def stopping(self) -> bool:
-        """Whether another replica has failed or the user asked to stop; long work looks between its parts."""
-        return self._stopping
-
-    def stop(self) -> None:
-        """Ask every replica to end its work at the next look."""
-        self._stopping = True
-
-    def refresh(self) -> bool:
-        """Make the replicas follow the model: its structure, attributes, hooks and values.
-
-        Returns:
-            Whether the replicas were built anew.
-
-        Raises:
-            OrderError: The group is closed.
-        """
-        self._check_open()
-        if self._watch is None or self._watch.changed():
-            if "cpu" in self.device_types:
-                keep_freed_memory()
-            self._replicas = [copy_model(self.model, device) for device in self.devices]
-            self._parameters = list(self.model.parameters())
-            self._one_memory = all(
-                parameter.device == device for device in self.devices for parameter in self._parameters
-            )
-            self._watch = ModelWatch(self.model)
-            self._versions = self._parameter_versions()
-            return True
-        if not self._one_memory and self._versions != (versions := self._parameter_versions()):
-            self.sync_parameters()
-            self._versions = versions
-        return False
-
-    @torch.no_grad()
-    def sync_parameters(self) -> None:
-        """Copy the model's parameters to replicas on other memory; rarely needed, `refresh` sees writes."""
-        for replica in self._replicas:
-            pairs = [
-                (copied, parameter)
-                for copied, parameter in zip(replica.parameters(), self._parameters, strict=True)
-                if copied.device != parameter.device
-            ]
-            if pairs:
-                copies, originals = zip(*pairs, strict=True)
-                torch._foreach_copy_(copies, originals)
-
-    def _parameter_versions(self) -> list[int]:
-        """Give the parameters' version counters, which count every write."""
-        return [parameter._version for parameter in self._parameters]
-
-    def run(
-        self, work: Callable[[int], None], *, settings: ThreadSettings | None = None, at_once: bool = True
-    ) -> None:
-        """Do one piece of work on every replica, and come back when all have ended.
+    def bind(self, data: Sequence[Description], labels: Sequence[Description] | None = None) -> None:
+        """Fix the names and shapes of inputs; a forward with others is refused from now on.
 
         Args:
-            work: Called with the index of each device; long work should look at `stopping`.
-            settings: What all threads compute under, if the calling thread is in that state already; by
-                default its own are taken.
-            at_once: In the devices' threads; else one after another in the calling thread.
+            data: The name and shape of each input, in the order of the model's arguments.
+            labels: Those of the arguments that follow; they have no gradient and may be left out.
+
+        Raises:
+            OrderError: Inputs are bound already.
+            TypeError: A description is not a name and a shape.
+            ValueError: Names come twice, or shapes do not hold the same number of samples.
+        """
+        self._signature.bind(data, labels)
+
+    def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None = None) -> bool:
+        """Change the shapes of bound inputs; parameters and gradients stay as they are.
+
+        Args:
+            data: As in `bind`, with the same names and numbers of dimensions.
+            labels: Likewise.
+
+        Returns:
+            Whether a shape has changed; if so, outputs are those of the next forward.
+
+        Raises:
+            OrderError: No inputs are bound.
+            TypeError: A description is not a name and a shape; nothing has changed.
+            ValueError: Other names or numbers of dimensions, or no common number of samples; likewise.
+        """
+        changed = self._signature.reshape(data, labels)
+        if changed:
+            self._drop_forward()
+        return changed
+
+    @property
+    def batch_size(self) -> int:
+        """The number of samples of the bound inputs, else of the last forward.
+
+        Raises:
+            OrderError: There is neither.
+        """
+        bound = self._signature.bound
+        return self._last().inputs.num_samples if bound is None else bound.num_samples
+
+    @property
+    def slices(self) -> list[slice]:
+        """Which samples each device has; empty where it has none.
+
+        Raises:
+            OrderError: Inputs are not bound, and there was no forward.
+        """
+        shards = schedule(self.batch_size, self._num_shards, tuple(self.workloads))
+        runs = [(run[0].samples.start, run[-1].samples.stop) if run else None for run in shards]
+        return [slice(0, 0) if run is None else slice(*run) for run in runs]
+
+    def forward(self, batch: Any, training: bool | None = None) -> Any:
+        """Run forward on all devices.
+
+        Args:
+            batch: The arguments of the model: a tuple or list by position, a dict by name, else the only one.
+            training: Whether modules run as in training (dropout, batch statistics): True for the modes the
+                model has, or all of them in training mode where the model is in evaluation mode as a whole;
+                False for evaluation mode. None takes what the group was made with.
+
+        Returns:
+            What the model returns, of the whole batch, without a graph.
 
         Raises:
             OrderError: The group is closed.
-            BaseException: What the first device (by index) that failed raised; the others were asked to stop.
+            ReplicaError: The model raised in a shard, or a thread hung; the device is named, and the group
+                can be used on.
+            TypeError: The model returned something that cannot be put together.
+            ValueError: The batch does not fit what was bound, or `batch_dim`, or outputs do not fit it.
         """
-        self._check_open()
-        self._stopping = False
-        if settings is None:
-            with Computing(ThreadSettings.capture(self.device_types)) as taken:
-                self._run(work, taken, at_once=at_once)
-        else:
-            self._run(work, settings, at_once=at_once)
+        wants_grads = self._wants_input_grads and torch.is_grad_enabled()
+        inputs = self._signature.read(batch, input_grads=wants_grads)
+        self._drop_forward()
+        with nullcontext() if self._trains else torch.no_grad():
+            forward = self._passes.forward(
+                inputs,
+                num_shards=self._num_shards,
+                training=self._trains if training is None else training,
+                output_dim=self._output_dim,
+            )
+        self._merged = forward.outputs.merged(self.devices[0])
+        self._forward = forward
+        return forward.outputs.nest(self._merged)
 
-    def _run(self, work: Callable[[int], None], settings: ThreadSettings, *, at_once: bool) -> None:
-        """Do the work from a calling thread that is in the state for it."""
+    def backward(self, output_grads: Any = None, *, retain_graph: bool = False) -> None:
+        """Run backward on all devices, and write or add the gradients.
 
-        def here(place: int) -> None:
-            try:
-                with device_context(self.devices[place]):
-                    work(place)
-            except BaseException:
-                self._stopping = True
-                raise
+        The sum over devices is then in ``parameter.grad`` of the model, where an optimizer finds it; hooks on
+        parameters see it once.
 
-        def there(place: int) -> None:
-            with Carried(settings):
-                here(place)
+        Args:
+            output_grads: The gradient of what forward returned, in the same containers, None where nothing
+                flows back; or None where the model returns a loss.
+            retain_graph: Whether backward is to be possible once more for this forward.
 
-        if at_once and len(self.devices) > 1:
-            self._run_in_threads(here, there)
-        else:
-            for place in range(len(self.devices)):
-                here(place)
+        Raises:
+            OrderError: The group does not train, or there is no forward with a graph to follow.
+            ReplicaError: Backward raised in a shard; gradients are as before.
+            TypeError: A gradient is no tensor.
+            ValueError: A gradient has another shape than its output, or none was given and there is no loss.
+        """
+        if not self._trains:
+            raise OrderError(
+                "A group made with training=False has no gradients; make one with training=True."
+            )
+        forward = self._last()
+        grads = read_output_grads(forward.outputs, self._merged, output_grads)
+        backward = self._passes.backward(forward, grads, retain_graph=retain_graph)
+        self._keep(forward, backward)
 
-    def _run_in_threads(self, here: Callable[[int], None], there: Callable[[int], None]) -> None:
-        """Run place 0 here and the others in their threads; after an interrupt none of them stays in use."""
-        if not self._workers:
-            names = [f"lockstep-{place}-{device}" for place, device in enumerate(self.devices)]
-            self._workers = [Worker(name) for name in names[1:]]
-        errors: list[BaseException | None] = []
-        try:
-            for place, worker in enumerate(self._workers, start=1):
-                worker.begin(partial(there, place))
-            errors.append(_attempt(here))
-            errors += [worker.wait() for worker in self._workers]
-        except BaseException:
-            self.release()
-            raise
-        for error in errors:
-            if error is not None:
-                raise error
+    def outputs(self, *, merge: bool = True) -> list[Any]:
+        """Give the outputs of the last forward.
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise OrderError("A closed ReplicaGroup cannot work; build a new one.")
+        Args:
+            merge: One tensor for each output; else for each output a list of tensors, one a device, None
+                where the device had no samples.
+
+        Raises:
+            OrderError: There was no forward.
+        """
+        forward = self._last()
+        if merge:
+            return list(self._merged)
+        parts = [
+            forward.outputs.merged(device, done) if done else None
+            for device, done in zip(self.devices, forward.done, strict=True)
+        ]
+        return [
+            [None if part is None else part[index] for part in parts] for index in range(len(self._merged))
+        ]
+
+    def output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Give the name and shape of each output of the last forward, of the whole batch.
+
+        Raises:
+            OrderError: There was no forward.
+        """
+        names = self._last().outputs.names
+        return [(name, tuple(tensor.shape)) for name, tensor in zip(names, self._merged, strict=True)]
+
+    def input_grads(self, *, merge: bool = True) -> list[Any]:
+        """Give the gradients of inputs that the last backward gave, in the order of the call.
+
+        Args:
+            merge: One tensor for each input, on its device; else for each input a list with one a device.
+                None stands for an input without a gradient: whole numbers, labels, and what backward did
+                not reach.
+
+        Raises:
+            OrderError: They were not asked for, or there was no backward.
+        """
+        if not self._wants_input_grads:
+            raise OrderError("Gradients of inputs are there with input_grads=True in a group that trains.")
+        if self._input_gradients is None:
+            raise OrderError("Gradients of inputs must follow a backward.")
+        if merge:
+            return list(self._input_gradients.merged())
+        parts = [self._input_gradients.of_device(place, device) for place, device in enumerate(self.devices)]
+        return [list(each) for each in zip(*parts, strict=True)]
+
+    def gradients(self, *, merge: bool = True) -> dict[str, Any]:
+        """Give the gradients of parameters by name.
+
+        Args:
+            merge: The sum over devices, ``parameter.grad``; else a list with the part of each device, None
+                where there is none. Parts of a gradient that was changed from outside are forgotten.
+        """
+        named = self.model.named_parameters()
+        if merge:
+            return {name: parameter.grad for name, parameter in named}
+        return {name: self._store.parts(parameter, len(self.devices)) for name, parameter in named}
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of parameters and inputs."""
+        for parameter in self.model.parameters():
+            self._store.clear(parameter)
+        self._input_gradients = None
+
+    def get_parameters(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Copy the parameters, and the buffers that belong to the model's state, by name.
+
+        All replicas have the same parameters. Buffers are the model's: what all shards of the last forward
+        made of them, by the rule `buffers`.
+        """
+        return read_parameters(self.model)
+
+    def set_parameters(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor] | None = None,
+        *,
+        allow_missing: bool = False,
+        allow_extra: bool = False,
+    ) -> None:
+        """Copy values into the model and so into all replicas; where something does not fit, nothing changes.
+
+        Args:
+            parameters: By name.
+            buffers: By name; None leaves all of them alone.
+            allow_missing: Leave what is not named as it is.
+            allow_extra: Pass over names that the model does not have.
+
+        Raises:
+            TypeError: A value is no tensor.
+            ValueError: Names are missing or unknown, all of which are told, or a shape differs.
+        """
+        write_parameters(
+            self.model, parameters, buffers, allow_missing=allow_missing, allow_extra=allow_extra
+        )
+
+    def update_metric(
+        self, metric: Updatable, labels: Any, *, per_device: bool = False, pad: int = 0
+    ) -> None:
+        """Show a metric the outputs of the last forward: ``metric.update(outputs, labels)``.
+
+        Args:
+            metric: Anything with `update`, also of torchmetrics.
+            labels: A tensor or nest with one entry a sample, cut as the bound labels are.
+            per_device: One call for each device with its own samples; else one call for all, so that the
+                result is that of one device whatever the metric counts.
+            pad: How many samples at the end of the batch are padding, which is not counted.
+
+        Raises:
+            OrderError: There was no forward.
+            ValueError: Labels are for another number of samples, or `pad` leaves none; nothing was counted.
+        """
+        forward = self._last()
+        read = self._signature.read_labels(labels, forward.inputs.num_samples)
+        for outputs, target in portions(forward, self.devices, read, per_device=per_device, pad=pad):
+            metric.update(outputs, target)
 
     def release(self) -> None:
-        """Let go of threads and replicas until they are needed again; the model is left as it is.
+        """Let go of threads and replicas until they are needed again; the model is left as it is."""
+        super().release()
+        self._drop_forward()
+        self._passes.release()
 
-        A thread that is still at work after an interrupt ends by itself after that work.
-        """
-        self._stopping = True
-        self._workers = []
-        self._replicas = []
-        self._watch = None
+    def _last(self) -> Forward:
+        if self._forward is None:
+            raise OrderError("A forward must come first.")
+        return self._forward
 
-    def close(self) -> None:
-        """Let go of threads and replicas for good. Closing twice is allowed."""
-        self.release()
-        self._closed = True
+    def _drop_forward(self) -> None:
+        """Let go of the last forward, so that its graph and the next one's are never there together."""
+        self._forward = None
+        self._merged = []
 
-
-def _attempt(job: Callable[[int], None]) -> BaseException | None:
-    """Run the calling thread's part; what it raises waits until the other threads have ended."""
-    try:
-        job(0)
-    except BaseException as error:  # noqa: BLE001 - raised by the caller once all threads have ended
-        return error
-    return None
+    def _keep(self, forward: Forward, backward: Backward) -> None:
+        """Write or add what backward gave."""
+        parts = [backward.device_total(place) for place in range(len(self.devices))]
+        asking = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
+        asking = [pair for pair in asking if self._modes.get(pair[0]) != "null"]
+        for index, ((name, parameter), total) in enumerate(
+            zip(asking, backward.total(keep=True), strict=True)
+        ):
+            own: Tensors = [part[index] if part else None for part in parts]
+            self._store.put(parameter, total, own, add=self._modes.get(name) == "add")
+        gradients = InputGradients(forward.inputs, forward.shards, backward.inputs)
+        self._input_gradients = gradients.plus(self._input_gradients if self._inputs_add else None)

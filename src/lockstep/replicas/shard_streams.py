@@ -18,6 +18,7 @@ from lockstep.streams import (
     StreamOverride,
     StreamOverrideError,
     shard_stream,
+    stream_is_open,
 )
 
 NOTHING: Final = nullcontext()
@@ -75,6 +76,8 @@ class ShardStreams:
                 return computed
             guard.put_back()
             self._fall_back("The model drew from the default random generator past its shard's stream")
+        if stream_is_open():  # inside another group's shard, whose thread does not own the default generator
+            return run(_thread_streams(seed_of), at_once=False)
         with BorrowedGenerators(self._devices) as generators:
             return run(generators.streams(seed_of), at_once=False)
 
@@ -145,3 +148,18 @@ def _device_stream(device: torch.device, seed: int) -> Iterator[None]:
     with shard_stream(seed), DefaultStream(device, cpu=False) as generators:
         generators.seed(seed)
         yield
+
+
+def stream_position(device: torch.device) -> list[torch.Tensor]:
+    """Tell how far the calling thread has drawn from the stream of the shard it computes on a device."""
+    position = [torch.get_rng_state()]
+    if device.type == "cuda":
+        position.append(torch.cuda.get_rng_state(device))
+    return position
+
+
+def resume_stream(position: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Go on in the open stream of a shard from such a position."""
+    torch.set_rng_state(position[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(position[1], device)

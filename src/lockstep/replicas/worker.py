@@ -57,6 +57,18 @@ class Worker:
         self._mailbox.job = job
         self._mailbox.begin.release()
 
+    def ended(self, seconds: float) -> bool:
+        """Wait for the end of the job, but no longer than some seconds; `wait` then gives what it raised.
+
+        Returns:
+            Whether it has ended.
+        """
+        done = self._mailbox.done
+        if not done.acquire(timeout=max(seconds, 0.0)):
+            return False
+        done.release()
+        return True
+
     def wait(self) -> BaseException | None:
         """Wait for the end of the job, and give what it raised."""
         mailbox = self._mailbox

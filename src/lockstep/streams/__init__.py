@@ -13,3 +13,4 @@ from lockstep.streams.override import StreamOverrideError as StreamOverrideError
 from lockstep.streams.override import shard_stream as shard_stream
 from lockstep.streams.seeds import stream_seed as stream_seed
 from lockstep.streams.serial import DefaultStream as DefaultStream
+from lockstep.streams.thread import stream_is_open as stream_is_open

@@ -37,3 +37,8 @@ class ThreadStreams(threading.local):
 
 # One for the process, because what reads it is: torch's kernels and the functions of `torch.random`.
 THREAD = ThreadStreams()
+
+
+def stream_is_open() -> bool:
+    """Tell whether the calling thread is inside a `shard_stream`."""
+    return THREAD.generator is not None

@@ -1,0 +1,130 @@
+"""What becomes of the gradients that a group's backward gives: written, added, or not computed at all.
+
+The sum over devices is kept where an optimizer looks for it, in ``parameter.grad`` of the model, and beside
+it the part of each device. Where somebody else has changed ``parameter.grad`` since (an optimizer's
+``zero_grad``, clipping), the parts no longer add up to it; they are forgotten, and begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import nn
+
+from lockstep.tree import Tensors
+
+GradMode: TypeAlias = Literal["write", "add", "null"]
+
+
+def read_grad_modes(
+    model: nn.Module, grad_mode: GradMode | Mapping[str, GradMode], fixed: Iterable[str]
+) -> dict[str, GradMode]:
+    """Say for each parameter what becomes of its gradient.
+
+    Args:
+        model: Its parameters, by any of the names they have.
+        grad_mode: One word for all, or words by name; "write" for a parameter that is not named.
+        fixed: Names of parameters without a gradient, unless `grad_mode` names them.
+
+    Raises:
+        TypeError: `fixed` is a single string.
+        ValueError: A word is none of the three, or a name belongs to no parameter.
+    """
+    if isinstance(fixed, str):
+        raise TypeError(f"`fixed` must be names in a list, got the string {fixed!r}.")
+    first = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
+    names = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    by_name = grad_mode if isinstance(grad_mode, Mapping) else {}
+    default: GradMode = "write" if isinstance(grad_mode, Mapping) else _checked(grad_mode, "grad_mode")
+    modes: dict[str, GradMode] = dict.fromkeys(first.values(), default)
+    for name in fixed:
+        modes[_known(name, names, "fixed")] = "null"
+    for name, word in by_name.items():
+        modes[_known(name, names, "grad_mode")] = _checked(word, f"grad_mode[{name!r}]")
+    return modes
+
+
+def _checked(word: object, argument: str) -> GradMode:
+    for mode in get_args(GradMode):
+        if word == mode:
+            return mode  # type: ignore[no-any-return]
+    raise ValueError(f"`{argument}` must be 'write', 'add' or 'null', got {word!r}.")
+
+
+def _known(name: str, names: Mapping[str, str], argument: str) -> str:
+    if name not in names:
+        raise ValueError(f"`{argument}` must name parameters of `model` ({', '.join(names)}), got {name!r}.")
+    return names[name]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The gradient of one parameter as it was left: the sum, its version, and the part of each device."""
+
+    total: torch.Tensor
+    version: int
+    parts: Tensors
+
+
+@dataclass(slots=True)
+class GradientStore:
+    """The gradients of parameters, summed and by device; groups that share parameters share one."""
+
+    _kept: dict[nn.Parameter, _Kept] = field(default_factory=dict)
+
+    def put(self, parameter: nn.Parameter, total: torch.Tensor | None, parts: Tensors, *, add: bool) -> None:
+        """Take in what a backward gave for one parameter.
+
+        Args:
+            parameter: Its ``grad`` is changed.
+            total: The sum over devices, owned by this store from now on; None where no shard reached it.
+            parts: The part of each device, likewise; one of them may be the very tensor of the sum.
+            add: Add to what is there; else what is there is replaced.
+        """
+        before: Tensors = self.parts(parameter, len(parts)) if add else [None for _ in parts]
+        if total is not None:
+            total = _hooked(parameter, total.to(parameter))
+        if add and parameter.grad is not None:
+            if total is not None:
+                with torch.no_grad():
+                    parameter.grad.add_(total)
+                parts = [_sum(old, new, parameter.grad) for old, new in zip(before, parts, strict=True)]
+            else:
+                parts = before
+        else:
+            parameter.grad = total
+        if parameter.grad is None:
+            self._kept.pop(parameter, None)
+        else:
+            self._kept[parameter] = _Kept(parameter.grad, parameter.grad._version, parts)
+
+    def parts(self, parameter: nn.Parameter, num_devices: int) -> Tensors:
+        """Give the part of each device; None where there is none."""
+        kept = self._kept.get(parameter)
+        if kept is None or kept.total is not parameter.grad or kept.version != kept.total._version:
+            return [None] * num_devices
+        return (kept.parts + [None] * num_devices)[:num_devices]
+
+    def clear(self, parameter: nn.Parameter) -> None:
+        """Forget the gradient of one parameter."""
+        parameter.grad = None
+        self._kept.pop(parameter, None)
+
+
+def _sum(old: torch.Tensor | None, new: torch.Tensor | None, total: torch.Tensor) -> torch.Tensor | None:
+    """Add to the part of a device in place, unless it is the sum of all devices, which has been added to."""
+    if old is None or new is None or old is total:
+        return new if old is None else old
+    return old.add_(new)
+
+
+def _hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """Run the hooks that a user registered on a parameter on its gradient."""
+    with torch.no_grad():
+        for hook in (parameter._backward_hooks or {}).values():
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+    return gradient

@@ -1,0 +1,76 @@
+"""Put the gradients of inputs together from those of the shards' parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.plan import Shard
+from lockstep.replicas.scatter import Inputs
+from lockstep.tree import PartialSum, Tensors, total
+
+
+@dataclass(frozen=True, slots=True)
+class InputGradients:
+    """The gradients of the inputs of one forward.
+
+    The gradient of an input that was cut is laid end to end along the dimension it was cut along. That of an
+    input that was given whole to every shard is summed over shards, in the tree's order. A part that backward
+    did not reach counts as zeros; None stands for an input that it did not reach at all.
+
+    Attributes:
+        inputs: What the model was called with.
+        shards: The shards of each device.
+        by_shard: The gradient of each input's part, by the shard's index; left as they are.
+    """
+
+    inputs: Inputs
+    shards: Sequence[Sequence[Shard]]
+    by_shard: dict[int, Tensors]
+
+    def merged(self) -> Tensors:
+        """Give the gradient of each input, on that input's device."""
+        shards = [shard for place in self.shards for shard in place]
+        return [
+            self._together(index, shards, tensor.device) for index, tensor in enumerate(self.inputs.tensors)
+        ]
+
+    def of_device(self, place: int, device: torch.device) -> Tensors:
+        """Give the gradient of what one device was given of each input, on that device."""
+        shards = self.shards[place]
+        return [self._together(index, shards, device) for index in range(len(self.inputs.tensors))]
+
+    def plus(self, earlier: InputGradients | None) -> InputGradients:
+        """Add those of an earlier backward, if its inputs were cut into parts of the same shapes."""
+        if earlier is None or earlier.inputs.names != self.inputs.names or earlier.shards != self.shards:
+            return self
+        if [each.shape for each in earlier.inputs.tensors] != [each.shape for each in self.inputs.tensors]:
+            return self
+        sums = {
+            shard: [_plus(new, old) for new, old in zip(grads, earlier.by_shard[shard], strict=True)]
+            for shard, grads in self.by_shard.items()
+        }
+        return InputGradients(self.inputs, self.shards, sums)
+
+    def _together(self, index: int, shards: Sequence[Shard], device: torch.device) -> torch.Tensor | None:
+        parts = {shard: self.by_shard[shard.index][index] for shard in shards}
+        there = {shard: part.to(device) for shard, part in parts.items() if part is not None}
+        if not there or len(parts) == 1:
+            return next(iter(there.values()), None)
+        tensor, dim = self.inputs.tensors[index], self.inputs.dims[index]
+        if dim is None:
+            return total([PartialSum(shard.index, [part.clone()]) for shard, part in there.items()])[0]
+        zero = tensor.new_zeros((), device=device)
+        return torch.cat(
+            [there.get(shard, zero.expand(_shape(tensor, dim, len(shard.samples)))) for shard in shards], dim
+        )
+
+
+def _shape(tensor: torch.Tensor, dim: int, length: int) -> list[int]:
+    return [length if index == dim else size for index, size in enumerate(tensor.shape)]
+
+
+def _plus(new: torch.Tensor | None, old: torch.Tensor | None) -> torch.Tensor | None:
+    return new if old is None else old if new is None else old + new

@@ -1,0 +1,316 @@
+"""Run a model's forward on shards of a batch, keep what they returned, and run backward from it later.
+
+The shards are computed by the replicas of a `ReplicaSet`, all devices at once, each shard in its own random
+stream and from the same buffers, as in an update. What an update does in one go is in two halves here: a
+`Forward` keeps each shard's graph and how far its stream was drawn from, and `Passes.backward` goes on there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from lockstep import plan
+from lockstep.errors import OrderError
+from lockstep.plan import Shard
+from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, buffer_slots, combine
+from lockstep.replicas.gather import Outputs, read_outputs
+from lockstep.replicas.replica_passes import Mode, ReplicaPasses, ShardForward, Watch
+from lockstep.replicas.replica_set import ReplicaSet
+from lockstep.replicas.scatter import BatchDim, Inputs
+from lockstep.replicas.settings import Carried, Computing, ThreadSettings
+from lockstep.replicas.shard_streams import ShardStreams, Streams
+from lockstep.streams import stream_seed
+from lockstep.tree import PartialSum, ShardSum, Tensors, merge_order, total
+
+
+@dataclass(slots=True)
+class Forward:
+    """A forward that was run, and what its backward needs.
+
+    Attributes:
+        inputs: What the model was called with.
+        shards: The shards of each device, in order.
+        key: Of the shards' random streams.
+        mode: How modules ran.
+        settings: Under which the threads computed.
+        replicas: Where they ran.
+        has_graph: Whether backward can be run.
+        done: What each shard left behind, by device.
+    """
+
+    inputs: Inputs
+    shards: list[list[Shard]]
+    key: int
+    mode: Mode
+    settings: ThreadSettings
+    replicas: list[ReplicaPasses]
+    has_graph: bool
+    done: list[list[ShardForward]] = field(default_factory=list)
+    outputs: Outputs = field(init=False)
+    """What the shards returned, ready to be put together."""
+
+
+@dataclass(slots=True)
+class Backward:
+    """What a backward gave.
+
+    Attributes:
+        parameters: For each device the sums over its shards, one entry for each parameter that asks for a
+            gradient, in the order of the model's; half precision as float32.
+        inputs: For each shard, by index, the gradient of its part of each input.
+    """
+
+    parameters: list[ShardSum]
+    inputs: dict[int, Tensors]
+
+    def device_total(self, place: int) -> Tensors:
+        """Sum the parameters' gradients over the shards of one device, leaving what is here untouched."""
+        partials = self.parameters[place].partials
+        return total(_own(partials)) if partials else []
+
+    def total(self, *, keep: bool) -> Tensors:
+        """Sum the parameters' gradients over all shards, in the tree's order, on the first device.
+
+        Args:
+            keep: Leave the sums of the devices as they are; else they are added to in place.
+        """
+        partials = [partial for place in self.parameters for partial in place.partials]
+        device = next(
+            (each.device for partial in partials for each in partial.tensors if each is not None), None
+        )
+        if device is None:
+            return partials[0].tensors
+        partials = [_moved(partial, device) for partial in partials]
+        return total(_own(partials) if keep else partials)
+
+
+class Passes:
+    """Forward and backward of a model on the devices of a `ReplicaSet`.
+
+    Args:
+        replicas: The copies of the model and their threads.
+        buffers: The rule by which the buffers of shards are combined; see `replicas.buffers`.
+    """
+
+    def __init__(self, replicas: ReplicaSet, *, buffers: BufferRule = "mean") -> None:
+        self._set = replicas
+        self._rule: BufferRule = buffers
+        self._streams = ShardStreams(replicas.devices)
+        self._replicas: list[ReplicaPasses] = []
+        self.watch: Watch | None = None
+        """Entered around the forward and the backward of each shard; None costs nothing."""
+
+    def forward(
+        self,
+        inputs: Inputs,
+        *,
+        num_shards: int | None = None,
+        training: bool | None = None,
+        output_dim: BatchDim = 0,
+        key: int | None = None,
+    ) -> Forward:
+        """Run forward on all shards of a batch, and combine the buffers.
+
+        A graph is kept where the calling thread has gradients enabled. Any number of forwards may be alive.
+
+        Args:
+            inputs: The batch.
+            num_shards: How many shards; None for one a device, sized by its workload.
+            training: How modules run; see `Mode.wanted`.
+            output_dim: Along which dimension each output is put together; see `read_outputs`.
+            key: Of the shards' random streams; one draw from the default generator unless given.
+
+        Raises:
+            OrderError: The group is closed, or was told to stop.
+            ReplicaError: The model raised in a shard.
+            TypeError: The model returned something that cannot be put together.
+            ValueError: So it is with its shape.
+
+        Determinism: with a number of shards the bits of all outputs and buffers depend on the batch, the
+        model, that number and the key; not on devices or workloads.
+        """
+        with Computing(ThreadSettings.capture(self._set.device_types)) as settings:
+            self._follow()
+            forward = Forward(
+                inputs,
+                schedule(inputs.num_samples, num_shards, tuple(self._set.workloads)),
+                draw_key() if key is None else key,
+                Mode.wanted(self._set.model, training=training),
+                settings,
+                self._replicas,
+                has_graph=settings.grad,
+            )
+
+            def run(streams: Streams, *, at_once: bool) -> list[BufferSum]:
+                return self._forward(forward, streams, settings, at_once=at_once)
+
+            sums = self._streams.compute(run, _seeds(forward.key), several=_several(forward.shards))
+            in_order = [each for place in forward.done for each in place]
+            _check_complete(len(in_order), forward.shards)
+            forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
+            self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)
+            return forward
+
+    def backward(
+        self, forward: Forward, output_grads: Sequence[torch.Tensor | None], *, retain_graph: bool = False
+    ) -> Backward:
+        """Run backward on all shards, each by the thread of its device.
+
+        Args:
+            forward: Its graphs are freed, unless they are to be retained.
+            output_grads: The gradient of each merged output; None for none.
+            retain_graph: Whether backward is to be possible once more.
+
+        Raises:
+            OrderError: There is no graph, or the group is closed, or was told to stop.
+            ReplicaError: Backward raised in a shard.
+
+        Determinism: as `forward`.
+        """
+        if not forward.has_graph:
+            raise OrderError(
+                "backward must follow a forward with gradients enabled, and each forward once. Where it is "
+                "to be possible again, call backward(retain_graph=True)."
+            )
+        forward.has_graph = retain_graph
+        spent = False
+
+        def run(streams: Streams, *, at_once: bool) -> list[tuple[ShardSum, dict[int, Tensors]]]:
+            nonlocal spent
+            if spent:  # an attempt that drew past its shards' streams has used the graphs up
+                with Carried(forward.settings):
+                    self._forward(forward, streams, forward.settings, at_once=at_once)
+            spent = True
+            return self._backward(forward, output_grads, streams, settings, retain_graph, at_once=at_once)
+
+        with Computing(ThreadSettings.capture(self._set.device_types)) as settings:
+            results = self._streams.compute(run, _seeds(forward.key), several=_several(forward.shards))
+        inputs = {index: grads for _, by_shard in results for index, grads in by_shard.items()}
+        _check_complete(len(inputs), forward.shards)
+        return Backward([sums for sums, _ in results], inputs)
+
+    def release(self) -> None:
+        """Let go of replicas, and give torch back its random kernels, until the next forward."""
+        self._replicas = []
+        self._streams.release()
+
+    def _follow(self) -> None:
+        """Follow the model where it has changed since the last time."""
+        if not self._set.refresh() and self._replicas:
+            return
+        model, replicas, devices = self._set.model, self._set.replicas, self._set.devices
+        self._replicas = [
+            ReplicaPasses(
+                place,
+                len(devices),
+                device,
+                replica,
+                [parameter for parameter in replica.parameters() if parameter.requires_grad],
+                ReplicaBuffers(model, replica, self._rule),
+            )
+            for place, (device, replica) in enumerate(zip(devices, replicas, strict=True))
+        ]
+
+    def _forward(
+        self, forward: Forward, streams: Streams, settings: ThreadSettings, *, at_once: bool
+    ) -> list[BufferSum]:
+        """Run forward on all devices from a calling thread that is in the state for it."""
+        forward.done = [[] for _ in forward.shards]
+        sums: list[BufferSum | None] = [None] * len(forward.shards)
+
+        def work(place: int) -> None:
+            replica = forward.replicas[place]
+            forward.done[place], sums[place] = replica.forward(
+                forward.shards[place],
+                forward.inputs,
+                mode=forward.mode,
+                stream=streams(replica.device),
+                stopping=lambda: self._set.stopping,
+                watch=self.watch,
+            )
+
+        self._set.run(work, settings=settings, at_once=at_once)
+        return [each for each in sums if each is not None]
+
+    def _backward(
+        self,
+        forward: Forward,
+        output_grads: Sequence[torch.Tensor | None],
+        streams: Streams,
+        settings: ThreadSettings,
+        retain_graph: bool,
+        *,
+        at_once: bool,
+    ) -> list[tuple[ShardSum, dict[int, Tensors]]]:
+        """Run backward on all devices from a calling thread that is in the state for it."""
+        results: list[tuple[ShardSum, dict[int, Tensors]]] = [(ShardSum(), {}) for _ in forward.shards]
+
+        def work(place: int) -> None:
+            replica = forward.replicas[place]
+            results[place] = replica.backward(
+                forward.done[place],
+                lambda shard: forward.outputs.grads_of(shard, output_grads),
+                mode=forward.mode,
+                stream=streams(replica.device),
+                stopping=lambda: self._set.stopping,
+                watch=self.watch,
+                retain_graph=retain_graph,
+            )
+
+        self._set.run(work, settings=settings, at_once=at_once)
+        return results
+
+    @torch.no_grad()
+    def _combine(self, sums: Sequence[BufferSum], weight: float) -> None:
+        """Make what the shards made of the buffers the model's."""
+        slots = buffer_slots(self._set.model)
+        if slots:
+            combine(sums, slots, weight=weight)
+
+
+@lru_cache(maxsize=64)
+def schedule(num_samples: int, num_shards: int | None, workloads: tuple[float, ...]) -> list[list[Shard]]:
+    """Cut a batch into shards and give them to devices by `plan.schedule`; last answers are remembered."""
+    return plan.schedule([num_samples], num_shards, workloads)
+
+
+def draw_key() -> int:
+    """Draw the key of a forward's random streams from the default generator, or from an open stream."""
+    return int(torch.randint(2**63 - 1, (), device="cpu"))
+
+
+def _seeds(key: int) -> Callable[[Shard], int]:
+    return lambda shard: stream_seed(key, shard.index)
+
+
+def _several(shards: Sequence[Sequence[Shard]]) -> bool:
+    """Tell whether more than one device has something to do."""
+    return sum(map(bool, shards)) > 1
+
+
+def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:
+    """Refuse to go on with a part of the shards."""
+    if num_done != sum(map(len, shards)):
+        raise OrderError("The group was told to stop before all shards were computed; run the forward again.")
+
+
+def _own(partials: Sequence[PartialSum]) -> list[PartialSum]:
+    """Copy those partial sums that others will be added to."""
+    added_to = {into for into, _ in merge_order([partial.shard for partial in partials])}
+    present = [[tensor is not None for tensor in partial.tensors] for partial in partials]
+    # What is absent takes the other's tensor over, and is added to in its turn.
+    every = any(each != present[0] for each in present)
+    return [
+        PartialSum(each.shard, [tensor.clone() if tensor is not None else None for tensor in each.tensors])
+        if every or index in added_to
+        else each
+        for index, each in enumerate(partials)
+    ]
+
+
+def _moved(partial: PartialSum, device: torch.device) -> PartialSum:
+    return PartialSum(partial.shard, [None if each is None else each.to(device) for each in partial.tensors])

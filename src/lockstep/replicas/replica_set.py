@@ -1,0 +1,271 @@
+"""Copies of one model on several devices of this process, each with a thread of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from lockstep import plan
+from lockstep.errors import OrderError, ReplicaError
+from lockstep.replicas.copies import ModelWatch, copy_model
+from lockstep.replicas.devices import Devices, device_context, parse_devices
+from lockstep.replicas.memory import keep_freed_memory
+from lockstep.replicas.settings import Carried, Computing, ThreadSettings
+from lockstep.replicas.worker import Worker
+
+
+class ReplicaSet:
+    """Copies of one model on several devices, with a persistent worker thread each.
+
+    A replica on the device where the model lives shares the memory of its parameters; one elsewhere
+    holds a copy that `sync_parameters` refreshes. The model itself is never run. The first replica works
+    in the calling thread, every other one in its own, under the caller's settings (grad mode, autocast,
+    default dtype and device, denormals) and one intra-op thread. On CPUs under Linux the process keeps the
+    memory it frees from the first work on, unless the environment says otherwise; see `replicas.memory`.
+
+    Args:
+        model: Stays where it is; ``model.to(devices[0])`` first where it shall be trained on a GPU.
+        devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed.
+        workloads: Relative speeds of the devices, by which shards are assigned; equal ones by default.
+        frozen: Names of parameters that ask for no gradient on the replicas, whatever they do in the model.
+        timeout: Seconds, above 0, after which devices whose threads are still at work count as hung; then the
+            first device has a thread of its own too. None waits without end. Work that is done in the calling
+            thread, one device after another, is not timed.
+
+    Raises:
+        ValueError: A device or a workload is not what it must be, or a parameter has no shape yet.
+        TypeError: The model cannot be copied.
+
+    Example:
+        >>> with ReplicaSet(nn.Linear(2, 1), devices=["cpu", "cpu"]) as group:
+        ...     group.run(lambda place: group.replicas[place].weight.data.add_(1.0) if place == 0 else None)
+        ...     torch.equal(group.replicas[0].weight, group.replicas[1].weight)
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        devices: Devices = "auto",
+        *,
+        workloads: Sequence[float] | None = None,
+        frozen: Collection[str] = (),
+        timeout: float | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
+        self.model = model
+        self.devices = parse_devices(devices)
+        self.workloads = list(workloads) if workloads is not None else [1.0] * len(self.devices)
+        plan.check_workloads(self.workloads)
+        if len(self.workloads) != len(self.devices):
+            raise ValueError(
+                f"`workloads` must hold one number a device ({len(self.devices)}), got {len(self.workloads)}."
+            )
+        self.device_types = sorted({device.type for device in self.devices})
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
+        self._frozen = frozenset(frozen)
+        self._timeout = timeout
+        self._replicas: list[nn.Module] = []
+        self._watch: ModelWatch | None = None
+        self._parameters: list[nn.Parameter] = []
+        self._one_memory = True
+        self._versions: list[int] = []
+        self._workers: list[Worker] = []
+        self._stopping = False
+        self._closed = False
+
+    def __enter__(self) -> ReplicaSet:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def replicas(self) -> list[nn.Module]:
+        """The copies, one a device; built when first asked for, and again when the model has changed."""
+        self.refresh()
+        return self._replicas
+
+    @property
+    def stopping(self) -> bool:
+        """Whether another replica has failed or the user asked to stop; long work looks between its parts."""
+        return self._stopping
+
+    def stop(self) -> None:
+        """Ask every replica to end its work at the next look."""
+        self._stopping = True
+
+    def refresh(self) -> bool:
+        """Make the replicas follow the model: its structure, attributes, hooks and values.
+
+        Returns:
+            Whether the replicas were built anew.
+
+        Raises:
+            OrderError: The group is closed.
+        """
+        self._check_open()
+        if self._watch is None or self._watch.changed():
+            if "cpu" in self.device_types:
+                keep_freed_memory()
+            self._replicas = [self._copy(device) for device in self.devices]
+            self._parameters = list(self.model.parameters())
+            self._one_memory = all(
+                parameter.device == device for device in self.devices for parameter in self._parameters
+            )
+            self._watch = ModelWatch(self.model)
+            self._versions = self._parameter_versions()
+            return True
+        if not self._one_memory and self._versions != (versions := self._parameter_versions()):
+            self.sync_parameters()
+            self._versions = versions
+        return False
+
+    def _copy(self, device: torch.device) -> nn.Module:
+        """Copy the model, with what is frozen."""
+        replica = copy_model(self.model, device)
+        for name, parameter in replica.named_parameters():
+            if name in self._frozen:
+                parameter.requires_grad_(False)
+        return replica
+
+    @torch.no_grad()
+    def sync_parameters(self) -> None:
+        """Copy the model's parameters to replicas on other memory; rarely needed, `refresh` sees writes."""
+        for replica in self._replicas:
+            pairs = [
+                (copied, parameter)
+                for copied, parameter in zip(replica.parameters(), self._parameters, strict=True)
+                if copied.device != parameter.device
+            ]
+            if pairs:
+                copies, originals = zip(*pairs, strict=True)
+                torch._foreach_copy_(copies, originals)
+
+    def _parameter_versions(self) -> list[int]:
+        """Give the parameters' version counters, which count every write."""
+        return [parameter._version for parameter in self._parameters]
+
+    def run(
+        self, work: Callable[[int], None], *, settings: ThreadSettings | None = None, at_once: bool = True
+    ) -> None:
+        """Do one piece of work on every replica, and come back when all have ended.
+
+        Args:
+            work: Called with the index of each device; long work should look at `stopping`.
+            settings: What all threads compute under, if the calling thread is in that state already; by
+                default its own are taken.
+            at_once: In the devices' threads; else one after another in the calling thread.
+
+        Raises:
+            OrderError: The group is closed.
+            ReplicaError: A device's thread is still at work after the timeout.
+            BaseException: What the first device (by index) that failed raised; the others were asked to stop.
+        """
+        self._check_open()
+        self._stopping = False
+        if settings is None:
+            with Computing(ThreadSettings.capture(self.device_types)) as taken:
+                self._run(work, taken, at_once=at_once)
+        else:
+            self._run(work, settings, at_once=at_once)
+
+    def _run(self, work: Callable[[int], None], settings: ThreadSettings, *, at_once: bool) -> None:
+        """Do the work from a calling thread that is in the state for it."""
+
+        def here(place: int) -> None:
+            try:
+                with device_context(self.devices[place]):
+                    work(place)
+            except BaseException:
+                self._stopping = True
+                raise
+
+        def there(place: int) -> None:
+            with Carried(settings):
+                here(place)
+
+        if at_once and self._timeout is not None:
+            self._run_in_threads(range(len(self.devices)), None, there)
+        elif at_once and len(self.devices) > 1:
+            self._run_in_threads(range(1, len(self.devices)), here, there)
+        else:
+            for place in range(len(self.devices)):
+                here(place)
+
+    def _run_in_threads(
+        self, places: range, here: Callable[[int], None] | None, there: Callable[[int], None]
+    ) -> None:
+        """Run these places in their threads and place 0 here; after an interrupt no thread stays in use."""
+        if not self._workers:
+            self._workers = [Worker(f"lockstep-{place}-{self.devices[place]}") for place in places]
+        errors: list[BaseException | None] = []
+        try:
+            for place, worker in zip(places, self._workers, strict=True):
+                worker.begin(partial(there, place))
+            if here is not None:
+                errors.append(_attempt(here))
+            errors += self._wait(places)
+        except BaseException:
+            self._abandon()
+            raise
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _wait(self, places: range) -> list[BaseException | None]:
+        """Wait for all threads, and give what each raised."""
+        if self._timeout is None:
+            return [worker.wait() for worker in self._workers]
+        end = time.monotonic() + self._timeout
+        ended = [worker.ended(end - time.monotonic()) for worker in self._workers]
+        hung = [place for place, done in zip(places, ended, strict=True) if not done]
+        if not hung:
+            return [worker.wait() for worker in self._workers]
+        names = ", ".join(f"{self.devices[place]} (device {place})" for place in hung)
+        raise ReplicaError(
+            f"The work on {names} of 0..{len(self.devices) - 1} was not done after {self._timeout} seconds.",
+            device=str(self.devices[hung[0]]),
+            shard=None,
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise OrderError(f"A closed {type(self).__name__} cannot work; build a new one.")
+
+    def _abandon(self) -> None:
+        """Let go of threads and replicas; a thread that is still at work ends by itself after that work."""
+        self._stopping = True
+        self._workers = []
+        self._replicas = []
+        self._watch = None
+
+    def release(self) -> None:
+        """Let go of threads and replicas until they are needed again; the model is left as it is.
+
+        A thread that is still at work after an interrupt ends by itself after that work.
+        """
+        self._abandon()
+
+    def close(self) -> None:
+        """Let go of threads and replicas for good. Closing twice is allowed."""
+        self.release()
+        self._closed = True
+
+
+def _attempt(job: Callable[[int], None]) -> BaseException | None:
+    """Run the calling thread's part; what it raises waits until the other threads have ended."""
+    try:
+        job(0)
+    except BaseException as error:  # noqa: BLE001 - raised by the caller once all threads have ended
+        return error
+    return None

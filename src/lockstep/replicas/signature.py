@@ -1,0 +1,91 @@
+"""What a group's forward is called with: names, dimensions, and the shapes that are bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lockstep.errors import OrderError
+from lockstep.replicas.binding import Binding, Description, bind, check_same_inputs
+from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, as_call, named_inputs, read_inputs
+
+
+class Signature:
+    """The inputs of a model, and the labels that belong to them.
+
+    Args:
+        forward: What is called; names the positions while nothing is bound.
+        batch_dim: The dimension that counts samples.
+    """
+
+    def __init__(self, forward: Callable[..., Any], batch_dim: BatchDim) -> None:
+        self._function = forward
+        self._batch_dim = batch_dim
+        self.bound: Binding | None = None
+        """The names and shapes that are bound."""
+
+    def bind(self, data: Sequence[Description], labels: Sequence[Description] | None) -> None:
+        """Fix names and shapes; see `ReplicaGroup.bind`."""
+        if self.bound is not None:
+            raise OrderError("Inputs are bound once; call reshape to change their shapes.")
+        self.bound = bind(data, labels, self._batch_dim)
+
+    def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None) -> bool:
+        """Change shapes; see `ReplicaGroup.reshape`."""
+        if self.bound is None:
+            raise OrderError("reshape must follow bind, which names the inputs.")
+        binding = bind(data, labels, self._batch_dim)
+        check_same_inputs(self.bound, binding)
+        changed = binding != self.bound
+        self.bound = binding
+        return changed
+
+    def read(self, batch: Any, *, input_grads: bool) -> Inputs:
+        """Read the batch of a forward.
+
+        Args:
+            batch: A tuple or list by position, a dict by name, or the only argument.
+            input_grads: Whether gradients of inputs are wanted.
+
+        Raises:
+            ValueError: The batch is not what was bound, or its dimensions do not fit.
+        """
+        args, kwargs = as_call(batch)
+
+        def wanted(path: str, tensor: torch.Tensor) -> bool:
+            numbers = tensor.is_floating_point() or tensor.is_complex()
+            return input_grads and numbers and (self.bound is None or path in self.bound.data)
+
+        if self.bound is None:
+            names = argument_names(self._function, len(args))
+            return read_inputs(args, kwargs, names, self._batch_dim, wanted=wanted)
+        names = self.bound.arguments[: len(args)]
+        if len(args) > len(names):
+            raise ValueError(f"`batch` must hold the inputs that are bound ({len(names)}), got {len(args)}.")
+        self.bound.check(named_inputs(args, kwargs, names))
+        return read_inputs(args, kwargs, names, self._batch_dim, wanted=wanted, absent=self.bound.paths)
+
+    def read_labels(self, labels: Any, num_samples: int) -> Inputs:
+        """Read labels: along the dimensions of those that are bound, else along the first one.
+
+        Raises:
+            ValueError: They are not for that many samples.
+        """
+        args, kwargs = as_call(labels)
+        bound = [] if self.bound is None else self.bound.label_arguments
+        names = [*bound, *(f"labels[{index}]" for index in range(len(bound), len(args)))][: len(args)]
+        read = read_inputs(
+            args,
+            kwargs,
+            names,
+            self._batch_dim if bound else 0,
+            wanted=lambda *_: False,
+            absent=[] if self.bound is None else self.bound.paths,
+        )
+        if read.num_samples != num_samples:
+            raise ValueError(
+                f"`labels` must be for the {num_samples} samples of the forward, got {read.num_samples}."
+            )
+        return read
