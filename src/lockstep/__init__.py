@@ -50,4 +50,4 @@ from lockstep.updaters import StandardUpdater as StandardUpdater
 from lockstep.updaters import Updater as Updater
 from lockstep.updaters import UpdateResult as UpdateResult
 from lockstep.updaters import supervised as supervised
-from lockstep.version import __version__ as __version__
+from lockstep._version import __version__ as __version__

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep.data import BatchIterator
 from lockstep.data import Iterator as BatchSource
 from lockstep.updaters.training import Training
-from lockstep.version import __version__
+from lockstep._version import __version__
 
 Fields = dict[str, str]
 """Text by name."""
