@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -11,8 +12,9 @@ import torch.distributed as dist
 
 from communicators.groups import run_on_ranks
 from lockstep import Communicator
-from lockstep.communicators import Contribution, ProcessCommunicator
+from lockstep.communicators import Contribution, PendingSum, ProcessCommunicator
 from lockstep.communicators.ordered import Sizes
+from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
 CASES = 24
@@ -86,10 +88,23 @@ def sum_cases(communicator: ProcessCommunicator) -> list[str]:
                 for rank in range(communicator.size)
             ]
             contributions = [Contribution.of(each) for each in partials]
-            got = communicator.sum_partials(partials[communicator.rank], contributions, like, divisor=divisor)
+            mine = partials[communicator.rank]
+            if case // 2 % 2:
+                got = communicator.sum_partials(mine, contributions, like, divisor=divisor)
+            else:
+                got = piecemeal(communicator.begin_sum(contributions, like, divisor=divisor), mine, len(like))
             if not alike(got, expected):
                 wrong.append(f"case {case}, {sizes}")
     return wrong
+
+
+def piecemeal(pending: PendingSum, partials: list[PartialSum], num_tensors: int) -> Tensors:
+    """Bring tensors one by one, each in its time."""
+    for index in reversed(range(num_tensors)):
+        pending.bring(index, [each.tensors[index] for each in partials])
+        if index % 3 == 0:
+            time.sleep(0.0005)
+    return pending.finish()
 
 
 def full_leaf(case: int) -> list[torch.Tensor]:
@@ -129,6 +144,31 @@ def count_bytes(communicator: ProcessCommunicator, nodes: int, size: int) -> int
     return communicator.bytes_sent - before
 
 
+def give_up(communicator: ProcessCommunicator) -> list[str]:
+    """Announce more than rank 0 then has; give what it is told, and what a sum gives afterwards."""
+    like = [torch.empty(600), torch.empty(2)]
+    contributions = [Contribution((rank,), (0b11,)) for rank in range(communicator.size)]
+    pending = communicator.begin_sum(contributions, like)
+    pending.bring(1, [torch.ones(2)])
+    told = []
+    if communicator.rank == 0:
+        for act in (
+            pending.finish,
+            lambda: pending.bring(1, [torch.ones(2)]),
+            lambda: pending.bring(0, [None]),
+        ):
+            with pytest.raises(OrderError) as error:
+                act()
+            told.append(str(error.value))
+        pending.abandon()
+    else:
+        pending.bring(0, [torch.ones(600)])
+        pending.finish()
+    value = torch.ones(1)
+    communicator.all_reduce([value])
+    return [*told, str(value.item())]
+
+
 LARGEST = 6
 NUM_ELEMENTS = 2**20
 
@@ -140,6 +180,7 @@ class Seen:
     wrong: list[str]
     orders: dict[str, bool]
     sent: dict[int, int]
+    told: list[str]
 
 
 def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
@@ -150,7 +191,7 @@ def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
         if communicator.rank < size:
             part = ProcessCommunicator(group)
             sent = {nodes: count_bytes(part, nodes, NUM_ELEMENTS) for nodes in (1, 2)}
-            seen[size] = Seen(sum_cases(part), orders(part), sent)
+            seen[size] = Seen(sum_cases(part), orders(part), sent, give_up(part))
         communicator.barrier()
     return seen
 
@@ -165,6 +206,17 @@ def seen() -> dict[int, list[Seen]]:
 @pytest.mark.parametrize("size", range(1, LARGEST + 1))
 def test_any_layout_over_ranks_has_the_bits_of_one_process(seen: dict[int, list[Seen]], size: int) -> None:
     assert [rank.wrong for rank in seen[size]] == [[]] * size
+
+
+@pytest.mark.parametrize("size", range(1, LARGEST + 1))
+def test_a_rank_that_gives_up_holds_nobody_up(seen: dict[int, list[Seen]], size: int) -> None:
+    assert seen[size][0].told == [
+        "Everything announced must be brought before `finish`, but tensor 0 was not.",
+        "`bring` must get what was announced, once, but a part of tensor 1 is not awaited.",
+        "`bring` must get what was announced, once, but a part of tensor 0 is missing.",
+        str(float(size)),
+    ]
+    assert all(rank.told == [str(float(size))] for rank in seen[size][1:])
 
 
 @pytest.mark.parametrize("size", [3, 4, 5, 6])

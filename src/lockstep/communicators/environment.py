@@ -17,9 +17,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.communicators.communicator import Communicator
+from lockstep.communicators.failure import Failure
 from lockstep.communicators.local import LocalCommunicator
 from lockstep.communicators.process import ProcessCommunicator
-from lockstep.errors import OrderError
+from lockstep.communicators.watch import START, PeerWatch, launcher_keeps_store
+from lockstep.errors import OrderError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -91,7 +93,7 @@ def _torchrun(variables: Mapping[str, str]) -> RunEnvironment:
         port=_integer(variables, "MASTER_PORT"),
         attempt=_integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
         agents=_integer(variables, "GROUP_WORLD_SIZE", 1),
-        agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_store=launcher_keeps_store(variables),
     )
 
 
@@ -170,12 +172,29 @@ def find_communicator(*, timeout: float | None = None) -> Communicator:
     found = read_environment(os.environ)
     if found is None or found.size == 1:
         return LocalCommunicator()
-    _initialise(found, timedelta(seconds=seconds))
-    return ProcessCommunicator(timeout=seconds)
+    return _join(found, seconds)
 
 
-def _initialise(found: RunEnvironment, timeout: timedelta) -> None:
+def _join(found: RunEnvironment, seconds: float) -> Communicator:
+    """Meet the other ranks, watch them from then on, and open the group."""
+    timeout = timedelta(seconds=seconds)
     store = _own_part(_store(found, timeout), found)
+    keeper = None if found.agent_store else 0
+    watch = PeerWatch(store, found.rank, found.size, timeout=seconds, keeper=keeper)
+    try:
+        watch.gather()
+        _initialise(found, store, timeout)
+    except PeerError:
+        watch.close()
+        raise
+    except RuntimeError as error:
+        explained = watch.explain()
+        watch.close()
+        raise (error if explained is None else explained) from error
+    return ProcessCommunicator(timeout=seconds, watch=watch)
+
+
+def _initialise(found: RunEnvironment, store: Store, timeout: timedelta) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
@@ -184,15 +203,23 @@ def _initialise(found: RunEnvironment, timeout: timedelta) -> None:
 
 
 def _store(found: RunEnvironment, timeout: timedelta) -> Store:
-    return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
-        found.address,
-        found.port,
-        found.size,
-        is_master=found.rank == 0 and not found.agent_store,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    keeps = found.rank == 0 and not found.agent_store
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
+            found.address,
+            found.port,
+            found.size,
+            is_master=keeps,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        if keeps:
+            raise
+        keeper = None if found.agent_store else 0
+        what = f"has opened no store at {found.address}:{found.port} within {timeout.total_seconds():g} s"
+        raise Failure(keeper, what, START).error() from error
 
 
 def _own_part(store: Store, found: RunEnvironment) -> Store:

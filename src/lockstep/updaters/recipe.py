@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lockstep._version import __version__
 from lockstep.data import BatchIterator
 from lockstep.data import Iterator as BatchSource
 from lockstep.updaters.training import Training
-from lockstep._version import __version__
 
 Fields = dict[str, str]
 """Text by name."""
