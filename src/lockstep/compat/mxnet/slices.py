@@ -36,7 +36,8 @@ def split_input_slice(
     shares = _half_up if rule == "scala" else _half_even
     lengths = shares(batch_size, work_load_list)
     lengths[-1] += max(batch_size - sum(lengths), 0)
-    slices, begin = [], 0
+    slices: list[slice] = []
+    begin = 0
     for length in lengths:
         end = min(begin + length, batch_size)
         if begin >= end:
