@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -51,7 +52,8 @@ class DataParallel(Wrapping):
     The module itself is never run: its replicas follow it before each forward (`train`, `eval`, `apply`,
     `requires_grad_`, hooks, writes to parameters). Its buffers are combined over shards as in an update. Each
     shard draws from its own random stream, keyed by one draw from the default generator per forward. Under a
-    `ParallelUpdater` every replica has a `DataParallel` of its own, which cuts the shard further.
+    `ParallelUpdater` every replica has a `DataParallel` of its own, which cuts the shard further. Activation
+    checkpointing belongs into the module; around this one it works, but only the reentrant kind saves memory.
 
     Shapes: every tensor of the inputs is N long along `dim`, and so is every tensor of the output. A tensor
     without dimensions is given whole to every shard, and so is one without elements along `dim`. An output
@@ -69,7 +71,8 @@ class DataParallel(Wrapping):
         worker_init_fn: Called as ``worker_init_fn(index)``, once in each thread that computes, with the
             index of its device, before its first work. The first device's is the calling thread.
         parallel_backward: Run backward on the replicas at once. False leaves it to autograd in one thread,
-            where it can be differentiated again (``create_graph=True``).
+            where it can be differentiated again (``create_graph=True``) and whose number of intra-op threads
+            its bits depend on: with one they are the same both ways.
         buffers: How buffers are combined over shards, ``"mean"`` or ``"first"``.
 
     Raises:
@@ -162,14 +165,13 @@ class DataParallel(Wrapping):
         has_graph = torch.is_grad_enabled() and (bool(trained) or any(inputs.wanted))
         main = self.devices[0]
         if has_graph and not self.parallel_backward:
-            forward = attached_forward(
-                running.passes, inputs, trained, self, before_backward=self._before_backward
-            )
+            forward = attached_forward(running.passes, inputs, trained, self, flat=self._flat)
             return forward.outputs.nest(forward.outputs.merged(main, attached=True))
-        forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
+        with _own_saved_tensors():
+            forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
         if not has_graph:
             return forward.outputs.nest(forward.outputs.merged(main))
-        link = Link(running.passes, forward, trained, main, self._before_backward)
+        link = Link(running.passes, forward, trained, main, self._flat)
         return forward.outputs.nest(link.outputs())
 
     @property
@@ -275,11 +277,6 @@ class DataParallel(Wrapping):
 
         running.replicas.run(work)
 
-    def _before_backward(self) -> None:
-        """Make ready for gradients."""
-        if self._flat is not None:
-            self._flat.gather_gradients()
-
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Find the inputs, and which of them ask for a gradient."""
         names = _names(type(self.module).forward, len(args))
@@ -306,6 +303,20 @@ class DataParallel(Wrapping):
         """Tell a tensor to be cut, or refused, from one without dimensions or elements to be cut."""
         inside = -tensor.dim() <= self.dim < tensor.dim()
         return tensor.shape[self.dim] > 0 if inside else tensor.dim() > 0
+
+
+def _own_saved_tensors() -> AbstractContextManager[object]:
+    """Keep the calling thread's hooks on saved tensors away from its shards; other threads' do not have them.
+
+    Those of activation checkpointing would run the whole forward again in the middle of one shard's backward.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # noqa: SLF001 - no other way
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 @lru_cache(maxsize=64)

@@ -6,7 +6,7 @@ inputs. Backward is then autograd's, in one thread; the sum over the aliases is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from torch import nn
 
 from lockstep import nest
 from lockstep.plan import Shard
+from lockstep.replicas.flat_parameters import Flattened
 from lockstep.replicas.passes import Forward, Passes, schedule
 from lockstep.replicas.replica_passes import Watch
 from lockstep.replicas.scatter import Inputs, Piece
@@ -51,12 +52,12 @@ class Aliases(torch.autograd.Function):
     def forward(
         ctx: Any,
         devices: Sequence[torch.device],
-        before_backward: Callable[[], None],
+        flat: Flattened | None,
         *parameters: nn.Parameter,
     ) -> Any:
         """Give all aliases of the first shard, then of the second, each on its shard's device."""
         ctx.set_materialize_grads(False)
-        ctx.before_backward = before_backward
+        ctx.flat = flat
         ctx.devices = [parameter.device for parameter in parameters]
         copies = {device: [each.detach().to(device) for each in parameters] for device in set(devices)}
         return tuple(each.detach() for device in devices for each in copies[device])
@@ -64,7 +65,8 @@ class Aliases(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Sum over shards; where that is to be differentiated, its additions are recorded."""
-        ctx.before_backward()
+        if ctx.flat is not None:
+            ctx.flat.gather_gradients()
         size = len(ctx.devices)
         partials = [
             PartialSum(
@@ -86,7 +88,7 @@ class Attached:
         parameters: The model's, those that ask for a gradient.
         devices: Of each shard, by index.
         inner: Another watch, entered within; None for none.
-        before_backward: Called before autograd adds gradients up.
+        flat: Keeps the gradients end to end; None where they need not lie so.
     """
 
     def __init__(
@@ -94,10 +96,10 @@ class Attached:
         parameters: Sequence[nn.Parameter],
         devices: Mapping[int, torch.device],
         inner: Watch | None,
-        before_backward: Callable[[], None],
+        flat: Flattened | None,
     ) -> None:
         aliases: tuple[torch.Tensor, ...] = Aliases.apply(  # type: ignore[no-untyped-call]  # torch's gap
-            list(devices.values()), before_backward, *parameters
+            list(devices.values()), flat, *parameters
         )
         size = len(parameters)
         self._aliases = {
@@ -145,7 +147,7 @@ def attached_forward(
     parameters: Sequence[nn.Parameter],
     placed: Placed,
     *,
-    before_backward: Callable[[], None],
+    flat: Flattened | None,
 ) -> Forward:
     """Run forward on all shards as a part of the caller's graph.
 
@@ -154,14 +156,14 @@ def attached_forward(
         inputs: The batch.
         parameters: The model's, those that ask for a gradient.
         placed: How and where it is run.
-        before_backward: Called before autograd adds gradients up.
+        flat: Keeps the gradients end to end; None where they need not lie so.
     """
     shards = schedule(inputs.num_samples, placed.num_shards, tuple(placed.workloads))
     devices = {
         shard.index: device for run, device in zip(shards, placed.devices, strict=True) for shard in run
     }
     inner = passes.watch
-    passes.watch = Attached(parameters, devices, inner, before_backward)
+    passes.watch = Attached(parameters, devices, inner, flat)
     try:
         return passes.forward(AttachedInputs.of(inputs), num_shards=placed.num_shards, output_dim=placed.dim)
     finally:
