@@ -62,7 +62,7 @@ def test_the_loop_of_the_document_on_two_devices(tables: Any) -> None:
         criterion(plain(x), target).backward()
         with torch.no_grad():
             for parameter in plain.parameters():
-                parameter -= 0.5 * parameter.grad
+                parameter.sub_(parameter.grad, alpha=0.5)
         first_error = first_error or error.item()
     assert error.item() < 0.9 * first_error
     # One device computes all samples at once, and rounds otherwise.
