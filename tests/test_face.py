@@ -46,6 +46,8 @@ PUBLIC = [
     "data",
     "digest",
     "extensions",
+    "find_communicator",
+    "launch",
     "metrics",
     "optim",
     "report",

@@ -13,6 +13,7 @@ from lockstep import triggers as triggers
 from lockstep.communicators import Communicator as Communicator
 from lockstep.communicators import LocalCommunicator as LocalCommunicator
 from lockstep.communicators import ProcessCommunicator as ProcessCommunicator
+from lockstep.communicators import find_communicator as find_communicator
 from lockstep.data import BatchIterator as BatchIterator
 from lockstep.data import IterableBatches as IterableBatches
 from lockstep.data import Samples as Samples
@@ -27,6 +28,7 @@ from lockstep.errors import RandomStreamWarning as RandomStreamWarning
 from lockstep.errors import ReplayWarning as ReplayWarning
 from lockstep.errors import ReplicaError as ReplicaError
 from lockstep.errors import StateError as StateError
+from lockstep.launch import launch as launch
 from lockstep.metrics import report as report
 from lockstep.optim import CorrectedMomentumSGD as CorrectedMomentumSGD
 from lockstep.optim import MomentumSGD as MomentumSGD
