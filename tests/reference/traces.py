@@ -181,6 +181,7 @@ def cases(
     given: Iterable[str] = (),
     key: str = "cases",
     name: Callable[[Mapping[str, Any]], str] = lambda content: str(content.get("name", "case")),
+    differ: bool = True,
 ) -> list[Any]:
     """List the cases of a trace as parameters for a test.
 
@@ -190,12 +191,14 @@ def cases(
         given: Patterns for what is no result; ``"name"`` always is one.
         key: Where in the file the list of cases is.
         name: Makes the name of a case; a further case of the same name gets a number.
+        differ: Whether the list of differences is about these; of several lists in a file it is about one.
     """
     folder = reference_folder()
     if folder is None:
         reason = "no reference folder: neither LOCKSTEP_REFERENCE nor ../shared/reference"
         return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
-    found = read(folder, file, num_cases, given=given, key=key, name=name, differences=read_differences())
+    differences = read_differences() if differ else []
+    found = read(folder, file, num_cases, given=given, key=key, name=name, differences=differences)
     return [pytest.param(case, id=case.name) for case in found]
 
 
