@@ -32,6 +32,21 @@ def parse_devices(devices: Devices) -> list[torch.device]:
     return [_parse(name) for name in names]
 
 
+def parse_device(device: str | torch.device, argument: str) -> torch.device:
+    """Turn one name into a device, ``"meta"`` among them.
+
+    Args:
+        device: The name.
+        argument: What errors call it.
+
+    Raises:
+        ValueError: This machine has no such device.
+    """
+    return (
+        torch.device("meta") if str(device) == "meta" else _parse(device, f"`{argument}` must be one of the")
+    )
+
+
 def _every_device() -> list[torch.device]:
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -55,20 +70,18 @@ def _usable_cores() -> int:
         return os.cpu_count() or 1
 
 
-def _parse(name: str | torch.device) -> torch.device:
+def _parse(name: str | torch.device, rule: str = "`devices` must name") -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(
-            f"`devices` must hold names of devices such as 'cpu' or 'cuda:0', got {name!r}."
-        ) from error
+        raise ValueError(f"{rule} devices such as 'cpu' or 'cuda:0', got {name!r}.") from error
     if device.type == "cpu":
         return torch.device("cpu")
     available = _indices(device.type)
     index: int = device.index or 0
     if index not in available:
         has = f"{device.type} devices 0..{available[-1]}" if available else f"no {device.type} device"
-        raise ValueError(f"`devices` must name devices of this machine, which has {has}; got {name!r}.")
+        raise ValueError(f"{rule} devices of this machine, which has {has}; got {name!r}.")
     return torch.device(device.type, index)
 
 

@@ -43,18 +43,20 @@ class Outputs:
     num_samples: int
 
     def merged(
-        self, device: torch.device, shards: Sequence[ShardForward] | None = None
+        self, device: torch.device, shards: Sequence[ShardForward] | None = None, *, attached: bool = False
     ) -> list[torch.Tensor]:
-        """Put outputs together, without their graphs.
+        """Put outputs together.
 
         Args:
             device: Where to.
             shards: Which; all by default, else neighbours.
+            attached: With the graphs behind them, which they are without by default.
         """
         chosen = self.shards if shards is None else shards
+        parts = [[each.tensors[index] for each in chosen] for index in range(len(self.dims))]
         return [
-            _together([each.tensors[index].detach() for each in chosen], dim, chosen, device)
-            for index, dim in enumerate(self.dims)
+            _together(each if attached else [part.detach() for part in each], dim, chosen, device)
+            for each, dim in zip(parts, self.dims, strict=True)
         ]
 
     def nest(self, parts: Sequence[Any]) -> Any:
@@ -78,7 +80,8 @@ def read_outputs(shards: Sequence[ShardForward], num_samples: int, output_dim: B
         shards: Their forwards, in order of shards.
         num_samples: How many samples they hold together.
         output_dim: The dimension that counts samples: one for all outputs, or one for each by name; None for
-            an output that is one value for all samples. An output without dimensions always is.
+            an output that is one value for all samples. An output without dimensions always is, and one
+            that is empty along its dimension stays so.
 
     Raises:
         TypeError: A shard returned something that is neither a tensor nor a plain value, or no tensor.
@@ -93,14 +96,19 @@ def read_outputs(shards: Sequence[ShardForward], num_samples: int, output_dim: B
         )
     names = [path for path, _ in found]
     given = given_dims(output_dim, names, "output_dim")
-    dims = [
-        None if dim is None or tensor.dim() == 0 else positive_dim(path, tensor, dim)
-        for (path, tensor), dim in zip(found, given, strict=True)
-    ]
+    dims = [_output_dim(path, tensor, dim) for (path, tensor), dim in zip(found, given, strict=True)]
     outputs = Outputs(names, dims, list(shards), num_samples)
     for each in shards:
         _check_samples(outputs, each)
     return outputs
+
+
+def _output_dim(path: str, tensor: torch.Tensor, given: int | None) -> int | None:
+    """Give the dimension that counts samples; None where there are none, or one value is for all."""
+    if given is None or tensor.dim() == 0:
+        return None
+    dim = positive_dim(path, tensor, given)
+    return dim if tensor.shape[dim] else None
 
 
 def named_outputs(returned: Any) -> list[tuple[str, torch.Tensor]]:

@@ -1,0 +1,134 @@
+"""Make the outputs of shards one differentiable output, whose backward runs on the replicas at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import OrderError
+from lockstep.replicas.flat_parameters import Flattened
+from lockstep.replicas.passes import Backward, Forward, Passes
+from lockstep.replicas.scatter import Inputs
+from lockstep.tree import PartialSum, Tensors, total
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What ties a merged output to the shards behind it.
+
+    Attributes:
+        passes: What runs backward.
+        forward: The forward that was run.
+        parameters: The model's, those that ask for a gradient, in the order of the replicas'.
+        device: Where the output is put together.
+        flat: Keeps the gradients end to end; None where they need not lie so.
+    """
+
+    passes: Passes
+    forward: Forward
+    parameters: list[nn.Parameter]
+    device: torch.device
+    flat: Flattened | None
+
+    def outputs(self) -> list[torch.Tensor]:
+        """Merge the outputs, differentiable by the inputs and parameters."""
+        merged: tuple[torch.Tensor, ...] = MergedOutput.apply(  # type: ignore[no-untyped-call]  # torch's gap
+            self, *self.forward.inputs.tensors, *self.parameters
+        )
+        return list(merged)
+
+    def gradients(self, output_grads: Sequence[torch.Tensor | None], *, retain_graph: bool) -> Tensors:
+        """Run backward; give the gradient of every input, then of every parameter."""
+        if self.flat is not None:
+            self.flat.gather_gradients()
+        backward = self.passes.backward(self.forward, output_grads, retain_graph=retain_graph)
+        totals = backward.total(keep=False) or [None] * len(self.parameters)
+        return input_gradients(self.forward.inputs, backward, self.forward) + [
+            None if gradient is None else gradient.to(parameter)
+            for gradient, parameter in zip(totals, self.parameters, strict=True)
+        ]
+
+
+class MergedOutput(torch.autograd.Function):
+    """A function of all inputs and parameters; its value is there already, its backward is the replicas'."""
+
+    @staticmethod
+    def forward(ctx: Any, link: Link, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Hand out the merged outputs."""
+        del tensors
+        ctx.link = link
+        ctx.set_materialize_grads(False)
+        merged = link.forward.outputs.merged(link.device)
+        shards = [each.tensors for each in link.forward.outputs.shards]
+        asks = [any(tensor.requires_grad for tensor in each) for each in zip(*shards, strict=True)]
+        ctx.mark_non_differentiable(*[out for out, differs in zip(merged, asks, strict=True) if not differs])
+        return tuple(merged)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Run backward on the replicas.
+
+        Raises:
+            OrderError: The gradient itself is to be differentiated, or the graph is gone.
+        """
+        if torch.is_grad_enabled():
+            raise OrderError(
+                "The backward of a DataParallel must run without create_graph: its gradients, made by "
+                "several threads, have no graph. Build it with parallel_backward=False to differentiate them."
+            )
+        if ctx.link is None:
+            raise OrderError(
+                "A second backward must follow one with retain_graph=True; the graphs of this output are "
+                "gone."
+            )
+        link: Link = ctx.link
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001 - no other way to know
+        if not keep:
+            ctx.link = None  # as torch does, so that the memory is free before the next forward
+        return None, *link.gradients(output_grads, retain_graph=keep)
+
+
+def input_gradients(inputs: Inputs, backward: Backward, forward: Forward) -> Tensors:
+    """Put the gradients of the inputs' parts together; each is on its own input's device.
+
+    The gradient of an input that was cut is laid end to end; that of one given whole to every shard is summed
+    over shards in the tree's order. Parts that backward did not reach count as zeros.
+    """
+    samples = {each.shard.index: len(each.shard.samples) for each in forward.outputs.shards}
+    return [
+        _input_gradient(
+            tensor, dim, {shard: backward.inputs[shard][index] for shard in sorted(samples)}, samples
+        )
+        if wanted
+        else None
+        for index, (tensor, dim, wanted) in enumerate(
+            zip(inputs.tensors, inputs.dims, inputs.wanted, strict=True)
+        )
+    ]
+
+
+def _input_gradient(
+    tensor: torch.Tensor, dim: int | None, parts: dict[int, torch.Tensor | None], samples: dict[int, int]
+) -> torch.Tensor | None:
+    """Put the gradient of one input together; None where no shard has one."""
+    there = {shard: part.to(tensor.device) for shard, part in parts.items() if part is not None}
+    if not there:
+        return None
+    if dim is None:
+        return total([PartialSum(shard, [part]) for shard, part in there.items()])[0]
+    if len(parts) == 1:
+        return next(iter(there.values()))
+    shape = list(tensor.shape)
+    return torch.cat(
+        [
+            there[shard]
+            if shard in there
+            else tensor.new_zeros([*shape[:dim], samples[shard], *shape[dim + 1 :]])
+            for shard in parts
+        ],
+        dim,
+    )
