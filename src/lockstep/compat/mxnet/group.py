@@ -21,7 +21,7 @@ from lockstep.compat.mxnet.descriptions import (
 )
 from lockstep.compat.mxnet.grad_req import GradReqs, read_grad_req
 from lockstep.compat.mxnet.results import GroupResults
-from lockstep.compat.mxnet.slices import split_input_slice
+from lockstep.compat.mxnet.slices import loads_of, split_input_slice
 from lockstep.replicas import Monitor, ReplicaGroup
 from lockstep.replicas.measuring import Updatable
 
@@ -91,7 +91,7 @@ class DataParallelExecutorGroup(GroupResults):
         output_layouts: Mapping[str, str] | None = None,
     ) -> None:
         _refuse(state_names=state_names, group2ctxs=group2ctxs)
-        self.workload = _loads(contexts, workload)
+        self.workload = loads_of(len(contexts), workload)
         self.logger = logger
         self._data, self._labels = described(data_shapes), described(label_shapes)
         names = [name for name, _ in symbol.named_parameters()]
@@ -237,13 +237,6 @@ class DataParallelExecutorGroup(GroupResults):
         slices = split_input_slice(size, self.workload)
         self.logger.debug("A batch of %d is cut into %s.", size, slices)
         return [float(each.stop - each.start) for each in slices]
-
-
-def _loads(contexts: Sequence[Any], workload: Sequence[float] | None) -> list[float]:
-    loads = [1.0] * len(contexts) if workload is None else list(workload)
-    if len(loads) != len(contexts):
-        raise ValueError(f"`workload` must hold one load a device ({len(contexts)}), got {len(loads)}.")
-    return loads
 
 
 def _refuse(**unsupported: object) -> None:

@@ -51,6 +51,18 @@ def split_input_slice(
     return slices
 
 
+def loads_of(num_devices: int, work_load_list: Sequence[float] | None) -> list[float]:
+    """Give one load a device, equal ones where none are given.
+
+    Raises:
+        ValueError: There is another number of loads than of devices.
+    """
+    loads = [1.0] * num_devices if work_load_list is None else list(work_load_list)
+    if len(loads) != num_devices:
+        raise ValueError(f"`workload` must hold one load a device ({num_devices}), got {len(loads)}.")
+    return loads
+
+
 def _half_even(batch_size: int, loads: Sequence[float]) -> list[int]:
     total = sum(loads)
     return [round(load * batch_size / total) for load in loads]
