@@ -184,7 +184,7 @@ class Run:
         self.net.sync_parameters()
 
     def apply_noop(self, _entry: Mapping[str, Any]) -> None:
-        self.net.apply(lambda module: None)
+        self.net.apply(lambda _: None)
 
     def evaluate(self, _entry: Mapping[str, Any]) -> dict[str, Any]:
         return self.flags(self.net.eval())
