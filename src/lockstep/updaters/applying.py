@@ -113,6 +113,7 @@ class Applier:
         Raises:
             BaseException: What was raised before the first weight moved, or in the middle.
         """
+        self._engine.phase("optimizer")
         places = len(self._engine.group.devices) if self._engine.side_by_side else 1
         run = partial(self._engine.group.run, settings=settings)
         late: list[BaseException] = []
@@ -123,6 +124,7 @@ class Applier:
         if self._engine.slots:
             attempt = tried.attempt
             combine(attempt.buffers, self._engine.slots, weight=attempt.samples, unless=tried.flag)
+        self._engine.phase("end")
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 late += raised(scheduler.step)
