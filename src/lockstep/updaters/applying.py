@@ -138,6 +138,7 @@ class Applier:
         Returns:
             What user code raised on the way; the rest was done all the same.
         """
+        self._engine.phase("end")
         training = self._training
         training.iteration += 1
         if applied:

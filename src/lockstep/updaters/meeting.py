@@ -132,6 +132,8 @@ class RankMeeting(Meeting):
             account: Anything that JSON knows.
             again: Whether this rank's part has to be made anew.
 
+        What the ranks do together because of it is part of the meeting, until `part`.
+
         Returns:
             The accounts of all ranks in order; None where a rank has to make its part anew, and so all do.
 
@@ -148,13 +150,17 @@ class RankMeeting(Meeting):
             _raise_if_failed(rank, each)
         _check_positions([each["position"] for each in said])
         self._alike.check([each["state"] for each in said])
-        self._failed = False
         return None if any(each["again"] for each in said) else [each["account"] for each in said]
+
+    def part(self) -> None:
+        """End a meeting: what a rank raises from here on, it has to tell the others at the next."""
+        self._failed = False
 
     def agree(self, position: Position, interrupts: HeldInterrupts) -> None:
         """Meet without an account; see `Meeting.agree`."""
         interrupts.check()
         self.meet(position, {})
+        self.part()
         interrupts.hold()
 
     def commit(self, interrupts: HeldInterrupts) -> None:

@@ -97,6 +97,7 @@ class Place:
         parameters: Those of its parameters that ask for a gradient.
         buffers: Its buffers.
         observers: Knows its modules by the names under which they report.
+        phase: Told what is being done.
     """
 
     device: torch.device
@@ -104,6 +105,7 @@ class Place:
     parameters: list[nn.Parameter]
     buffers: ReplicaBuffers
     observers: Observers
+    phase: Callable[[str], None]
 
     def run(
         self,
@@ -165,6 +167,7 @@ class Place:
         """
         recipe.phase("forward")
         args, kwargs = call_arguments(arrays)
+        self.phase("forward")
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.
             with (
@@ -180,6 +183,7 @@ class Place:
         if weight > 0:
             recipe.phase("backward")
             first, rest = first_gradient(loss.value, recipe.factor(weight))
+            self.phase("backward")
             try:
                 _backward(loss.value, first)
             except Exception as error:
