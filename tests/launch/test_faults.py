@@ -27,7 +27,7 @@ from launch.processes import children, listening
 TIMEOUT = 9.0
 """Seconds that ranks wait for each other; a third of it may pass in silence."""
 SOON = 20.0
-"""Seconds within which every rank has raised: 3 of silence or of a dead rank's last beats, and 1 to pass it on;
+"""Seconds within which every rank has raised: 3 of silence or of a dead rank's last beats, and 1 to tell it;
 a machine that is busy with other things stretches them."""
 FAULTY, SIZE = 1, 3
 UPDATE = 2

@@ -124,7 +124,6 @@ class Applier:
         if self._engine.slots:
             attempt = tried.attempt
             combine(attempt.buffers, self._engine.slots, weight=attempt.samples, unless=tried.flag)
-        self._engine.phase("end")
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 late += raised(scheduler.step)

@@ -38,7 +38,7 @@ from lockstep.updaters.reduction import (
 )
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.schedule import Everywhere, Part
-from lockstep.updaters.shards import Phase, Place, PlaceSums, Recipe, to_nobody
+from lockstep.updaters.shards import Place, PlaceSums, Recipe
 from lockstep.updaters.verdict import Verdict
 
 SIDE_BY_SIDE: Final = 400_000
@@ -109,8 +109,6 @@ class GradientEngine:
         self.group = group
         self.phase = phase
         self._ranks = ranks
-        self.phase: Phase = to_nobody if ranks is None else ranks.meeting.phase
-        """Says what this process is doing from here on."""
         self._mean = mean
         self._strided = strided
         self._wants_flat = flat
@@ -203,7 +201,6 @@ class GradientEngine:
             TypeError: The loss function returned no loss.
             ValueError: A batch is empty or uneven, or the loss cannot be used.
         """
-        self.phase("data loading")
         sizes = [batch_size(batch) for batch in batches]
         self._prepare()
         part = self.part(sizes)
@@ -213,13 +210,12 @@ class GradientEngine:
         ]
         # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
         lift = None if part.num_shards == 1 else 2.0 ** -(sum(sizes) - 1).bit_length()
-        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look, unread, self.phase)
+        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look, unread)
         self._idle = () if wanted is None else self._others(wanted)
         for parameter in self.parameters:
             if look is None and (wanted is None or id(parameter) in wanted):
                 parameter.grad = None  # the last gradient's memory is what this one will be written to
         sums = self._compute(work, recipe, first_stream, settings)
-        self.phase("reduce")
         again = interrupted()
         if self._ranks is None:
             return None if again else self._reduce(sums, recipe, settings)

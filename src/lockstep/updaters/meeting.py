@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 from lockstep.communicators import Communicator
-from lockstep.communicators.watch import START
 from lockstep.errors import DisagreementError, PeerError
 from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.interrupts import HeldInterrupts
@@ -92,7 +91,6 @@ class RankMeeting(Meeting):
         self._communicator = communicator
         self._alike = alike
         self._failed = False
-        self._phase = START
 
     def begin(self) -> None:
         """Forget how the last update ended; before the first one compare the ranks.
@@ -106,11 +104,6 @@ class RankMeeting(Meeting):
     def state_loaded(self) -> None:
         """Compare the ranks anew before the next update."""
         self._alike.state_loaded()
-
-    def phase(self, name: str) -> None:
-        """Let the other ranks know what this one is doing from here on, should it fail without a word."""
-        self._phase = name
-        self._communicator.watch.phase(name)
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -176,7 +169,6 @@ class RankMeeting(Meeting):
             {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": text[-LONGEST_TRACEBACK:],
-                "phase": self._phase,
                 "interrupt": isinstance(error, KeyboardInterrupt),
                 "ended": ended,
             }
@@ -198,10 +190,8 @@ def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:
     if said["interrupt"]:
         raise KeyboardInterrupt(f"Rank {rank} was interrupted.")
     raise PeerError(
-        f"Rank {rank} raised {said['error']} (in the phase {said['phase']!r}).\n"
-        f"Its own traceback:\n{said['traceback'].rstrip()}",
+        f"Rank {rank} raised {said['error']}\nIts own traceback:\n{said['traceback'].rstrip()}",
         rank=rank,
-        phase=said["phase"],
         traceback=said["traceback"],
     )
 

@@ -21,13 +21,6 @@ from lockstep.updaters.batches import call_arguments
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
 from lockstep.updaters.result import ShardReport
 
-Phase = Callable[[str], None]
-"""Takes the name of what this process is doing from here on."""
-
-
-def to_nobody(name: str) -> None:
-    """Tell nobody, for there is nobody."""
-
 
 @dataclass(slots=True)
 class Recipe:
@@ -43,7 +36,6 @@ class Recipe:
             of the shards' mean losses are summed up as they are.
         look: Shown every shard that takes part, with its gradients still scaled and what it measured.
         unread: Whether nobody on the host is to learn if the gradient is finite.
-        phase: Says what this process is doing.
     """
 
     loss_fn: LossFunction
@@ -53,7 +45,6 @@ class Recipe:
     mean: bool = True
     look: Callable[[Shard, Tensors, ShardReport], None] | None = None
     unread: bool = False
-    phase: Phase = to_nobody
 
     def factor(self, weight: float) -> float | torch.Tensor:
         """Give what the loss of a shard of this weight is multiplied by before backward."""
@@ -165,7 +156,6 @@ class Place:
         Returns:
             What was measured, and what the gradients are yet to be multiplied by, if anything.
         """
-        recipe.phase("forward")
         args, kwargs = call_arguments(arrays)
         self.phase("forward")
         try:
@@ -181,7 +171,6 @@ class Place:
         weight = loss_weight(loss, len(shard.samples))
         rest = None
         if weight > 0:
-            recipe.phase("backward")
             first, rest = first_gradient(loss.value, recipe.factor(weight))
             self.phase("backward")
             try:

@@ -251,7 +251,6 @@ class Trier:
         Args:
             passed: How many batches were given up in this update already.
         """
-        self._engine.phase("data loading")
         batches: list[Any] = []
         with suppress(StopIteration):
             for ahead in range(passed, passed + self._rules.accumulate):
