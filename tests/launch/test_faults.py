@@ -1,7 +1,7 @@
 """Every way to fail, in every phase of an update: the other ranks say so within seconds, and nothing is left.
 
 One rank of three fails at a point that the test's own code reaches: a dataset, a loss function, a hook on a
-gradient, a communicator's sum, a hook on the optimizer, a schedule. It leaves a file that says when.
+gradient, a communicator's sum, a hook on the optimizer, a schedule of epochs. It leaves a file that says when.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from launch.processes import children, listening
 TIMEOUT = 9.0
 """Seconds that ranks wait for each other; a third of it may pass in silence."""
 SOON = 20.0
-"""Seconds within which every rank has raised: 3 of silence or of a dead rank's last beats, and 1 to tell it;
-a machine that is busy with other things stretches them."""
+"""Seconds within which every rank has raised: 3 of silence or of a dead rank's last beats, 1 to tell it; a
+machine that is busy with other things stretches them."""
 FAULTY, SIZE = 1, 3
 UPDATE = 2
 """The update, counted from 1, in which the fault happens."""
@@ -78,7 +78,7 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self.fault = fault
 
     def __len__(self) -> int:
-        return 24
+        return 12  # two updates, after which an epoch ends
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.fault.at("data loading")
@@ -121,7 +121,7 @@ def run(fault: Fault) -> None:
         devices=["cpu"],
         num_shards=3,
         loss_fn=loss_with(fault),
-        scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, ending(fault)),
+        epoch_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, ending(fault)),
         communicator=communicator,
     )
     for _ in range(4):
