@@ -1,7 +1,7 @@
 """Every way to fail, in every phase of an update: the other ranks say so within seconds, and nothing is left.
 
 One rank of three fails at a point that the test's own code reaches: a dataset, a loss function, a hook on a
-gradient, a communicator's sum, a hook on the optimizer, a schedule of epochs. It leaves a file that says when.
+gradient, a communicator's sum, a hook on the optimizer, a schedule of epochs. It notes when.
 """
 
 from __future__ import annotations

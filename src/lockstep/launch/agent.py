@@ -95,7 +95,7 @@ class Run:
 def is_own_address(host: str) -> bool:
     """Tell whether other machines reach this one by a name or number; torch only compares it with host names.
 
-    On the loopback that is left to torch: two agents there may stand for two machines, and one keeps the store.
+    On the loopback that is left to torch: two agents may stand for two machines there, and one keeps it.
     """
     try:
         number = socket.gethostbyname(host)
