@@ -115,7 +115,7 @@ def train(encoder: ls.DataParallel, images: torch.Tensor, epochs: int) -> list[f
 
 @torch.no_grad()
 def pair_accuracy(encoder: nn.Module, images: torch.Tensor) -> float:
-    """Say how often a changed image is most similar to the same image changed otherwise, among all of these."""
+    """Say how often a changed image is most similar to the same one changed otherwise, among all of these."""
     generator = torch.Generator().manual_seed(1)
     one, other = (
         F.normalize(encoder(changed(images, generator))["projected"].cpu(), dim=1) for _ in range(2)

@@ -53,7 +53,7 @@ def test_the_gradient_is_that_of_one_device_for_any_split(module: ModuleType) ->
 
 
 def test_gradients_of_parts_alone_would_be_wrong(module: ModuleType) -> None:
-    """What the two stages are for: devices that compared their own images alone would learn something else."""
+    """What the two stages are for: devices that compare their own images alone learn something else."""
     images = module.load_images()[0][:32].double()
     with torch.random.fork_rng():
         torch.manual_seed(0)
