@@ -26,6 +26,9 @@ value must be the one listed, and must differ from the original's. This page is 
 `python docs/differences.py`.
 """
 
+THROUGH = {"core": "but not through `lockstep.compat`", "compat": "through `lockstep.compat` only"}
+"""An entry may be for one of two replays of a trace."""
+
 
 def page(source: Path = SOURCE) -> str:
     """Give the page: for each trace file the reasons, and the cases and fields they are about."""
@@ -36,7 +39,8 @@ def page(source: Path = SOURCE) -> str:
         reasons: dict[str, list[str]] = {}
         for entry in entries:
             if entry["file"] == file:
-                where = f"`{entry['case']}`: `{entry['field']}`"
+                only = f", {THROUGH[entry['through']]}" if "through" in entry else ""
+                where = f"`{entry['case']}`: `{entry['field']}`{only}"
                 reasons.setdefault(entry["reason"].strip(), []).append(where)
         for reason, places in reasons.items():
             shown = "; ".join(dict.fromkeys(places))

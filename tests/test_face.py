@@ -9,11 +9,14 @@ import lockstep as ls
 
 PUBLIC = [
     "BatchIterator",
+    "Communicator",
     "CorrectedMomentumSGD",
     "DataParallel",
+    "DisagreementError",
     "DynamicLossScale",
     "Extension",
     "IterableBatches",
+    "LocalCommunicator",
     "LockstepError",
     "Loss",
     "LossScale",
@@ -25,6 +28,8 @@ PUBLIC = [
     "OnDevice",
     "OrderError",
     "ParallelUpdater",
+    "PeerError",
+    "ProcessCommunicator",
     "RampLossScale",
     "RandomStreamWarning",
     "ReplayWarning",
@@ -41,6 +46,8 @@ PUBLIC = [
     "data",
     "digest",
     "extensions",
+    "find_communicator",
+    "launch",
     "metrics",
     "optim",
     "report",
@@ -58,7 +65,7 @@ def test_the_public_names() -> None:
         check=True,
         timeout=60,
     ).stdout.split()
-    parts = {"errors", "nest", "plan", "precision", "replicas", "state", "streams"}
+    parts = {"communicators", "errors", "nest", "plan", "precision", "replicas", "state", "streams"}
     parts |= {"trainer", "tree", "updaters"}  # modules that Python binds because something imported them
     assert [name for name in names if name not in parts] == PUBLIC
 
@@ -92,6 +99,7 @@ assert not changed, changed
 new = {name.partition(".")[0] for name in set(sys.modules) - modules}
 heavy = new & {"matplotlib", "tqdm", "sklearn", "pandas", "scipy", "PIL", "tensorboard", "IPython", "ignite"}
 assert not heavy, heavy
+assert not {name for name in sys.modules if name.startswith("lockstep.compat")}
 assert "torch.distributed.rpc" not in set(sys.modules) - modules
 """
 

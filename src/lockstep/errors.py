@@ -1,8 +1,8 @@
 """What only this library can know went wrong.
 
 Bad arguments raise `ValueError` or `TypeError`, as everywhere in Python. The classes here are for
-what no argument check can see: a replica that failed at work, a gradient that stayed non-finite,
-calls out of order, a state that does not fit.
+what no argument check can see: a replica or another process that failed at work, processes that
+disagree, a gradient that stayed non-finite, calls out of order, a state that does not fit.
 """
 
 
@@ -40,6 +40,38 @@ class NonFiniteError(LockstepError, ArithmeticError):
         super().__init__(message)
         self.parameter = parameter
         self.tries = tries
+
+
+class DisagreementError(LockstepError, RuntimeError):
+    """Ranks that must be alike are not.
+
+    Attributes:
+        rank: The first rank that differs from rank 0.
+        subject: What differs: the name of a tensor, or of a field of the configuration.
+        update: After how many updates that was seen; None where no update is meant.
+    """
+
+    def __init__(self, message: str, *, rank: int, subject: str, update: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.subject = subject
+        self.update = update
+
+
+class PeerError(LockstepError, RuntimeError):
+    """Another rank failed; here everything is as it was after the last update.
+
+    Attributes:
+        rank: The rank that failed; None where only the connection tells that one did.
+        phase: What it was doing, as far as is known.
+        traceback: Its own traceback as text; empty where it could not send one.
+    """
+
+    def __init__(self, message: str, *, rank: int | None, phase: str = "", traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+        self.traceback = traceback
 
 
 class StateError(LockstepError, ValueError):

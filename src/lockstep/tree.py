@@ -57,12 +57,16 @@ class ShardSum:
             shard: The shard's number.
             tensors: Owned by the sum from now on, which adds to them in place.
         """
-        self._settle(shard)
+        self.settle(shard)
         self.partials.append(PartialSum(shard, tensors))
-        self._settle(shard + 1)
+        self.settle(shard + 1)
 
-    def _settle(self, following: int) -> None:
-        """Add the last two sums while their subtree ends before `following` and begins in this place."""
+    def settle(self, following: int) -> None:
+        """Add the last two sums while their subtree ends before `following` and begins in this place.
+
+        Args:
+            following: No shard before it is still to come, here or elsewhere.
+        """
         partials = self.partials
         while len(partials) > 1:
             left, right = partials[-2].shard, partials[-1].shard

@@ -46,7 +46,7 @@ def test_a_left_fold_is_caught(work: Workload, monkeypatch: pytest.MonkeyPatch) 
     def folded(shards: Sequence[int]) -> list[tuple[int, int]]:
         return [(0, index) for index in range(1, len(shards))]
 
-    monkeypatch.setattr(ShardSum, "_settle", fold)
+    monkeypatch.setattr(ShardSum, "settle", fold)
     monkeypatch.setattr(tree, "merge_order", folded)
     assert caught(work)
 

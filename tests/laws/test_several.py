@@ -143,7 +143,7 @@ def set_in_scheduler(trap: Trap) -> ls.ParallelUpdater:
             trap.spring()
 
     updater = gan(placement=Placement(2))
-    updater._schedulers["gen"].__class__ = Springing
+    updater._training.schedulers["gen"].__class__ = Springing
     return updater
 
 

@@ -1,54 +1,125 @@
-"""The finiteness check finds what is not finite, and nothing else."""
+"""The finiteness check finds what is not finite, and nothing else; and division rounds once."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from lockstep.precision import first_nonfinite, norms_are_finite
-from lockstep.precision.finite import norms
+from lockstep.precision import first_nonfinite, nonfinite_flag, nonfinite_flags, settled, unscale_
+from lockstep.precision.finite import gradients_of
 
 INF, NAN = float("inf"), float("nan")
+CPU = torch.device("cpu")
 
 FINITE = {
     "ordinary": torch.randn(5),
     "empty": torch.empty(0),
     "scalar": torch.tensor(1.0),
     "complex": torch.randn(3, dtype=torch.complex64),
+    "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
     "sparse": torch.tensor([[0.0, 1.0]]).to_sparse(),
     "half": torch.ones(4, dtype=torch.float16),
+    "double": torch.full((3,), 1e300, dtype=torch.float64),
     "channels last": torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last),
+    "squares overflow": torch.full((4,), 3e38),
 }
 
 NONFINITE = {
     "infinity": torch.tensor([1.0, INF]),
     "NaN": torch.tensor([NAN, 1.0]),
     "complex": torch.tensor([complex(0.0, NAN)]),
+    "conjugated": torch.tensor([complex(0.0, INF)]).conj(),
     "sparse": torch.tensor([[0.0, INF]]).to_sparse(),
     "half": torch.tensor([-INF], dtype=torch.float16),
     "last of many": torch.cat([torch.ones(100_003), torch.tensor([NAN])]),
+    "a sum of sparse parts": torch.sparse_coo_tensor([[0, 0]], [3e38, 3e38], (2,), check_invariants=True),
 }
+
+
+def divided(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> tuple[list[torch.Tensor], float]:
+    ours = [settled(tensor.clone()) for tensor in tensors]
+    return ours, unscale_(ours, factor).item()
 
 
 @pytest.mark.parametrize("name", FINITE)
 def test_finite_tensors_pass(name: str) -> None:
-    assert norms_are_finite(norms([FINITE[name]]))
+    ours, flag = divided([FINITE[name]], 1.0)
+    assert flag == 0.0
+    assert nonfinite_flag(ours, CPU).item() == 0.0
+    assert nonfinite_flags(ours).tolist() == [0.0]
+    assert torch.equal(ours[0].to_dense(), FINITE[name].to_dense())
     assert first_nonfinite({name: FINITE[name], "absent": None}) is None
 
 
 @pytest.mark.parametrize("name", NONFINITE)
 def test_others_are_found_among_finite_ones(name: str) -> None:
     tensors = {**{f"finite {key}": tensor for key, tensor in FINITE.items()}, name: NONFINITE[name]}
-    assert not norms_are_finite(norms(list(tensors.values())))
+    ours, flag = divided(list(tensors.values()), 1.0)
+    assert flag == 1.0
+    assert nonfinite_flag(ours, CPU).item() == 1.0
+    assert nonfinite_flags(ours).tolist() == [0.0] * len(FINITE) + [1.0]
     assert first_nonfinite(tensors) == name
 
 
-def test_a_norm_that_overflows_is_settled_by_the_elements() -> None:
-    large = torch.full((4,), 3e38)
-    assert not norms_are_finite(norms([large]))
-    assert first_nonfinite({"large": large}) is None
-
-
 def test_nothing_is_finite() -> None:
-    assert norms([]) == []
-    assert norms_are_finite([])
+    assert unscale_([], 3.0).item() == 0.0
+    assert nonfinite_flag([], CPU).item() == 0.0
+    assert first_nonfinite({"absent": None}) is None
+
+
+def as_number(factor: float) -> float:
+    return factor
+
+
+def as_tensor(factor: float) -> torch.Tensor:
+    return torch.tensor(factor, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("make", [as_number, as_tensor])
+@pytest.mark.parametrize("factor", [2.0**-20, 0.7, 1.0, 3.0, 2.0**10, 2.0**126])
+def test_division_is_rounded_once(make: Callable[[float], float | torch.Tensor], factor: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(1000, generator=generator, dtype=dtype)
+        for dtype in (torch.float32, torch.float64, torch.complex64)
+    ]
+    ours, flag = divided([*tensors, torch.tensor([[0.0, 5.0]]).to_sparse()], make(factor))
+    assert flag == 0.0
+    for quotient, tensor in zip(ours, tensors, strict=False):
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        exact = real / torch.tensor(
+            [factor], dtype=real.dtype
+        )  # the factor is taken in the gradient's format
+        assert torch.equal(torch.view_as_real(quotient) if tensor.is_complex() else quotient, exact)
+    assert torch.equal(ours[-1].to_dense(), torch.tensor([[0.0, 5.0]]) / factor)
+
+
+@pytest.mark.parametrize("make", [as_number, as_tensor])
+def test_it_is_the_quotient_that_is_checked(make: Callable[[float], float | torch.Tensor]) -> None:
+    assert divided([torch.tensor([1e38])], make(2.0**-14))[1] == 1.0
+    assert divided([torch.tensor([1e38])], make(2.0**14))[1] == 0.0
+
+
+def test_gradients_are_settled_where_they_are() -> None:
+    weight = torch.nn.Parameter(torch.tensor([complex(1.0, 2.0)]))
+    (weight.conj() * complex(0.0, 1.0)).real.sum().backward()
+    assert weight.grad.is_conj()  # else this test shows nothing
+    before = weight.grad.clone()
+    (gradient,) = gradients_of([weight, torch.nn.Parameter(torch.ones(1))])
+    assert gradient is weight.grad
+    assert not gradient.is_conj()
+    assert torch.equal(gradient, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*FINITE, *NONFINITE])
+def test_a_gpu_says_the_same(name: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    tensors = [tensor for family in (FINITE, NONFINITE) for key, tensor in family.items() if key == name]
+    for tensor in tensors:
+        here, there = settled(tensor.clone()), settled(tensor.cuda())
+        assert nonfinite_flags([here]).tolist() == nonfinite_flags([there]).tolist()
+        assert unscale_([here], 3.0).item() == unscale_([there], 3.0).item()

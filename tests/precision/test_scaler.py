@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.errors import OrderError, StateError
 from lockstep.optim import CorrectedMomentumSGD, MomentumSGD
-from lockstep.optim.hooks import GradientClipping
+from lockstep.optim.hooks import (
+    GradientClipping,
+    GradientHardClipping,
+    GradientHook,
+    GradientLARS,
+    GradientNoise,
+    Lasso,
+    WeightDecay,
+)
 from lockstep.precision import (
     DynamicLossScale,
     LossScaler,
@@ -24,6 +31,7 @@ from lockstep.precision import (
     nonfinite_flag,
     unscale_,
 )
+from tests.precision.reads import Reads
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -39,16 +47,6 @@ OPTIMIZERS: dict[str, Make] = {
     "plain momentum": lambda weights: MomentumSGD(weights, lr=0.1),
 }
 READING = {"sgd", "momentum", "adam", "corrected", "plain momentum"}
-
-
-class Reads(TorchDispatchMode):
-    """Counts how often a number of a tensor is asked for."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -168,6 +166,53 @@ def test_hooks_and_clipping_see_true_gradients() -> None:
     assert math.isclose(torch.cat([grad.flatten() for grad in seen[0]]).norm().item(), 0.5, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["adam", "fused adamw"])
+@pytest.mark.parametrize("timing", ["pre", "post"])
+def test_no_hook_is_called_where_the_step_is_left_out(name: str, timing: str) -> None:
+    calls = []
+    weights = parameters()
+    optimizer, scaler = OPTIMIZERS[name](weights), LossScaler()
+    register = getattr(optimizer, f"register_step_{timing}_hook")
+    register(lambda *_: calls.append(number))
+    for number in range(4):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(weights, number, bad=number in {0, 2})).backward()
+        assert not scaler.skips_on_device(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert calls == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("hook", "waits"),
+    [
+        (WeightDecay(0.1), False),
+        (Lasso(0.1), False),
+        (GradientClipping(0.1), False),
+        (GradientHardClipping(-1.0, 1.0), False),
+        (GradientLARS(), False),
+        (GradientNoise(0.1), True),
+    ],
+)
+def test_hooks_that_only_change_gradients_need_no_look_at_the_flag(hook: GradientHook, waits: bool) -> None:
+    found = []
+    for fused in (False, True):
+        weights, scaler = parameters(), LossScaler()
+        optimizer = torch.optim.AdamW(weights, lr=0.1, fused=fused)
+        optimizer.register_step_pre_hook(copy.deepcopy(hook))
+        for number in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(weights, number, bad=number == 1)).backward()
+            assert scaler.skips_on_device(optimizer) == (fused and not waits)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append([weight.detach() for weight in weights])
+        assert all(weight.isfinite().all() for weight in weights)
+    for ours, others in zip(*found, strict=True):
+        # A fused step rounds otherwise than one of several kernels.
+        torch.testing.assert_close(ours, others)
+
+
 def test_unscale_before_step_for_clipping_in_the_loop() -> None:
     weights = parameters()
     optimizer, scaler = torch.optim.SGD(weights, lr=1.0), LossScaler(64.0)
@@ -204,6 +249,19 @@ def test_the_loss_is_scaled_in_float32_at_least() -> None:
     scaled = LossScaler(2.0**20).scale(loss)
     assert (scaled.dtype, scaled.item()) == (torch.float32, 3.0 * 2**20)
     assert LossScaler(2.0).scale(loss.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1000.7, 2.0**10])
+def test_a_loss_in_half_precision_is_divided_by_what_multiplied_it(dtype: torch.dtype, factor: float) -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 5.0]))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), LossScaler(factor)
+    for loss in ((weight * weight).sum().to(dtype), (weight * weight).sum()):
+        weight.grad = None
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.testing.assert_close(weight.grad, 2 * weight.detach(), rtol=2.0**-23, atol=0.0)  # two roundings
+        scaler.update(nonfinite=torch.zeros(()))
 
 
 def test_calls_out_of_order_are_refused() -> None:
@@ -248,15 +306,21 @@ def test_a_state_of_another_kind_is_refused() -> None:
     assert scaler.factor == 8.0
 
 
-def test_sparse_gradients() -> None:
-    embedding = nn.Embedding(5, 2, sparse=True)
-    before = embedding.weight.detach().clone()
-    optimizer, scaler = torch.optim.SGD(embedding.parameters(), lr=1.0), LossScaler(16.0)
-    scaler.scale(embedding(torch.tensor([1, 1, 3])).sum()).backward()
-    scaler.step(optimizer)
-    expected = torch.zeros(5, 2)
-    expected[1], expected[3] = 2.0, 1.0
-    assert torch.equal(embedding.weight.detach(), before - expected)
+@pytest.mark.parametrize("factor", [2.0**-3, 16.0])
+def test_sparse_gradients_are_those_of_the_plain_loop(factor: float) -> None:
+    found = []
+    for scaler in (None, LossScaler(factor)):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(5, 2, sparse=True)
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        loss = embedding(torch.tensor([1, 1, 3])).square().sum()  # row 1 gets a gradient in two parts
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+        found.append(embedding.weight.detach())
+    assert same(*[[each] for each in found])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

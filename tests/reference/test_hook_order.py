@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_optimizers import CLASSES, Classes
 from traces import Case, Tolerance, cases, tensor
 
-from lockstep.optim import HookedOptimizer, MomentumSGD
+from lockstep.optim import HookedOptimizer
 
 GIVEN = ["optimizer", "lr", "momentum", "init"]
 GRADS = {"a": [0.5, 1.0], "b": [0.25]}
@@ -37,11 +38,13 @@ class Recorder:
         self.events.append([self.name, named[0] if named else "optimizer", optimizer.t])
 
 
-def build(case: Case, events: list[Any]) -> tuple[MomentumSGD, dict[str, torch.nn.Parameter]]:
+def build(
+    case: Case, events: list[Any], classes: Classes
+) -> tuple[HookedOptimizer, dict[str, torch.nn.Parameter]]:
     parameters = {
         name: torch.nn.Parameter(tensor(values, torch.float64)) for name, values in case["init"].items()
     }
-    optimizer = MomentumSGD(
+    optimizer = classes[case["optimizer"]](
         [{"params": [parameter]} for parameter in parameters.values()],
         lr=case["lr"],
         momentum=case["momentum"],
@@ -61,10 +64,9 @@ def build(case: Case, events: list[Any]) -> tuple[MomentumSGD, dict[str, torch.n
     return optimizer, parameters
 
 
-@pytest.mark.parametrize("case", cases("chainer-cunn/hook_order.json", num_cases=4, given=GIVEN))
-def test_replay(case: Case) -> None:
+def replay(case: Case, classes: Classes) -> None:
     events: list[Any] = []
-    optimizer, parameters = build(case, events)
+    optimizer, parameters = build(case, events, classes)
     if case.name == "nan_dynamic":
         optimizer.loss_scaling()  # begins at 1, and an overflow leaves it there
     steps = []
@@ -80,3 +82,8 @@ def test_replay(case: Case) -> None:
         steps.append({"events": list(events), "t": optimizer.t, **values})
         events.clear()
     case.check({"steps": steps}, {"*.a.*": Tolerance(1e-10), "*.b.*": Tolerance(1e-10)})
+
+
+@pytest.mark.parametrize("case", cases("chainer-cunn/hook_order.json", num_cases=4, given=GIVEN))
+def test_replay(case: Case) -> None:
+    replay(case, CLASSES)

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from test_optimizers import CLASSES, Classes
 from torch import nn
 from traces import Case, Tolerance, cases, columns, tensor
 
-from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
+from lockstep.optim import HookedOptimizer, hooks
 from lockstep.precision import first_nonfinite
 
-CLASSES: dict[str, type[HookedOptimizer]] = {
-    "MomentumSGD": MomentumSGD,
-    "CorrectedMomentumSGD": CorrectedMomentumSGD,
-}
 GIVEN = [
     "status",
     "optimizer",
@@ -40,10 +37,11 @@ GIVEN = [
 TOLERANCES = {"float64": Tolerance(1e-10), "float32": Tolerance(1e-5), "float16": Tolerance(2e-3)}
 
 
-def build(parameters: dict[str, nn.Parameter], case: Case, *, lr: float, momentum: float) -> HookedOptimizer:
+def build(parameters: dict[str, nn.Parameter], case: Case, classes: Classes) -> HookedOptimizer:
     """Give every parameter a group of its own, as Chainer gives each a rule of its own."""
     groups = [{"params": [parameter]} for parameter in parameters.values()]
-    optimizer = CLASSES[case["optimizer"]](groups, lr=lr, momentum=momentum, missing_grad="zero")
+    rates = {"lr": case["lr"], "momentum": case["momentum"]}
+    optimizer = classes[case["optimizer"]](groups, **rates, missing_grad="zero")
     for entry in case["hooks"]:
         group = None if entry["on"] == "optimizer" else list(parameters).index(entry["on"])
         optimizer.add_hook(getattr(hooks, entry["hook"])(*entry["args"]), timing=entry["timing"], group=group)
@@ -67,11 +65,10 @@ def turn_on(optimizer: HookedOptimizer, case: Case) -> None:
         optimizer.loss_scaling(scale=case["scale"])
 
 
-@pytest.mark.parametrize("case", cases("chainer-cunn/loss_scaling.json", num_cases=30, given=GIVEN))
-def test_loss_scaling(case: Case) -> None:
+def replay_loss_scaling(case: Case, classes: Classes) -> None:
     dtype = getattr(torch, case["dtype"])
     parameters = {name: nn.Parameter(tensor(case[f"init_{name}"])) for name in ("w", "u")}
-    optimizer = build(parameters, case, lr=case["lr"], momentum=case["momentum"])
+    optimizer = build(parameters, case, classes)
     optimizer.use_fp32_update(case["fp32_update"])
     turn_on(optimizer, case)
 
@@ -122,11 +119,10 @@ FP32_GIVEN = [
 ]
 
 
-@pytest.mark.parametrize("case", cases("chainer-cunn/fp32_update.json", num_cases=13, given=FP32_GIVEN))
-def test_fp32_update(case: Case) -> None:
+def replay_fp32_update(case: Case, classes: Classes) -> None:
     parameters = {name: nn.Parameter(tensor(case.shared[f"init_{name}"])) for name in ("h", "f")}
     h, f = parameters.values()
-    optimizer = build(parameters, case, lr=case["lr"], momentum=case["momentum"])
+    optimizer = build(parameters, case, classes)
     optimizer.use_fp32_update(case["fp32_update"])
     if case["loss_scale"] is not None:
         optimizer.set_loss_scale(case["loss_scale"])
@@ -160,3 +156,13 @@ def test_fp32_update(case: Case) -> None:
     wide = TOLERANCES["float32"] if case["fp32_update"] and not decayed else half
     ours = {"steps": columns(steps)}
     case.in_columns().check(ours, {"steps.h.*": half, "steps.grad_h*": half, "*": wide})
+
+
+@pytest.mark.parametrize("case", cases("chainer-cunn/loss_scaling.json", num_cases=30, given=GIVEN))
+def test_loss_scaling(case: Case) -> None:
+    replay_loss_scaling(case, CLASSES)
+
+
+@pytest.mark.parametrize("case", cases("chainer-cunn/fp32_update.json", num_cases=13, given=FP32_GIVEN))
+def test_fp32_update(case: Case) -> None:
+    replay_fp32_update(case, CLASSES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from traces import Case, Tolerance, cases, tensor
 
 from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
 
-CLASSES: dict[str, type[HookedOptimizer]] = {
+Classes = Mapping[str, Callable[..., HookedOptimizer]]
+
+CLASSES: Classes = {
     "MomentumSGD": MomentumSGD,
     "CorrectedMomentumSGD": CorrectedMomentumSGD,
 }
@@ -33,7 +36,7 @@ GIVEN = [
 TOLERANCES = {"float32": Tolerance(1e-5), "float64": Tolerance(1e-10)}
 
 
-def build(case: Case) -> tuple[HookedOptimizer, dict[str, torch.nn.Parameter]]:
+def build(case: Case, classes: Classes) -> tuple[HookedOptimizer, dict[str, torch.nn.Parameter]]:
     """Give every parameter a group of its own, as Chainer gives each a rule of its own."""
     parameters = {
         name: torch.nn.Parameter(tensor(array)) for name, array in case.shared[case["init_from"]].items()
@@ -42,7 +45,7 @@ def build(case: Case) -> tuple[HookedOptimizer, dict[str, torch.nn.Parameter]]:
         {"params": [parameter], "frozen": name in case["disabled_params"]}
         for name, parameter in parameters.items()
     ]
-    optimizer = CLASSES[case["optimizer"]](groups, missing_grad="zero")
+    optimizer = classes[case["optimizer"]](groups, missing_grad="zero")
     names = list(parameters)
     for entry in case["hooks"]:
         group = None if entry["on"] == "optimizer" else names.index(entry["on"])
@@ -81,12 +84,16 @@ def results(
     return record
 
 
-@pytest.mark.parametrize("case", cases("chainer-cunn/optimizers.json", num_cases=30, given=GIVEN))
-def test_replay(case: Case) -> None:
-    optimizer, parameters = build(case)
+def replay(case: Case, classes: Classes) -> None:
+    optimizer, parameters = build(case, classes)
     steps = []
     for number, original in enumerate(case["steps"]):
         prepare(optimizer, list(parameters), case, number)
         optimizer.step()
         steps.append(copy.deepcopy(results(optimizer, parameters, original)))
     case.check({"steps": steps}, {"*": TOLERANCES[case["dtype"]]})
+
+
+@pytest.mark.parametrize("case", cases("chainer-cunn/optimizers.json", num_cases=30, given=GIVEN))
+def test_replay(case: Case) -> None:
+    replay(case, CLASSES)

@@ -88,9 +88,7 @@ class Run:
         self.model = Net(
             case.shared["init_params"], norm=case["model"] == "mlp_bn", dtype=getattr(torch, case["dtype"])
         )
-        self.optimizer = OPTIMIZERS[case["optimizer"]](
-            self.model.parameters(), lr=case["lr"], momentum=case["momentum"]
-        )
+        self.optimizer = self.make_optimizer()
         for hook in case["hooks"]:
             self.optimizer.add_hook(getattr(hooks, hook["hook"])(*hook["args"]), timing=hook["timing"])
         self.recorder = Recorder(self.model.named())
@@ -98,14 +96,21 @@ class Run:
         self.cut: list[list[int]] = []
         self.updater = self.build()
 
-    def build(self) -> ls.ParallelUpdater:
+    def make_optimizer(self) -> HookedOptimizer:
+        rates = {"lr": self.case["lr"], "momentum": self.case["momentum"]}
+        return OPTIMIZERS[self.case["optimizer"]](self.model.parameters(), **rates)
+
+    def batches(self) -> ls.BatchIterator:
         case = self.case
-        batches = ls.BatchIterator(
+        return ls.BatchIterator(
             self.dataset(),
             case["batch_size"],
             repeat=case["repeat"],
             order_sampler=None if case["orders"] is None else RecordedOrders(case["orders"]),
         )
+
+    def build(self) -> ls.ParallelUpdater:
+        case, batches = self.case, self.batches()
         options: dict[str, Any] = {
             "loss_fn": self.loss,
             "converter": self.convert,
@@ -115,12 +120,14 @@ class Run:
         }
         if case["updater"] == "StandardUpdater":
             return ls.StandardUpdater(batches, self.optimizer, self.model, **options)
-        names = case["models_in_order"]
-        # In no particular order: "main" is the main place wherever it stands.
-        places = dict.fromkeys([*names[1:2], names[0], *names[2:]], "cpu")
         return ls.ParallelUpdater(
-            batches, self.optimizer, self.model, devices=places, split="strided", **options
+            batches, self.optimizer, self.model, devices=self.places(), split="strided", **options
         )
+
+    def places(self) -> dict[str, str]:
+        """Name the devices in no particular order: "main" is the main one wherever it stands."""
+        names = self.case["models_in_order"]
+        return dict.fromkeys([*names[1:2], names[0], *names[2:]], "cpu")
 
     def dataset(self) -> Any:
         data = self.case.shared[self.case["dataset"]]
@@ -188,9 +195,8 @@ class Run:
             return {"at_update": self.updater.iteration, "exception": "StopIteration"}
 
 
-@pytest.mark.parametrize("case", cases("chainer-cunn/parallel_updater.json", num_cases=27, given=GIVEN))
-def test_replay(case: Case) -> None:
-    run = Run(case)
+def replay(run: Run) -> None:
+    case = run.case
     steps = [run.step() for _ in case["steps"]]
     ended_by = run.ended_by()
     run.updater.finalize()
@@ -201,3 +207,8 @@ def test_replay(case: Case) -> None:
     case.check(
         {"steps": steps, "ended_by": ended_by}, {**exact, **{f"steps.*.{each}*": close for each in fields}}
     )
+
+
+@pytest.mark.parametrize("case", cases("chainer-cunn/parallel_updater.json", num_cases=27, given=GIVEN))
+def test_replay(case: Case) -> None:
+    replay(Run(case))

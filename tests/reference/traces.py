@@ -32,6 +32,9 @@ Where ours is what the original recorded in another case, ``as_in`` names that c
     field = "steps.*.param"
     as_in = "parallel2_clip"          # what stands there at the same path
 
+An entry is for every replay of its file, unless it says ``through = "core"`` or ``through = "compat"``: the
+same trace may be replayed through the originals' own names, where less differs.
+
 Such an entry is checked: ours must be that value, it must differ from the original's, and each case the
 entry is for must come past it. An entry for no case at all is an error.
 
@@ -94,8 +97,10 @@ class Difference:
     ours: Any = None
     reason: str = ""
     as_in: str | None = None
+    through: str | None = None
 
     def __post_init__(self) -> None:
+        assert self.through in {None, "core", "compat"}, f"{self} must be through one of the two."
         assert self.reason, f"{self} must have a reason."
         assert self.as_in is None or self.ours is None, f"{self} must have `ours` or `as_in`, got both."
 
@@ -181,6 +186,8 @@ def cases(
     given: Iterable[str] = (),
     key: str = "cases",
     name: Callable[[Mapping[str, Any]], str] = lambda content: str(content.get("name", "case")),
+    through: str = "core",
+    differ: bool = True,
 ) -> list[Any]:
     """List the cases of a trace as parameters for a test.
 
@@ -190,12 +197,16 @@ def cases(
         given: Patterns for what is no result; ``"name"`` always is one.
         key: Where in the file the list of cases is.
         name: Makes the name of a case; a further case of the same name gets a number.
+        through: ``"compat"`` for a replay through the originals' own names.
+        differ: Whether the list of differences is about these; of several lists in a file it is about one.
     """
     folder = reference_folder()
     if folder is None:
         reason = "no reference folder: neither LOCKSTEP_REFERENCE nor ../shared/reference"
         return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
-    found = read(folder, file, num_cases, given=given, key=key, name=name, differences=read_differences())
+    listed = read_differences() if differ else []
+    differences = [each for each in listed if each.through in {None, through}]
+    found = read(folder, file, num_cases, given=given, key=key, name=name, differences=differences)
     return [pytest.param(case, id=case.name) for case in found]
 
 

@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lockstep.data.cursor import Cursor, LastBatch, Order, hashed, shuffled, take
-from lockstep.data.iterator import Iterator
-from lockstep.data.prefetch import fetch_ahead
-from lockstep.data.sample_streams import SampleStreams, StreamedDataset, draws_nothing
+from lockstep.data.iterator import Iterator, Wanted
+from lockstep.data.load_ahead import load_ahead
+from lockstep.data.sample_streams import SampleStreams, draws_nothing
 from lockstep.data.samples import MapDataset, Samples
 from lockstep.errors import StateError
 
@@ -43,7 +43,7 @@ class BatchIterator(Iterator):
             has samples. Peeking and workers ask for an order before its epoch begins, and loading or
             a reset forgets what was asked ahead, so it had better be a function of its arguments.
         num_workers: Processes that load samples ahead, two batches each; 0 loads where and when
-            they are read. Workers load whole batches.
+            they are read. Workers load whole batches, or what `read_only` says of each.
         sample_streams: Whether each sample is loaded in a random stream of its own, keyed by (seed, epoch,
             sample), as `Samples` and `SampleStreams` describe. Costs some 15 µs a sample, and samples are
             then loaded one by one, without ``__getitems__``: False is for a dataset that draws no random
@@ -110,6 +110,7 @@ class BatchIterator(Iterator):
         self._plan: deque[tuple[Sequence[int], Cursor]] = deque()
         self._ahead: deque[Samples] = deque()
         self._supply: Generator[Samples] | None = None
+        self._wanted: Wanted | None = None
         self._num_advanced = 0
         self._cursor = Cursor(0, 0, self._first_order())
         self._previous_epoch_detail: float | None = None
@@ -169,6 +170,11 @@ class BatchIterator(Iterator):
             raise
         self.advance()
         return batch
+
+    def read_only(self, wanted: Wanted) -> None:
+        """Let workers load only the samples of each batch that this process will read; see `Iterator`."""
+        self.finalize()
+        self._wanted = wanted
 
     @property
     def current_position(self) -> int:
@@ -274,12 +280,24 @@ class BatchIterator(Iterator):
             yield from batches
             return
         seed = hashed(self.seed, self._cursor.epoch, self._cursor.position)
-        # The workers' queue asks for batches before they are given out, so what was asked for is kept.
-        asked: deque[Samples] = deque()
-        keys = _keys_of(batches, asked)
-        dataset = StreamedDataset(self.dataset) if self._in_streams else self.dataset
-        for samples in fetch_ahead(dataset, keys, num_workers=self.num_workers, seed=seed):
-            yield Samples(self.dataset, asked.popleft().indices, samples)
+        yield from load_ahead(
+            self._with_places(batches, number),
+            self.dataset,
+            in_streams=self._in_streams,
+            num_workers=self.num_workers,
+            seed=seed,
+        )
+
+    def _with_places(
+        self, batches: Iterable[Samples], number: int
+    ) -> Generator[tuple[Samples, Sequence[int]]]:
+        """Add to each batch, the first of which is the number-th, the places of the samples to load."""
+        ahead = number - self._num_advanced
+        for batch in batches:
+            size = len(batch)
+            runs = [range(size)] if self._wanted is None else self._wanted(ahead, size)
+            yield batch, sorted(place for run in runs for place in run)
+            ahead += 1
 
     def _unloaded_from(self, number: int) -> Generator[Samples]:
         """Read the plan from the number-th batch on, and make it longer where it ends."""
@@ -344,18 +362,6 @@ class BatchIterator(Iterator):
             rule = f"must hold indices in 0..{self._num_samples - 1}"
             raise ValueError(f"`{name}` {rule}, got {int(least)}..{int(most)}.")
         return indices.to("cpu", torch.int64, copy=True)
-
-
-def _keys_of(batches: Iterable[Samples], asked: deque[Samples]) -> Generator[Sequence[Any]]:
-    """Name the samples of each batch for workers, and remember the batch."""
-    for batch in batches:
-        asked.append(batch)
-        indices = batch.indices
-        yield (
-            indices
-            if batch.streams is None
-            else list(zip(indices, batch.streams.seeds(indices), strict=True))
-        )
 
 
 def _check_dataset(dataset: object) -> None:

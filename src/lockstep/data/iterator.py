@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+Wanted: TypeAlias = "Callable[[int, int], Sequence[range]]"
+"""Called as ``wanted(ahead, size)``; returns the places in a batch of the samples that will be read.
+
+The batch comes after ``ahead`` others, counted from one with which an update begins, and holds ``size``
+samples.
+"""
 
 
 class Iterator(ABC):
@@ -41,6 +48,16 @@ class Iterator(ABC):
 
     def __iter__(self) -> Iterator:
         return self
+
+    def read_only(self, wanted: Wanted) -> None:  # noqa: B027 - optional; most load what is read when it is read
+        """Take note of which samples of a batch this process will read, so as to load no others ahead.
+
+        Batches stay what they are, and samples that are read all the same are loaded then. By default
+        nothing is done.
+
+        Args:
+            wanted: Says which.
+        """
 
     @property
     @abstractmethod

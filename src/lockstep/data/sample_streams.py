@@ -115,5 +115,7 @@ class StreamedDataset:
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
         """Load samples, each in its stream."""
+        if not keys:
+            return []
         indices, seeds = zip(*keys, strict=True)
         return load_in_streams(self.dataset.__getitem__, indices, seeds)

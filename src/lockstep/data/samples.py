@@ -5,9 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final, overload, runtime_checkable
+from typing import Any, Final, Protocol, final, overload, runtime_checkable
 
 from lockstep.data.sample_streams import SampleStreams, load_in_streams
+
+NOT_FETCHED: Final = object()
+"""Stands in the place of a sample that was not loaded ahead, because nobody was to read it."""
 
 
 @runtime_checkable
@@ -39,7 +42,8 @@ class Samples(Sequence[Any]):
     Args:
         dataset: Where the samples come from.
         indices: Which samples, in which order; an index may occur more than once.
-        fetched: The samples themselves, where somebody has loaded them ahead; one for each index.
+        fetched: The samples themselves, where somebody has loaded them ahead; one for each index, or
+            `NOT_FETCHED` for one that is to be loaded when it is asked for after all.
         streams: The random streams to load them in, one for each index; None for whatever the
             generators hold.
 
@@ -78,12 +82,12 @@ class Samples(Sequence[Any]):
             fetched = None if self.fetched is None else self.fetched[key]
             streams = None if self.streams is None else self.streams[key]
             return Samples(self.dataset, self.indices[key], fetched, streams)
-        if self.fetched is not None:
+        if self.fetched is not None and self.fetched[key] is not NOT_FETCHED:
             return self.fetched[key]
         if self.streams is None:
             return self.dataset[self.indices[key]]
-        place = range(len(self))[key]  # a negative one becomes the slice that it means
-        return self[place : place + 1].fetch()[0]
+        # A negative place becomes the slice that it means.
+        return self._unfetched(range(len(self))[key]).fetch()[0]
 
     def __iter__(self) -> Iterator[Any]:
         if self.streams is not None:
@@ -95,6 +99,10 @@ class Samples(Sequence[Any]):
     def __repr__(self) -> str:
         return f"Samples({type(self.dataset).__name__}, {self.indices})"
 
+    def _unfetched(self, place: int) -> Samples:
+        streams = None if self.streams is None else self.streams[place : place + 1]
+        return Samples(self.dataset, self.indices[place : place + 1], streams=streams)
+
     def fetch(self) -> list[Any]:
         """Load all samples, in one go where the dataset has ``__getitems__`` and no streams are asked for.
 
@@ -104,7 +112,10 @@ class Samples(Sequence[Any]):
             ValueError: The dataset's ``__getitems__`` gave another number of samples than asked for.
         """
         if self.fetched is not None:
-            return list(self.fetched)
+            return [
+                self._unfetched(place).fetch()[0] if sample is NOT_FETCHED else sample
+                for place, sample in enumerate(self.fetched)
+            ]
         if self.streams is not None:
             seeds = self.streams.seeds(self.indices)
             return load_in_streams(self.dataset.__getitem__, self.indices, seeds)

@@ -1,15 +1,18 @@
-"""Divide gradients by a loss scale and find out whether they are finite, at the price of reading them."""
+"""Divide gradients by a factor and find out whether they are finite, without waiting for their device.
+
+This is the one place of the project that does either: for updaters, for `LossScaler`, for optimizers.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
+from torch import Tensor
 
-FEW: Final = 16
-"""Numbers on a CPU that are read one by one faster than they are added up first."""
+CPU: Final = torch.device("cpu")
 
 _LARGEST_INVERTIBLE = 2.0**126
 """The inverse is a normal float32, in which torch's kernel takes it."""
@@ -17,83 +20,48 @@ _LARGEST_INVERTIBLE = 2.0**126
 _MANTISSA_OF_POWERS = 0.5
 """What `math.frexp` says of powers of two."""
 
-
-def norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Give the 2-norm of each tensor, finite only if all its elements are.
-
-    A norm that overflows although the elements are finite is settled by `first_nonfinite`.
-    """
-    dense = [tensor.coalesce().values() if tensor.is_sparse else tensor for tensor in tensors]
-    return list(torch._foreach_norm(dense)) if dense else []
+Kinds: TypeAlias = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+"""Elements of gradients by device and dtype, as torch's kernels want them."""
 
 
-def norms_are_finite(values: Sequence[torch.Tensor]) -> bool:
-    """Tell whether all of these norms are finite; waits for their device.
-
-    Norms are not negative, so their sum is finite only if each of them is.
-    """
-    if len(values) <= FEW and all(value.device.type == "cpu" for value in values):
-        return all(math.isfinite(value.item()) for value in values)
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for value in values:
-        kinds.setdefault((value.device, value.dtype), []).append(value)
-    return all(math.isfinite(torch.stack(group).sum().item()) for group in kinds.values())
-
-
-def first_nonfinite(tensors: Mapping[str, torch.Tensor | None]) -> str | None:
-    """Name the first tensor that holds an infinity or a NaN, looking at every element.
-
-    >>> first_nonfinite({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
-    'b'
-    """
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            values = tensor.coalesce().values() if tensor.is_sparse else tensor
-            if not bool(values.isfinite().all()):
-                return name
-    return None
-
-
-def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """List the gradients there are, after adding up in place what sparse ones hold twice."""
-    found: list[torch.Tensor] = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            if parameter.grad.is_sparse:
-                parameter.grad = parameter.grad.coalesce()
-            found.append(parameter.grad)
-    return found
-
-
-def unscale_(gradients: Sequence[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
     """Divide gradients by a factor and tell, without waiting, whether all that came out is finite.
 
     What is checked is the quotient: a factor below 1 can carry a finite gradient past the largest number
-    of its format. Where neither that nor rounding can be (a power of two from 1 on, on a CPU, where
-    looking at it is free) both are done in one pass over the memory.
+    of its format. Where neither that nor rounding can be (a power of two from 1 on, known on the host) both
+    are done in one pass over the memory.
 
     Args:
-        gradients: Changed in place; sparse ones must be coalesced.
-        factor: Positive, 0-d, float64, on any device.
+        gradients: Changed in place; `settled`.
+        factor: Positive; a number, or 0-d, float64, on any device.
 
     Returns:
-        1 if an element is not finite, else 0: 0-d, float32, on the factor's device.
+        1 if an element is not finite, else 0: 0-d, float32, on the factor's device if that is a tensor.
 
-    Determinism: elementwise division, rounded once.
+    Determinism: elementwise division by the factor in the gradient's own format (float32 for halves), rounded
+    once.
 
     >>> gradients = [torch.tensor([8.0, 16.0])]
-    >>> unscale_(gradients, torch.tensor(8.0, dtype=torch.float64)), gradients
+    >>> unscale_(gradients, 8.0), gradients
     (tensor(0.), [tensor([1., 2.])])
     """
-    known = factor.item() if factor.device.type == "cpu" else math.nan
-    if _is_harmless(known):
-        return _check_and_multiply_(gradients, 1.0 / known, factor.device)
-    for (device, _), values in _by_kind(gradients).items():
-        torch._foreach_div_(values, factor.to(device, non_blocking=True))
-    return _check_and_multiply_(gradients, 1.0, factor.device)
+    device = factor.device if isinstance(factor, Tensor) else _device_of(gradients)
+    whole = all(not gradient.is_sparse or gradient.is_coalesced() for gradient in gradients)
+    if not isinstance(factor, Tensor) and _is_harmless(factor) and whole:
+        return _check_and_multiply_(_by_kind(map(_elements, gradients)), 1.0 / factor, device)
+    divide_(gradients, factor)
+    return nonfinite_flag(gradients, device)
 
 
-def nonfinite_flag(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def divide_(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Do the first half of `unscale_`: divide, and tell nothing."""
+    if isinstance(factor, Tensor) or factor != 1.0:
+        for (device, _), values in _by_kind(map(_elements, gradients)).items():
+            divisor = sent(factor, device) if isinstance(factor, Tensor) else factor
+            torch._foreach_div_(values, divisor)
+
+
+def nonfinite_flag(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Tell, without waiting, whether gradients are finite, and leave them as they are.
 
     Returns:
@@ -102,15 +70,75 @@ def nonfinite_flag(gradients: Sequence[torch.Tensor], device: torch.device) -> t
     >>> nonfinite_flag([torch.ones(2), torch.tensor([float("inf")])], torch.device("cpu"))
     tensor(1.)
     """
-    return _check_and_multiply_(gradients, 1.0, device)
+    return _check_and_multiply_(_by_kind(map(_sums, gradients)), 1.0, device)
 
 
-def _check_and_multiply_(
-    gradients: Sequence[torch.Tensor], inverse: float, device: torch.device
-) -> torch.Tensor:
+def nonfinite_flags(gradients: Sequence[Tensor]) -> Tensor:
+    """Tell of each gradient, without waiting, whether it is finite.
+
+    Args:
+        gradients: At least one; `settled`, on one device; left as they are.
+
+    Returns:
+        1 where an element is not finite, else 0: one float32 for each gradient, on their device.
+
+    >>> nonfinite_flags([torch.ones(2), torch.tensor([float("inf")])])
+    tensor([0., 1.])
+    """
+    parts = [_sums(gradient) for gradient in gradients]
+    if parts[0].device.type == "cpu":
+        flags, one = torch.zeros(len(parts)), torch.ones(())
+        for part, flag in zip(parts, flags.unbind(), strict=True):
+            torch._amp_foreach_non_finite_check_and_unscale_([part], flag, one)
+        return flags
+    # One pass of one kernel over all; a CPU takes a maximum sixteen times slower than it checks.
+    norms = list(torch._foreach_norm(parts, math.inf))
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = [norm.double() for norm in norms]
+    return torch.stack(norms).isfinite().logical_not().float()
+
+
+def first_nonfinite(tensors: Mapping[str, Tensor | None]) -> str | None:
+    """Name the first tensor that holds an infinity or a NaN; waits for their device, which is one.
+
+    >>> first_nonfinite({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
+    'b'
+    """
+    present = {name: settled(tensor) for name, tensor in tensors.items() if tensor is not None}
+    return first_flagged(list(present), nonfinite_flags(list(present.values()))) if present else None
+
+
+def first_flagged(names: Sequence[str], flags: Tensor) -> str | None:
+    """Give the first name whose flag, as `nonfinite_flags` gave it, is up; waits for the device."""
+    return next((name for name, flag in zip(names, flags.tolist(), strict=True) if flag), None)
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """List the gradients there are, `settled` where they are."""
+    found: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = settled(parameter.grad)
+            if gradient is not parameter.grad:
+                parameter.grad = gradient
+            found.append(gradient)
+    return found
+
+
+def settled(gradient: Tensor) -> Tensor:
+    """Conjugate or negate the elements of a tensor that is only marked so; mostly there is nothing to do."""
+    return gradient.resolve_conj().resolve_neg()
+
+
+def sent(number: Tensor, device: torch.device) -> Tensor:
+    """Send a tensor to a device; waits only for one on its way to the CPU, where it is read at once."""
+    return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
+
+
+def _check_and_multiply_(kinds: Kinds, inverse: float, device: torch.device) -> Tensor:
     """Run torch's kernel for both, kind by kind, and gather the flags."""
-    flags: dict[torch.device, torch.Tensor] = {device: torch.zeros((), device=device)}
-    for (there, _), values in _by_kind(gradients).items():
+    flags: dict[torch.device, Tensor] = {device: torch.zeros((), device=device)}
+    for (there, _), values in kinds.items():
         if there not in flags:
             flags[there] = torch.zeros((), device=there)
         torch._amp_foreach_non_finite_check_and_unscale_(
@@ -118,19 +146,31 @@ def _check_and_multiply_(
         )
     found = flags.pop(device)
     for flag in flags.values():
-        found = torch.maximum(found, flag.to(device, non_blocking=True))
+        found = torch.maximum(found, sent(flag, device))
     return found
 
 
-def _by_kind(
-    gradients: Sequence[torch.Tensor],
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Sort the values of gradients by device and dtype, as torch's kernels want them."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for gradient in gradients:
-        values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - values() is a copy where gradients are off
-        kinds.setdefault((values.device, values.dtype), []).append(values)
+def _by_kind(parts: Iterable[Tensor]) -> Kinds:
+    """Sort the elements of gradients."""
+    kinds: Kinds = {}
+    for part in parts:
+        kinds.setdefault((part.device, part.dtype), []).append(part)
     return kinds
+
+
+def _elements(gradient: Tensor) -> Tensor:
+    """View what a gradient has in memory as dense real numbers."""
+    values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - values() is a copy where gradients are off
+    return torch.view_as_real(values) if values.is_complex() else values
+
+
+def _sums(gradient: Tensor) -> Tensor:
+    """Give the dense real numbers that a gradient means; a sparse one may hold an element in parts."""
+    return _elements(gradient.coalesce() if gradient.is_sparse else gradient)
+
+
+def _device_of(gradients: Sequence[Tensor]) -> torch.device:
+    return gradients[0].device if gradients else CPU
 
 
 def _is_harmless(factor: float) -> bool:

@@ -9,11 +9,13 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from lockstep.errors import OrderError, StateError
-from lockstep.precision.finite import gradients_of, nonfinite_flag, unscale_
+from lockstep.precision.finite import gradients_of, nonfinite_flag, sent, unscale_
+from lockstep.precision.leaving_out import left_out_if, why_it_waits
 from lockstep.precision.masters import HALF_PRECISION, MasterWeights
+from lockstep.precision.moving import MovingScale
 from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_scale
 from lockstep.state import check_keys
 
@@ -88,43 +90,45 @@ class LossScaler:
     """
 
     def __init__(self, scale: LossScale | float | None = None) -> None:
-        self._policy: LossScale
-        self._moving: dict[str, Tensor]
-        self._factor: Tensor
-        self._set(DynamicLossScale() if scale is None else parse_loss_scale(scale), torch.device("cpu"))
+        self._scale = MovingScale(DynamicLossScale() if scale is None else parse_loss_scale(scale))
+        self._device = torch.device("cpu")
+        self._formats: set[torch.dtype] = set()
         self._checked: dict[int, _Checked] = {}
 
     @property
     def loss_scale(self) -> LossScale:
         """The scale of the next loss as a value; reading it waits for the device."""
-        return self._policy.with_moving(self._moving)
+        return self._scale.value
 
     @property
     def factor(self) -> float:
         """What the next loss is multiplied by; reading it waits for the device."""
-        return float(self._factor)
+        return self.loss_scale.factor
 
     @staticmethod
     def skips_on_device(optimizer: Steppable) -> bool:
         """Tell whether `step` can leave the optimizer's step out without reading the flag.
 
-        True of torch's fused optimizers. Not of the first step of a fused SGD with momentum: left out on
-        the device, it would leave the new velocities uninitialised, and those move the weights afterwards.
+        True of torch's fused optimizers, unless a hook of their step does more than change gradients. Not of
+        the first step of a fused SGD with momentum: left out on the device, it would leave the new velocities
+        uninitialised, and those move the weights afterwards.
         """
-        inner = _inner(optimizer)
-        accepts: bool = vars(inner).get("_step_supports_amp_scaling", False)
-        return accepts and not (isinstance(inner, SGD) and _lacks_velocity(inner))
+        return why_it_waits(_inner(optimizer), _masters_of(optimizer)) is None
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the factor, in float32 at least, on the loss's device.
 
+        A loss in half precision hands backward the factor rounded to its format, by which gradients are then
+        divided. Where losses of several formats are scaled between two calls of `update`, they are divided by
+        the factor itself, so let it be a power of two there.
+
         Args:
             loss: Left untouched; any shape.
         """
-        if loss.device != self._factor.device:
-            self._set(self.loss_scale, loss.device)
+        self._device = loss.device
+        self._formats.add(loss.dtype)
         wide = loss.float() if loss.dtype in HALF_PRECISION else loss
-        return wide * self._factor.to(wide.dtype)
+        return wide * self._scale.factor_on(loss.device).to(wide.dtype)
 
     def unscale_(self, optimizer: Steppable) -> None:
         """Divide an optimizer's gradients by the factor and check them, ahead of `step`.
@@ -144,7 +148,7 @@ class LossScaler:
         else:
             masters.take_gradients()
             gradients = masters.gradients()
-        self._checked[id(optimizer)] = _Checked(unscale_(gradients, self._factor), masters)
+        self._checked[id(optimizer)] = _Checked(unscale_(gradients, self._divisor()), masters)
 
     def nonfinite(self, optimizer: Steppable) -> Tensor:
         """Tell whether an optimizer's gradients are finite: 0 if so, else 1, on the device.
@@ -155,7 +159,7 @@ class LossScaler:
         checked = self._checked.get(id(optimizer))
         if checked is not None:
             return checked.nonfinite
-        return nonfinite_flag(gradients_of(_parameters(_inner(optimizer))), self._factor.device)
+        return nonfinite_flag(gradients_of(_parameters(_inner(optimizer))), self._device)
 
     def step(self, optimizer: Steppable) -> Any:
         """Step the optimizer if its gradients are finite, dividing them first if `unscale_` has not.
@@ -173,14 +177,15 @@ class LossScaler:
             raise OrderError("`step` must be called once for each optimizer between two calls of `update`.")
         checked.stepped = True
         inner = _inner(optimizer)
-        if self.skips_on_device(optimizer):
-            with nullcontext() if checked.masters is None else checked.masters.in_place():
-                return _step_unless(inner, checked.nonfinite)
-        if bool(checked.nonfinite):
+        on_device = self.skips_on_device(optimizer)
+        if not on_device and bool(checked.nonfinite):
             if checked.masters is not None:
                 checked.masters.drop_gradients()
             return None
-        with nullcontext() if checked.masters is None else checked.masters.in_place():
+        with (
+            left_out_if(inner, checked.nonfinite) if on_device else nullcontext(),
+            nullcontext() if checked.masters is None else checked.masters.in_place(),
+        ):
             return inner.step()
 
     def update(self, *, nonfinite: Tensor | None = None) -> None:
@@ -197,17 +202,17 @@ class LossScaler:
                 raise OrderError("`update` must follow `step` or `unscale_`, once for each time.")
             flags = [checked.nonfinite for checked in self._checked.values()]
             nonfinite = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        nonfinite = nonfinite.to(self._factor.device)
-        self._moving = self._policy.after_on_device(self._moving, nonfinite)
-        self._factor = self._moving.get("factor", self._factor)
+        self._scale.follow(sent(nonfinite, self._device))
         for checked in self._checked.values():
             if checked.masters is not None:
                 checked.masters.drop_gradients()
         self._checked.clear()
+        self._formats.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Give the scale's class and fields; waits for the device."""
-        return {"policy": type(self._policy).__name__, "scale": self.loss_scale.state_dict()}
+        scale = self.loss_scale
+        return {"policy": type(scale).__name__, "scale": scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved scale.
@@ -215,7 +220,7 @@ class LossScaler:
         Raises:
             StateError: Keys are missing or unknown, or it is of another class of scale.
         """
-        self._set(self.restored(state), self._factor.device)
+        self._scale.value = self.restored(state)
         self._checked.clear()
 
     def restored(self, state: Mapping[str, Any]) -> LossScale:
@@ -225,17 +230,17 @@ class LossScaler:
             StateError: Keys are missing or unknown, or it is of another class of scale.
         """
         check_keys(state, ["policy", "scale"], of="a LossScaler")
-        name = type(self._policy).__name__
+        name = type(self.loss_scale).__name__
         if state["policy"] != name:
             raise StateError(f"The state of a LossScaler must be of a {name}, got {state['policy']!r}.")
-        return self._policy.restored(state["scale"])
+        return self.loss_scale.restored(state["scale"])
 
-    def _set(self, scale: LossScale, device: torch.device) -> None:
-        """Put the numbers of a scale on a device."""
-        self._policy = scale
-        self._moving = scale.moving_on(device)
-        fixed = torch.full((), scale.factor, dtype=torch.float64, device=device)
-        self._factor = self._moving.get("factor", fixed)
+    def _divisor(self) -> float | Tensor:
+        """Give what gradients are divided by: as a number where looking is free, which saves a pass."""
+        factor = self._scale.factor_on(self._device)
+        if len(self._formats) == 1 and self._formats <= HALF_PRECISION:
+            factor = factor.to(next(iter(self._formats))).double()
+        return factor.item() if self._device.type == "cpu" else factor
 
 
 def _masters_of(optimizer: Steppable) -> MasterWeights | None:
@@ -250,23 +255,3 @@ def _inner(optimizer: Steppable) -> Optimizer:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _lacks_velocity(optimizer: SGD) -> bool:
-    return any(
-        optimizer.state.get(parameter, {}).get("momentum_buffer") is None
-        for group in optimizer.param_groups
-        if group["momentum"] != 0
-        for parameter in group["params"]
-        if parameter.grad is not None
-    )
-
-
-def _step_unless(optimizer: Optimizer, nonfinite: Tensor) -> Any:
-    """Step, with the flag where torch's fused kernels look for it."""
-    slots = vars(optimizer)
-    slots["found_inf"], slots["grad_scale"] = nonfinite, None
-    try:
-        return optimizer.step()
-    finally:
-        del slots["found_inf"], slots["grad_scale"]

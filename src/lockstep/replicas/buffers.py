@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
+from lockstep.precision import sent
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
 BufferRule: TypeAlias = Literal["mean", "first"]
@@ -190,13 +191,16 @@ def _differ(pairs: Sequence[tuple[torch.Tensor | None, torch.Tensor | None]]) ->
     return [next(answers) if isinstance(flag, torch.Tensor) else flag for flag in flags]
 
 
-def combine(sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float) -> None:
+def combine(
+    sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float, unless: torch.Tensor | None = None
+) -> None:
     """Make what all shards made of the buffers the model's new buffers.
 
     Args:
         sums: One for each place, in order of shards.
         slots: The model's buffers, which are written in place, each on its own device.
         weight: The weight of all shards together.
+        unless: 0-d, on a device; above 0 where the buffers are to stay as they are.
 
     Determinism: the bits depend on the shards alone; sums follow the tree, one division follows.
     """
@@ -216,9 +220,16 @@ def combine(sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float) 
             continue
         if mean is not None:
             absent = weight - sum(place.weights[index] for place in sums)
-            target.copy_((mean if absent == 0 else mean + target * absent) / weight)
+            _become(target, (mean if absent == 0 else mean + target * absent) / weight, unless)
         elif firsts and firsts[0] is not None:
-            target.copy_(firsts[0])
+            _become(target, firsts[0], unless)
+
+
+def _become(target: torch.Tensor, value: torch.Tensor, unless: torch.Tensor | None) -> None:
+    """Write a buffer's new value, unless a flag on a device is up."""
+    if unless is not None:
+        value = torch.where(sent(unless, target.device) > 0, target, sent(value, target.device))
+    target.copy_(value)
 
 
 def _move(tensor: torch.Tensor | None, slot: Slot) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import MasterWeights
+from lockstep.precision import MasterWeights, left_out_if
 from lockstep.updaters.stepping import balanced, can_step_in_parts, step_in_parts, step_whole
 
 Run = Callable[[Callable[[int], None]], None]
@@ -29,12 +29,14 @@ class Committer:
         self._parts: list[frozenset[int]] = []
         self._dealt: list[int] = []
 
-    def step(self, *, places: int, run: Run) -> BaseException | None:
+    def step(self, *, places: int, run: Run, unless: torch.Tensor | None = None) -> BaseException | None:
         """Take the optimizer's step.
 
         Args:
             places: How many threads the step may be dealt to; 1 for a step in the calling thread.
             run: Runs a function on every place at once.
+            unless: 0-d, on the device; above 0 where the step is to change nothing. Only for an optimizer
+                that need not wait for it.
 
         Returns:
             What was raised once all weights had moved, by a hook for example; the step is taken all the same.
@@ -43,6 +45,9 @@ class Committer:
             BaseException: What was raised before any weight moved.
             LockstepError: The error came in between; the weights are neither those before nor those after.
         """
+        if unless is not None:
+            with left_out_if(self._optimizer, unless):
+                return self.step(places=places, run=run)
         if self._masters is not None:
             with self._masters.in_place():
                 return self._step(places, run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -14,24 +13,38 @@ from torch import nn
 from lockstep import plan
 from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
-from lockstep.precision import Precision, first_nonfinite, norms_are_finite
+from lockstep.precision import Precision, first_nonfinite, nonfinite_flags
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.streams import stream_seed
-from lockstep.tree import Tensors
+from lockstep.tree import PartialSum, Tensors
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.flat import FlatGradients
 from lockstep.updaters.handover import refuse_accumulate_hooks
 from lockstep.updaters.loss import LossFunction
-from lockstep.updaters.reduction import can_be_cut, gather, reduce_slice, reduce_whole, roots
+from lockstep.updaters.meeting import Position
+from lockstep.updaters.over_ranks import RankReduction, WholeBatch
+from lockstep.updaters.reduction import (
+    Finish,
+    can_be_cut,
+    finished,
+    gather,
+    reduce_slice,
+    reduce_whole,
+    roots,
+)
 from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.schedule import Everywhere, Part
 from lockstep.updaters.shards import Place, PlaceSums, Recipe
+from lockstep.updaters.verdict import Verdict
 
 SIDE_BY_SIDE: Final = 400_000
 """Elements. With fewer parameters one thread has added them up before a second has begun."""
+
+ALONE: Final = Everywhere()
 
 
 @dataclass(slots=True)
@@ -41,17 +54,22 @@ class Attempt:
     Attributes:
         gradients: The gradient of the mean loss for each parameter that asks for one; None where no shard
             reached it.
-        nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
+        verdict: Whether it is finite.
         buffers: What the shards made of the buffers, one entry a place.
         samples: How many samples took part; 1 where a single shard did.
         reports: What each shard that took part measured, in order.
     """
 
     gradients: Tensors
-    nonfinite: str | None
+    verdict: Verdict
     buffers: list[BufferSum]
     samples: int
     reports: list[ShardReport]
+
+    @property
+    def nonfinite(self) -> str | None:
+        """The name of the first parameter whose gradient is not finite, or None; waits for the device."""
+        return self.verdict.nonfinite
 
 
 class GradientEngine:
@@ -68,6 +86,8 @@ class GradientEngine:
         strided: Whether the samples of a batch are dealt to its shards round robin.
         flat: Whether to lay the gradients end to end in one tensor.
         timing: Told how long places work, if workloads are to be measured.
+        phase: Told what is being done.
+        ranks: Adds up over the ranks of the run, if there are others.
     """
 
     def __init__(
@@ -82,9 +102,13 @@ class GradientEngine:
         mean: bool = True,
         strided: bool = False,
         flat: bool = False,
+        phase: Callable[[str], None],
         timing: PlaceTimes | None = None,
+        ranks: RankReduction | None = None,
     ) -> None:
         self.group = group
+        self.phase = phase
+        self._ranks = ranks
         self._mean = mean
         self._strided = strided
         self._wants_flat = flat
@@ -105,6 +129,7 @@ class GradientEngine:
         self.slots: list[Slot] = []
         """The model's buffers."""
         self._slices: list[list[Piece]] = []
+        self._like: list[torch.Tensor] = []
         self._idle: tuple[int, ...] = ()
         self.side_by_side = False
         """Whether reducing and stepping are worth more than one thread."""
@@ -113,7 +138,31 @@ class GradientEngine:
     @property
     def shards_a_batch(self) -> int:
         """How many shards a batch is cut into."""
-        return len(self.group.devices) if self._num_shards is None else self._num_shards
+        if self._num_shards is not None:
+            return self._num_shards
+        return self._everywhere.num_places(len(self.group.devices))
+
+    @property
+    def _everywhere(self) -> Everywhere:
+        """The places of the other ranks."""
+        return ALONE if self._ranks is None else self._ranks.everywhere
+
+    def part(self, sizes: Sequence[int]) -> Part:
+        """Say which shards of batches of these sizes are computed in this process."""
+        mine = self.group.workloads if self._ranks is None else self._ranks.workloads
+        return self._everywhere.part(sizes, self._num_shards, mine, strided=self._strided)
+
+    def own_samples(self, ahead: int, size: int, *, accumulate: int) -> list[range]:
+        """Say which samples of a batch this process computes, if all batches of an update are that long.
+
+        Args:
+            ahead: How many batches come before it, from the first of an update on.
+            size: Its number of samples.
+            accumulate: Batches to an update.
+        """
+        batch = ahead % accumulate
+        runs = self.part([size] * accumulate).runs
+        return [shard.samples for run in runs for shard in run if shard.batch == batch]
 
     def attempt(
         self,
@@ -121,11 +170,14 @@ class GradientEngine:
         *,
         loss_fn: LossFunction,
         first_stream: int,
-        loss_scale: float,
+        loss_scale: float | torch.Tensor,
         settings: ThreadSettings,
+        position: Position,
+        interrupted: Callable[[], bool],
         wanted: frozenset[int] | None = None,
         look: Callable[[Shard, Tensors, ShardReport], None] | None = None,
-    ) -> Attempt:
+        unread: bool = False,
+    ) -> Attempt | None:
         """Compute the gradient of the mean loss over some batches, as one.
 
         Args:
@@ -134,31 +186,52 @@ class GradientEngine:
             first_stream: The position of the first shard's random stream in the run's.
             loss_scale: The factor of the loss scale.
             settings: What the calling thread computes under.
+            position: What must be the same on all ranks.
+            interrupted: Asked when the shards are computed whether one may have been left out; may raise.
             wanted: The parameters that shall have a gradient, by ``id``; None for all that ask for one.
             look: Shown every shard that takes part, by the thread that computed it.
+            unread: Whether to leave the verdict on the device.
+
+        Returns:
+            What came of it; None where a shard was left out, here or on another rank.
 
         Raises:
             ReplicaError: User code raised in a shard.
+            PeerError: Another rank failed.
             TypeError: The loss function returned no loss.
             ValueError: A batch is empty or uneven, or the loss cannot be used.
         """
         sizes = [batch_size(batch) for batch in batches]
         self._prepare()
-        shards = _schedule(tuple(sizes), self._num_shards, tuple(self.group.workloads), self._strided)
+        part = self.part(sizes)
         work = [
             [(shard, shard_arrays(batches[shard.batch], shard, device, self._converter)) for shard in run]
-            for run, device in zip(shards, self.group.devices, strict=True)
+            for run, device in zip(part.runs, self.group.devices, strict=True)
         ]
         # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
-        single = sum(map(len, shards)) == 1
-        lift = None if single else 2.0 ** -(sum(sizes) - 1).bit_length()
-        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look)
+        lift = None if part.num_shards == 1 else 2.0 ** -(sum(sizes) - 1).bit_length()
+        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look, unread)
         self._idle = () if wanted is None else self._others(wanted)
         for parameter in self.parameters:
             if look is None and (wanted is None or id(parameter) in wanted):
                 parameter.grad = None  # the last gradient's memory is what this one will be written to
         sums = self._compute(work, recipe, first_stream, settings)
-        return self._reduce(sums, recipe, settings)
+        again = interrupted()
+        if self._ranks is None:
+            return None if again else self._reduce(sums, recipe, settings)
+        found = self._ranks.reduce(
+            sums,
+            part,
+            position={**position, "batch sizes": sizes},
+            again=again,
+            workloads=self.group.workloads,
+            like=self._like,
+            slots=self.slots,
+        )
+        if found is None:
+            return None
+        found.gradients, flag = finished(found.gradients, recipe.finish(found.reports))
+        return self._checked(found, [flag])
 
     def find_nonfinite(self, batches: Sequence[Any], **options: Any) -> list[NonFiniteShard]:
         """List the shards whose gradients are not finite, and change nothing.
@@ -176,14 +249,13 @@ class GradientEngine:
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
         self.attempt(batches, **options, look=look)
-        return sorted(found, key=lambda each: each.shard)
+        everywhere = found if self._ranks is None else self._ranks.gather_nonfinite(found)
+        return sorted(everywhere, key=lambda each: each.shard)
 
     def first_shard(self, batch: Any) -> Any:
-        """Give the arrays of a batch's first shard on the main device."""
-        size = batch_size(batch)
-        runs = _schedule((size,), self._num_shards, tuple(self.group.workloads), self._strided)
-        first = next(run[0] for run in runs if run)
-        return shard_arrays(batch, first, self.group.devices[0], self._converter)
+        """Give the arrays of a batch's first shard on the main device, wherever that shard is computed."""
+        opening = self.part([batch_size(batch)]).opening
+        return shard_arrays(batch, opening, self.group.devices[0], self._converter)
 
     def _others(self, wanted: frozenset[int]) -> tuple[int, ...]:
         """List the parameters, by index, that are to have no gradient for now."""
@@ -212,6 +284,8 @@ class GradientEngine:
         self.parameters = list(self._named.values())
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.slots = buffer_slots(model)
+        held = self._precision.held_dtype is not None  # then gradients are summed in float32
+        self._like = [_in_float32(each) if held else each.detach() for each in self.parameters]
         self._places = [
             Place(
                 device,
@@ -219,13 +293,12 @@ class GradientEngine:
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
                 ReplicaBuffers(model, replica, self._buffer_rule),
                 Observers({"": replica}),
+                self.phase,
             )
             for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
         ]
         if self._wants_flat:
-            held = self._precision.held_dtype is not None  # then gradients are summed in float32
-            dtype = torch.float32 if held else self.parameters[0].dtype
-            self.flat = FlatGradients(self.parameters, dtype)
+            self.flat = FlatGradients(self.parameters, self._like[0].dtype)
         sizes = [parameter.numel() for parameter in self.parameters]
         self._slices = plan.slices(sizes, len(self._places))
         on_cpus = len(self._places) > 1 and all(device.type == "cpu" for device in self.group.devices)
@@ -273,41 +346,55 @@ class GradientEngine:
     def _reduce(self, sums: list[PlaceSums], recipe: Recipe, settings: ThreadSettings) -> Attempt:
         """Add up the places, divide once by the summed weight and the loss scale, and check the result."""
         reports = [report for place in sums for report in place.reports]
-        divisor = recipe.divisor([report.weight for report in reports])
         partials = [partial for place in sums for partial in place.gradients.partials]
         if len(self._places) > 1:
             partials = gather(partials, self.group.devices[0])
-        norms: list[torch.Tensor] = []
-        if self.side_by_side and can_be_cut(partials):
+        gradients, flags = self._sum(
+            partials or [PartialSum(0, [None] * len(self.parameters))], recipe.finish(reports), settings
+        )
+        whole = WholeBatch(
+            gradients, [place.buffers for place in sums], sum(place.samples for place in sums), reports
+        )
+        return self._checked(whole, flags)
 
-            def reduce(place: int) -> None:
-                norms.extend(reduce_slice(partials, self._slices[place], divisor))
-
-            self.group.run(reduce, settings=settings)
-        else:
-            norms += reduce_whole(partials, divisor)
-        gradients = partials[0].tensors if len(partials) == 1 else roots(partials, len(self.parameters))
-        if self.flat is not None:
-            gradients = self.flat.store(gradients)
-        finite = norms_are_finite(norms)
+    def _checked(self, whole: WholeBatch, flags: Sequence[torch.Tensor | None]) -> Attempt:
+        """Make an attempt of the whole gradient and of what was told of its slices."""
+        gradients = whole.gradients if self.flat is None else self.flat.store(whole.gradients)
         return Attempt(
             gradients=gradients,
-            nonfinite=None if finite else first_nonfinite(dict(zip(self._named, gradients, strict=True))),
-            buffers=[place.buffers for place in sums],
-            samples=sum(place.samples for place in sums),
-            reports=reports,
+            verdict=self._verdict(gradients, flags),
+            buffers=whole.buffers,
+            samples=whole.samples,
+            reports=whole.reports,
         )
 
+    def _verdict(self, gradients: Tensors, flags: Sequence[torch.Tensor | None]) -> Verdict:
+        """Read the flags and name the parameter they are about; where there are none, read nothing."""
+        named = dict(zip(self._named, gradients, strict=True))
+        present = {name: gradient for name, gradient in named.items() if gradient is not None}
+        if present and None in flags:
+            return Verdict.unread(list(present), nonfinite_flags(list(present.values())))
+        return Verdict(first_nonfinite(named) if any(map(bool, flags)) else None)
 
-@lru_cache(maxsize=64)
-def _schedule(
-    sizes: tuple[int, ...],
-    num_shards: int | None,
-    workloads: tuple[float, ...],
-    strided: bool,
-) -> list[list[Shard]]:
-    """Remember the last schedules: exact shares are slow to compute, and batches are mostly of one size."""
-    return plan.schedule(sizes, num_shards, workloads, strided=strided)
+    def _sum(
+        self, partials: list[PartialSum], finish: Finish[torch.Tensor | None], settings: ThreadSettings
+    ) -> tuple[Tensors, list[torch.Tensor | None]]:
+        """Sum and finish, in slices side by side where that pays."""
+        if not (self.side_by_side and can_be_cut(partials)):
+            gradients, flag = reduce_whole(partials, finish)
+            return gradients, [flag]
+        flags: list[torch.Tensor | None] = []
+
+        def reduce(place: int) -> None:
+            flags.append(reduce_slice(partials, self._slices[place], finish))
+
+        self.group.run(reduce, settings=settings)
+        return roots(partials, len(self.parameters)), flags
+
+
+def _in_float32(parameter: torch.Tensor) -> torch.Tensor:
+    """Give something of a parameter's shape in float32 that takes no memory."""
+    return torch.empty((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
 
 
 @contextmanager

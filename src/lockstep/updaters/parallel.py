@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -14,18 +13,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, collate
 from lockstep.data.source import Source
-from lockstep.errors import NonFiniteError, OrderError, StateError
-from lockstep.optim import HookedOptimizer
-from lockstep.precision import LossScale, MasterWeights, parse_loss_scale, parse_precision
+from lockstep.errors import OrderError
+from lockstep.precision import LossScale, MovingScale, parse_loss_scale, parse_precision
 from lockstep.replicas import ReplicaGroup
-from lockstep.replicas.buffers import BufferRule, combine
+from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
 from lockstep.replicas.settings import ALONE, Computing, ThreadSettings
-from lockstep.state import check_keys
-from lockstep.streams import DefaultStream, stream_seed
-from lockstep.updaters import lazy
+from lockstep.updaters.alike import Alikeness, Differing
+from lockstep.updaters.applying import Applier
 from lockstep.updaters.arguments import (
     check_choice,
     check_counts,
@@ -35,26 +33,25 @@ from lockstep.updaters.arguments import (
     check_step,
 )
 from lockstep.updaters.balance import PlaceTimes
-from lockstep.updaters.batches import Converter, call_arguments
-from lockstep.updaters.commit import Committer
-from lockstep.updaters.engine import Attempt, GradientEngine
-from lockstep.updaters.epochs import Epochs
-from lockstep.updaters.handover import hand_over
+from lockstep.updaters.batches import Converter
+from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.interrupts import HeldInterrupts
-from lockstep.updaters.lanes import STEP, computation_lane, lane
-from lockstep.updaters.late import raised
 from lockstep.updaters.loss import LossFunction, model_is_loss
-from lockstep.updaters.names import MAIN, by_name, iterators_by_name, look_up, named_schedulers
+from lockstep.updaters.meeting import Meeting, NoMeeting
+from lockstep.updaters.names import MAIN, Names, by_name, iterators_by_name, look_up, named_schedulers
 from lockstep.updaters.networks import arrange, check_ownership
+from lockstep.updaters.over_ranks import join
+from lockstep.updaters.own_steps import OwnSteps, check_computed
+from lockstep.updaters.recipe import recipe_of
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
-from lockstep.updaters.savepoint import Savepoint, copied
-from lockstep.updaters.tries import Computation, Names, Step, Tried
+from lockstep.updaters.saving import load_state, state_of
+from lockstep.updaters.training import Training
+from lockstep.updaters.tries import AnyTry, Computation, Tried
+from lockstep.updaters.trying import OnExhausted, OnOverflow, Trier, TryRules
 from lockstep.updaters.updater import Updater
 
 LOG = logging.getLogger("lockstep")
 
-OnOverflow = Literal["retry", "next", "skip"]
-OnExhausted = Literal["skip", "raise"]
 Schedulers = LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]
 StepFunction = Callable[["ParallelUpdater", Any], object]
 
@@ -112,6 +109,12 @@ class ParallelUpdater(Updater):
         auto_new_epoch: Whether optimizers that count epochs are told when the main iterator starts one.
         flat_gradients: Whether the gradients lie end to end in one tensor, `flat_gradients`, of which every
             ``parameter.grad`` is a view; costs a copy. For one optimizer whose parameters have one dtype.
+        communicator: Joins the processes of the run, each with devices of its own, whose shards are parts of
+            one batch. Found in the environment unless given; alone, a process is the whole run.
+        check_every: Within how many updates processes compare all bits of their states, at least 1; a part at
+            each update. What must be alike otherwise is compared before the first update.
+        differing_models: Whether models that differ over processes when a run begins become that of rank 0
+            (``"broadcast"``) or end the run (``"refuse"``).
 
     Raises:
         TypeError: An argument is of another kind.
@@ -151,34 +154,73 @@ class ParallelUpdater(Updater):
         epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
         flat_gradients: bool = False,
+        communicator: Communicator | None = None,
+        check_every: int = 100,
+        differing_models: Differing = "broadcast",
     ) -> None:
-        check_counts(num_shards=num_shards, accumulate=accumulate, max_tries=max_tries)
+        check_counts(
+            num_shards=num_shards, accumulate=accumulate, max_tries=max_tries, check_every=check_every
+        )
+        check_choice("differing_models", differing_models, ("broadcast", "refuse"))
         check_seed(seed)
         check_choice("reduction", reduction, ("mean", "sum"))
         check_choice("on_overflow", on_overflow, ("retry", "next", "skip"))
         check_choice("on_exhausted", on_exhausted, ("skip", "raise"))
         check_choice("buffers", buffers, ("mean", "first"))
-        self._iterators = iterators_by_name(iterator)
-        self._optimizers: dict[str, Optimizer] = by_name(
+        optimizers: dict[str, Optimizer] = by_name(
             "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer"
         )
         arranged = arrange(model, models, devices, workloads)
-        check_ownership(self._optimizers, arranged.networks)
-        self._models = arranged.networks
-        self._loss_scale = parse_loss_scale(loss_scale)
+        check_ownership(optimizers, arranged.networks)
         policy = parse_precision(precision)
         policy.check_model(arranged.module)
-        self._schedulers = named_schedulers("scheduler", scheduler, self._optimizers)
-        self._epoch_schedulers = named_schedulers("epoch_scheduler", epoch_scheduler, self._optimizers)
         self._takes_steps = step_fn is not None or type(self).update_core is not ParallelUpdater.update_core
         if self._takes_steps:
             check_step(accumulate=accumulate, on_overflow=on_overflow)
         elif loss_fn is None and arranged.several:
             raise ValueError("`loss_fn` must be given for several networks, got None.")
         if flat_gradients:
-            check_flat(self._optimizers, takes_steps=self._takes_steps)
+            check_flat(optimizers, takes_steps=self._takes_steps)
         fixed = check_sharding(num_shards=num_shards, split=split, workloads=arranged.workloads)
-        group = ReplicaGroup(arranged.module, arranged.devices, workloads=fixed)
+        self._training = training = Training(
+            group=ReplicaGroup(arranged.module, arranged.devices, workloads=fixed),
+            models=arranged.networks,
+            optimizers=optimizers,
+            iterators=iterators_by_name(iterator),
+            schedulers=named_schedulers("scheduler", scheduler, optimizers),
+            epoch_schedulers=named_schedulers("epoch_scheduler", epoch_scheduler, optimizers),
+            scale=MovingScale(parse_loss_scale(loss_scale)),
+        )
+        group = training.group
+        self._communicator = find_communicator() if communicator is None else communicator
+        if communicator is None:
+            weakref.finalize(self, self._communicator.close).atexit = False
+        recipe = {
+            "num_shards": num_shards,
+            "seed": seed,
+            "accumulate": accumulate,
+            "split": split,
+            "reduction": reduction,
+            "precision": precision,
+            "buffers": buffers,
+            "on_overflow": on_overflow,
+            "max_tries": max_tries,
+            "on_exhausted": on_exhausted,
+            "flat_gradients": flat_gradients,
+            "auto_new_epoch": auto_new_epoch,
+            "loss_fn": loss_fn,
+            "step_fn": step_fn,
+            "converter": converter,
+        }
+        alike = Alikeness(
+            self._communicator,
+            training,
+            partial(recipe_of, training, recipe),
+            every=check_every,
+            differing=differing_models,
+        )
+        ranks = join(self._communicator, group.workloads, alike)
+        self._meeting: Meeting = NoMeeting() if ranks is None else ranks.meeting
         self._engine = GradientEngine(
             group,
             converter=converter,
@@ -190,34 +232,30 @@ class ParallelUpdater(Updater):
             strided=split == "strided",
             flat=flat_gradients,
             timing=PlaceTimes(group.devices) if arranged.workloads == "auto" else None,
+            phase=self._communicator.watch.phase,
+            ranks=ranks,
         )
-        self._iterator = self._iterators[MAIN]
         group.model.to(group.devices[0])
+        if policy.held_dtype:
+            training.make_masters()
         self._adapt_loss = arranged.loss_fn
         self._has_loss = loss_fn is not None or not arranged.several
         self._usual = Computation(model_is_loss if loss_fn is None else arranged.loss_fn(loss_fn))
         self._step_fn = step_fn
-        self._accumulate = accumulate
         self._on_overflow = on_overflow
-        self._max_tries = max_tries
-        self._on_exhausted = on_exhausted
-        self._names: Names = tuple(self._optimizers)
-        self._masters = (
-            {name: _masters_for(each) for name, each in self._optimizers.items()} if policy.held_dtype else {}
-        )
-        self._committers = {
-            name: Committer(each, self._masters.get(name)) for name, each in self._optimizers.items()
-        }
-        self._epochs = Epochs(self._optimizers if auto_new_epoch else {}, self._epoch_schedulers)
-        self._uninitialised = lazy.is_uninitialised(group.model)
-        self._iteration = 0
-        self._applied_updates = 0
+        self._has_told = False
+        rules = TryRules(accumulate, on_overflow, max_tries, on_exhausted)
+        self._trier = Trier(self._engine, training, rules, self._meeting)
+        self._applier = Applier(self._engine, training, auto_new_epoch=auto_new_epoch)
+        self._steps = OwnSteps(self._engine, training, self._trier, self._applier, self._meeting)
         self._computed: dict[Names, Tried] = {}
-        self._step: Step | None = None
-        if num_shards is None and len(group.devices) > 1:
+        if ranks is not None:
+            for each in training.iterators.values():
+                each.read_only(partial(self._engine.own_samples, accumulate=accumulate))
+        if num_shards is None and self._engine.shards_a_batch > 1:
             LOG.info(
                 "num_shards is not given: %d shards, one a device; other devices give other bits.",
-                len(group.devices),
+                self._engine.shards_a_batch,
             )
 
     def update(self) -> UpdateResult:
@@ -232,15 +270,18 @@ class ParallelUpdater(Updater):
             ReplicaError: User code raised in a shard.
             OrderError: A step function called it.
         """
-        if self._step is not None:
+        if self._steps.under_way:
             raise OrderError("`update` must not be called by a step function.")
-        with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
+        self._meeting.begin()
+        with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
             if self._takes_steps:
-                return self._update_by_steps(interrupts, settings)
+                self._computed = {}
+                return self._steps.update(self.update_core, interrupts, settings)
             behind, tried = self._try(interrupts, settings)
-            interrupts.commit()
-            self._hand_over(tried.attempt, None)
-            return self._commit(self._names, tried, settings, drawn={MAIN: behind})
+            self._meeting.commit(interrupts)
+            self._applier.hand_over(tried.attempt, None)
+            names = tuple(self._training.optimizers)
+            return self._applier.commit(names, tried, settings, drawn={MAIN: behind})
 
     def update_core(self, batch: Any) -> object:
         """Say what an update does, in a subclass; by default what `step_fn` says, else the usual.
@@ -277,24 +318,21 @@ class ParallelUpdater(Updater):
             KeyError: There is no optimizer of this name.
             ValueError: There is no loss function.
         """
-        names = self._names_of(optimizer)
+        names = self._training.names_of(optimizer)
         if loss_fn is None and not self._has_loss:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
         loss = self._usual.loss_fn if loss_fn is None else self._adapt_loss(loss_fn)
-        wanted = None if optimizer is None else _parameters_of(self._optimizers[optimizer])
-        if self._step is not None:
-            computation = Computation(loss, wanted, self._step.computations)
-            return self._compute_in_step(self._step, batch, computation, names)
+        wanted = None if optimizer is None else self._training.parameters_of(optimizer)
+        if self._steps.under_way:
+            return self._steps.compute(batch, loss, names, wanted)
         known = self._computed.get(names)
         computation = Computation(loss, wanted, len(self._computed) if known is None else known.ordinal)
-        with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
-            scale = self._loss_scale
-            attempt = self._attempt([batch], scale, settings, computation)
-            while interrupts.check():
-                attempt = self._attempt([batch], scale, settings, computation)
-            self._hand_over(attempt, wanted)
-        self._computed[names] = Tried(attempt, scale, scale, 1, attempt.nonfinite, computation.ordinal)
-        return self._computed[names].result(applied=False)
+        self._meeting.begin()
+        with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
+            tried = self._trier.try_once(batch, interrupts, settings, computation)
+            self._applier.hand_over(tried.attempt, wanted)
+        self._computed[names] = tried
+        return tried.result(applied=False)
 
     def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
         """Do the second half: step with what is in ``parameter.grad``, take over the buffers, count.
@@ -309,18 +347,25 @@ class ParallelUpdater(Updater):
             OrderError: No gradient has been computed since the last call.
             KeyError: There is no optimizer of this name.
         """
-        names = self._names_of(optimizer)
-        if names not in self._computed:
-            raise OrderError(
-                "`apply_gradients` must follow `compute_gradients`, once for each call and for the same "
-                "optimizer."
-            )
-        if self._step is not None:
-            return self._apply_in_step(self._step, names)
+        names = self._training.names_of(optimizer)
+        if self._steps.under_way:
+            return self._steps.apply(names)
+        check_computed(names, self._computed)
         tried = self._computed.pop(names)
-        with HeldInterrupts(self._engine.group.stop) as interrupts, self._computing() as settings:
-            interrupts.commit()
-            return self._commit(names, tried, settings, drawn={})
+        with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
+            self._meeting.commit(interrupts)
+            return self._applier.commit(names, tried, settings, drawn={})
+
+    def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[int, AnyTry]:
+        """Try the iterator's batches, without looking at what came of it where that is possible."""
+        if self._on_overflow == "skip":
+            why = self.why_it_waits
+            if why is None:
+                return self._trier.try_unread(interrupts, settings, self._usual)
+            if not self._has_told:
+                self._has_told = True
+                LOG.info("Every update reads whether its gradient is finite: %s.", why)
+        return self._trier.try_batches(interrupts, settings, self._usual)
 
     def next_batch(self, name: str = MAIN) -> Any:
         """Take a further batch, in a step function; its iterator moves past it when the update is complete.
@@ -333,11 +378,7 @@ class ParallelUpdater(Updater):
             StopIteration: The iterator has ended.
             KeyError: There is no iterator of this name.
         """
-        if self._step is None:
-            raise OrderError("`next_batch` must be called by a step function; elsewhere use the iterator.")
-        batch = look_up(name, self._iterators).peek(self._step.drawn[name])
-        self._step.drawn[name] += 1
-        return batch
+        return self._steps.next_batch(name)
 
     def find_nonfinite(self) -> list[NonFiniteShard]:
         """Run the pending batch once more at today's loss scale, and list the shards with bad gradients.
@@ -352,17 +393,9 @@ class ParallelUpdater(Updater):
         """
         if self._takes_steps:
             raise OrderError("`find_nonfinite` must be called of an updater that takes no steps of its own.")
-        batches = self._next_batches(0)
-        if not batches:
-            raise StopIteration
-        with HeldInterrupts(self._engine.group.stop), self._computing() as settings:
-            return self._engine.find_nonfinite(
-                batches,
-                loss_fn=self._usual.loss_fn,
-                first_stream=self._first_stream(),
-                loss_scale=self._loss_scale.factor,
-                settings=settings,
-            )
+        self._meeting.begin()
+        with HeldInterrupts(self._training.group.stop), self._computing() as settings:
+            return self._trier.find_nonfinite(settings, self._usual.loss_fn)
 
     def master_weights(self, model: str = MAIN) -> dict[str, torch.Tensor]:
         """Give the float32 masters by the names of their parameters; none without a true half precision.
@@ -373,13 +406,17 @@ class ParallelUpdater(Updater):
         Raises:
             KeyError: There is no model of this name.
         """
-        network = look_up(model, self._models)
-        return {name: value for each in self._masters.values() for name, value in each.named(network).items()}
+        return self._training.master_weights(model)
+
+    @property
+    def communicator(self) -> Communicator:
+        """What joins the processes of the run."""
+        return self._communicator
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where the replicas are, one entry each: what ``"auto"`` came to."""
-        return tuple(self._engine.group.devices)
+        """Where this process's replicas are, one entry each: what ``"auto"`` came to."""
+        return tuple(self._training.group.devices)
 
     @property
     def flat_gradients(self) -> torch.Tensor | None:
@@ -390,37 +427,55 @@ class ParallelUpdater(Updater):
     @property
     def iteration(self) -> int:
         """How many updates are done: batches, or groups of accumulated ones, applied or given up."""
-        return self._iteration
+        return self._training.iteration
 
     @property
     def applied_updates(self) -> int:
         """How many of them moved the weights."""
-        return self._applied_updates
+        return self._training.applied.count
 
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the next try."""
-        return self._loss_scale
+        return self._training.loss_scale
+
+    @property
+    def why_it_waits(self) -> str | None:
+        """Why `update` reads on the host whether a gradient is finite; None where it reads nothing.
+
+        It need not with ``on_overflow="skip"`` in one process, for optimizers that leave a step out by a flag
+        on the device, which are torch's with ``fused=True``, with no scheduler that counts applied updates
+        and no hook of a step that does more than change gradients. (The first step of a fused SGD with
+        momentum reads the flag all the same.) Then what an update came to is decided on the device, and read
+        by whoever looks at its result, at `applied_updates`, `loss_scale` or `state_dict`.
+        """
+        if self._on_overflow != "skip":
+            return f"on_overflow={self._on_overflow!r} decides on the host whether there is another try"
+        if self._takes_steps:
+            return "a step function may look at every gradient"
+        if self._communicator.size > 1:
+            return "the processes tell each other of every try"
+        return self._applier.why_it_waits(tuple(self._training.optimizers))
 
     @property
     def epoch(self) -> int:
         """How many epochs the iterator has finished."""
-        return self._iterator.epoch
+        return self._training.iterator.epoch
 
     @property
     def epoch_detail(self) -> float:
         """How many epochs the iterator has gone through, with the fraction of the one it is in."""
-        return self._iterator.epoch_detail
+        return self._training.iterator.epoch_detail
 
     @property
     def previous_epoch_detail(self) -> float:
         """`epoch_detail` before the last update; 0 before the first."""
-        return self._iterator.previous_epoch_detail or 0.0
+        return self._training.iterator.previous_epoch_detail or 0.0
 
     @property
     def is_new_epoch(self) -> bool:
         """Whether the last update finished an epoch."""
-        return self._iterator.is_new_epoch
+        return self._training.iterator.is_new_epoch
 
     def get_iterator(self, name: str = MAIN) -> Iterator:
         """Give the iterator of this name.
@@ -428,20 +483,20 @@ class ParallelUpdater(Updater):
         Raises:
             KeyError: There is none of this name; the message lists those there are.
         """
-        return look_up(name, self._iterators)
+        return look_up(name, self._training.iterators)
 
     def get_all_optimizers(self) -> dict[str, Optimizer]:
         """Give all optimizers by name."""
-        return dict(self._optimizers)
+        return dict(self._training.optimizers)
 
     def get_all_models(self) -> dict[str, nn.Module]:
         """Give all models by name."""
-        return dict(self._models)
+        return dict(self._training.models)
 
     def finalize(self) -> None:
         """End the replicas' threads and the iterators' workers; another update would begin them anew."""
         self._engine.release()
-        for iterator in self._iterators.values():
+        for iterator in self._training.iterators.values():
             iterator.finalize()
 
     def state_dict(self) -> dict[str, Any]:
@@ -449,18 +504,8 @@ class ParallelUpdater(Updater):
 
         A parameter that has no shape yet is None in it.
         """
-        return {
-            "num_shards": self._engine.shards_a_batch,
-            "seed": self._engine.seed,
-            "iteration": self._iteration,
-            "applied_updates": self._applied_updates,
-            "loss_scale": self._loss_scale.state_dict(),
-            "iterators": {name: each.state_dict() for name, each in self._iterators.items()},
-            "optimizers": {name: each.state_dict() for name, each in self._steppables().items()},
-            "models": {name: lazy.state_of(each) for name, each in self._models.items()},
-            "schedulers": {name: each.state_dict() for name, each in self._schedulers.items()},
-            "epoch_schedulers": {name: each.state_dict() for name, each in self._epoch_schedulers.items()},
-        }
+        engine = self._engine
+        return state_of(self._training, num_shards=engine.shards_a_batch, seed=engine.seed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, on any devices; the next update uses the loaded weights everywhere.
@@ -471,356 +516,16 @@ class ParallelUpdater(Updater):
 
         Whatever a part raises, nothing has been changed.
         """
-        if self._step is not None:
+        if self._steps.under_way:
             raise OrderError("`load_state_dict` must not be called by a step function.")
-        self._check_state(state)
-        loss_scale = self._loss_scale.restored(state["loss_scale"])
-        iterators = {name: each.state_dict() for name, each in self._iterators.items()}
-        savepoint = self._save()
-        try:
-            self._load_parts(state)
-        except BaseException:
-            savepoint.restore()
-            for name, before in iterators.items():
-                self._iterators[name].load_state_dict(before)
-            raise
-        self._uninitialised = lazy.is_uninitialised(self._engine.group.model)
-        self._loss_scale = loss_scale
-        self._iteration = state["iteration"]
-        self._applied_updates = state["applied_updates"]
+        engine = self._engine
+        load_state(self._training, state, num_shards=engine.shards_a_batch, seed=engine.seed)
+        self._trier.look_for_shapes()
+        self._meeting.state_loaded()
         self._computed = {}
-
-    def _load_parts(self, state: Mapping[str, Any]) -> None:
-        for name, iterator in self._iterators.items():
-            iterator.load_state_dict(state["iterators"][name])
-        for name, model in self._models.items():
-            lazy.load_state(model, state["models"][name])
-        for name, optimizer in self._steppables().items():
-            # PyTorch's optimizers take over the tensors they are given, and would change the saved state.
-            optimizer.load_state_dict(copied(state["optimizers"][name]))
-        for name, scheduler in self._schedulers.items():
-            scheduler.load_state_dict(state["schedulers"][name])
-        for name, scheduler in self._epoch_schedulers.items():
-            scheduler.load_state_dict(state["epoch_schedulers"][name])
-
-    def _steppables(self) -> dict[str, Optimizer | MasterWeights]:
-        """Give what holds the state of each optimizer: itself, or the masters of one that knows of none."""
-        return {
-            name: each if isinstance(each, HookedOptimizer) else self._masters.get(name, each)
-            for name, each in self._optimizers.items()
-        }
-
-    def _check_state(self, state: Mapping[str, Any]) -> None:
-        own = self.state_dict()
-        check_keys(state, own, of="a ParallelUpdater")
-        for part in ("iterators", "optimizers", "models", "schedulers", "epoch_schedulers"):
-            check_keys(state[part], own[part], of=f"the {part} of a ParallelUpdater")
-        if state["num_shards"] != self._engine.shards_a_batch:
-            raise StateError(
-                f"`state` must be of {self._engine.shards_a_batch} shards, got {state['num_shards']}. Shards "
-                f"are part of a run's meaning: give `num_shards={state['num_shards']}`, or start afresh."
-            )
-        if state["seed"] != self._engine.seed:
-            raise StateError(f"`state` must be of seed {self._engine.seed}, got {state['seed']}.")
-        for model, saved in state["models"].items():
-            for name, value in saved.items():
-                if value is None and own["models"][model].get(name) is not None:
-                    raise StateError(
-                        f"`state` must hold values for {name!r} of model {model!r}, got none: it was saved "
-                        "before the first update gave the parameter a shape. Load it into a fresh model."
-                    )
-
-    def _names_of(self, optimizer: str | None) -> Names:
-        """Name the optimizers that a gradient is for."""
-        if optimizer is None:
-            return self._names
-        look_up(optimizer, self._optimizers)
-        return (optimizer,)
 
     def _computing(self) -> Computing:
         """Put the calling thread into the state in which all places compute."""
-        group = self._engine.group
+        group = self._training.group
         alone = len(group.devices) == 1
         return Computing(ALONE if alone else ThreadSettings.capture(group.device_types, training=True))
-
-    def _save(self) -> Savepoint:
-        """Copy what steps may change."""
-        schedulers = [*self._schedulers.values(), *self._epoch_schedulers.values()]
-        held = [self._masters.get(name) or _own_masters(each) for name, each in self._optimizers.items()]
-        masters = [each for each in held if each is not None]
-        return Savepoint(self._engine.group.model, self._optimizers.values(), schedulers, masters)
-
-    # Computing -------------------------------------------------------------------------------
-
-    def _next_batches(self, passed: int) -> list[Any]:
-        """Look at the batches of one try without moving the iterator; fewer where it ends, or none.
-
-        Args:
-            passed: How many batches were given up in this update already.
-        """
-        batches: list[Any] = []
-        with suppress(StopIteration):
-            for ahead in range(passed, passed + self._accumulate):
-                batches.append(self._iterator.peek(ahead))  # noqa: PERF401 - what came before the end is kept
-        return batches
-
-    def _first_stream(self) -> int:
-        """Give the position of this update's first stream within a lane."""
-        # Fewer batches than usual, at the end, leave positions unused; none is ever used twice.
-        return self._iteration * self._accumulate * self._engine.shards_a_batch
-
-    def _attempt(
-        self,
-        batches: Sequence[Any],
-        scale: LossScale,
-        settings: ThreadSettings,
-        computation: Computation,
-    ) -> Attempt:
-        """Compute a gradient, changing nothing but parameters that have no shape yet."""
-        if self._uninitialised:
-            self._initialise(batches[0], computation.loss_fn)
-        first, ordinal = self._first_stream(), computation.ordinal
-        return self._engine.attempt(
-            batches,
-            loss_fn=computation.loss_fn,
-            first_stream=first + computation_lane(ordinal) if ordinal else first,
-            loss_scale=scale.factor,
-            settings=settings,
-            wanted=computation.wanted,
-        )
-
-    def _initialise(self, batch: Any, loss_fn: LossFunction) -> None:
-        """Give shapes and values to parameters that lack them."""
-        group = self._engine.group
-        args, kwargs = call_arguments(self._engine.first_shard(batch))
-        lazy.initialise(
-            group.model,
-            lambda: loss_fn(group.model, *args, **kwargs),
-            device=group.devices[0],
-            seed=self._engine.seed,
-        )
-        self._uninitialised = lazy.is_uninitialised(group.model)
-        if self._step is not None:
-            self._step.savepoint.include(group.model)
-
-    def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[int, Tried]:
-        """Try batches, at ever lower loss scales, until a gradient is finite or no try is left.
-
-        Returns:
-            How many batches the iterator is to move past, and the last try.
-        """
-        given = scale = self._loss_scale
-        nonfinite, tries, passed = None, 0, 0
-        batches = self._next_batches(passed)
-        if not batches:
-            raise StopIteration
-        while True:
-            attempt = self._attempt(batches, scale, settings, self._usual)
-            if interrupts.check():
-                continue
-            tries += 1
-            nonfinite = attempt.nonfinite or nonfinite
-            tried = Tried(attempt, scale, given, tries, nonfinite)
-            behind = passed + len(batches)
-            if attempt.nonfinite is None or self._on_overflow == "skip":
-                return behind, tried
-            lower = scale.after(finite=False)
-            following = self._next_batches(behind) if self._on_overflow == "next" else batches
-            if tries == self._max_tries or lower.factor >= scale.factor or not following:
-                self._give_up(tried)
-                return behind, tried
-            if self._on_overflow == "next":
-                passed, batches = behind, following
-            scale = lower
-
-    def _give_up(self, tried: Tried) -> None:
-        if self._on_exhausted == "raise":
-            raise NonFiniteError(
-                f"The gradient of {tried.nonfinite!r} is not finite after {tried.tries} tries, the last with "
-                f"a loss scale of {tried.scale.factor}. The weights are those of the update before.",
-                parameter=str(tried.nonfinite),
-                tries=tried.tries,
-            )
-
-    def _hand_over(self, attempt: Attempt, wanted: frozenset[int] | None) -> None:
-        """Put a gradient where the optimizers it is for look for it."""
-        for masters in self._masters.values():
-            masters.refresh()
-        parameters, gradients = self._engine.parameters, attempt.gradients
-        if wanted is not None:
-            chosen = [index for index, parameter in enumerate(parameters) if id(parameter) in wanted]
-            parameters = [parameters[index] for index in chosen]
-            gradients = [gradients[index] for index in chosen]
-        hand_over(parameters, gradients, frozen=self._engine.frozen, receiver=self._receiver)
-
-    def _receiver(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Say whose ``grad`` optimizers read in the place of a parameter's."""
-        for masters in self._masters.values():
-            parameter = masters.receiver(parameter)
-        return parameter
-
-    # Applying --------------------------------------------------------------------------------
-
-    def _commit(
-        self, names: Names, tried: Tried, settings: ThreadSettings, *, drawn: Mapping[str, int]
-    ) -> UpdateResult:
-        """Move the weights if there is a finite gradient to move them by; count in any case.
-
-        With one optimizer there is no going back once it has stepped, and no need to: what fails afterwards
-        is raised when the update is complete. Several go back to where they were.
-        """
-        if len(names) > 1:
-            return self._commit_several(names, tried, settings, drawn)
-        late = self._apply(names, tried, settings) if tried.movable else []
-        late += self._count(tried.movable, drawn)
-        self._loss_scale = tried.next_scale(self._loss_scale)
-        if late:
-            raise late[0]
-        return tried.result(applied=tried.movable)
-
-    def _commit_several(
-        self, names: Names, tried: Tried, settings: ThreadSettings, drawn: Mapping[str, int]
-    ) -> UpdateResult:
-        """Move the weights of several optimizers: of all, or after an exception of none."""
-        savepoint = self._save()
-        try:
-            _raise_first(self._apply(names, tried, settings) if tried.movable else [])
-            self._count_or_undo(tried.movable, drawn)
-        except BaseException:
-            savepoint.restore()
-            raise
-        self._loss_scale = tried.next_scale(self._loss_scale)
-        return tried.result(applied=tried.movable)
-
-    def _apply(self, names: Names, tried: Tried, settings: ThreadSettings) -> list[BaseException]:
-        """Step, then make the new buffers state.
-
-        Returns:
-            What was raised by user code once weights had moved; it is over all the same.
-
-        Raises:
-            BaseException: What was raised before the first weight moved, or in the middle.
-        """
-        places = len(self._engine.group.devices) if self._engine.side_by_side else 1
-        run = partial(self._engine.group.run, settings=settings)
-        late: list[BaseException] = []
-        for name in names:
-            error = self._committers[name].step(places=places, run=run)
-            if error is not None:
-                late.append(error)
-        if self._engine.slots:
-            combine(tried.attempt.buffers, self._engine.slots, weight=tried.attempt.samples)
-        for scheduler in self._schedulers.values():
-            if any(scheduler.optimizer is self._optimizers[name] for name in names):
-                late += raised(scheduler.step)
-        return late
-
-    def _count(self, applied: bool, drawn: Mapping[str, int]) -> list[BaseException]:
-        """Count the update, move past its batches, begin the epochs that follow them.
-
-        Returns:
-            What user code raised on the way; the rest was done all the same.
-        """
-        self._iteration += 1
-        self._applied_updates += applied
-        before = self._iterator.epoch
-        late: list[BaseException] = []
-        for name, batches in drawn.items():
-            late += raised(partial(self._iterators[name].advance, batches))
-        return late + self._epochs.begin(self._iterator.epoch - before)
-
-    def _count_or_undo(self, applied: bool, drawn: Mapping[str, int]) -> None:
-        """Count the update, or raise what user code raised and count nothing."""
-        before = {name: self._iterators[name].state_dict() for name in drawn}
-        counters = self._iteration, self._applied_updates
-        try:
-            _raise_first(self._count(applied, drawn))
-        except BaseException:
-            self._iteration, self._applied_updates = counters
-            for name, state in before.items():
-                self._iterators[name].load_state_dict(state)
-            raise
-
-    # Steps of the user's own -----------------------------------------------------------------
-
-    def _update_by_steps(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> UpdateResult:
-        """Let the user say what an update does; do all of it or nothing."""
-        batch = self._iterator.peek()
-        loss_scale = self._loss_scale
-        step = Step(interrupts, settings, self._save(), Counter({MAIN: 1}))
-        self._step, self._computed = step, {}
-        try:
-            with DefaultStream(self._engine.group.devices[0]) as stream:
-                stream.seed(stream_seed(self._engine.seed, lane(STEP) + self._first_stream()))
-                self.update_core(batch)
-            interrupts.commit()
-            self._count_or_undo(step.applied, step.drawn)
-        except BaseException:
-            interrupts.hold()
-            step.savepoint.restore()
-            self._loss_scale = loss_scale
-            raise
-        finally:
-            self._step, self._computed = None, {}
-        return step.result(self._loss_scale)
-
-    def _compute_in_step(
-        self, step: Step, batch: Any, computation: Computation, names: Names
-    ) -> UpdateResult:
-        """Compute a gradient, at ever lower loss scales where that is asked for."""
-        given = scale = self._loss_scale
-        nonfinite, tries = None, 0
-        while True:
-            step.interrupts.check()
-            attempt = self._attempt([batch], scale, step.settings, computation)
-            if step.interrupts.check():
-                continue
-            tries += 1
-            nonfinite = attempt.nonfinite or nonfinite
-            tried = Tried(attempt, scale, given, tries, nonfinite, computation.ordinal)
-            lower = scale.after(finite=False)
-            if attempt.nonfinite is None or self._on_overflow == "skip":
-                break
-            if tries == self._max_tries or lower.factor >= scale.factor:
-                self._give_up(tried)
-                break
-            scale = lower
-        step.computations += 1
-        self._hand_over(attempt, computation.wanted)
-        self._computed[names] = tried
-        result = tried.result(applied=False)
-        step.results.append((names, result))
-        return result
-
-    def _apply_in_step(self, step: Step, names: Names) -> UpdateResult:
-        """Step, and raise at once what user code raises: the whole update goes back."""
-        step.interrupts.check()
-        tried = self._computed.pop(names)
-        if tried.movable:
-            _raise_first(self._apply(names, tried, step.settings))
-            step.applied = True
-        self._loss_scale = tried.next_scale(self._loss_scale)
-        return tried.result(applied=tried.movable)
-
-
-def _masters_for(optimizer: Optimizer) -> MasterWeights:
-    """Give an optimizer masters, its own where it can have some."""
-    if isinstance(optimizer, HookedOptimizer):
-        optimizer.use_fp32_update()
-    own = _own_masters(optimizer)
-    return MasterWeights(optimizer) if own is None else own
-
-
-def _own_masters(optimizer: Optimizer) -> MasterWeights | None:
-    return optimizer.masters if isinstance(optimizer, HookedOptimizer) else None
-
-
-def _parameters_of(optimizer: Optimizer) -> frozenset[int]:
-    """Name an optimizer's parameters by ``id``."""
-    return frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _raise_first(errors: Sequence[BaseException]) -> None:
-    """Raise the first of some exceptions, if there is one."""
-    for error in errors:
-        raise error

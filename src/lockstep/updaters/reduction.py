@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from lockstep.plan import Piece
-from lockstep.precision.finite import norms
+from lockstep.precision import sent, settled
 from lockstep.tree import PartialSum, Tensors, total
+
+Told = TypeVar("Told")
+
+Finish: TypeAlias = Callable[[list[torch.Tensor]], Told]
+"""Divides sums in place, and may tell something of the quotients."""
 
 
 def gather(partials: Sequence[PartialSum], device: torch.device) -> list[PartialSum]:
@@ -16,10 +22,7 @@ def gather(partials: Sequence[PartialSum], device: torch.device) -> list[Partial
     return [
         PartialSum(
             partial.shard,
-            [
-                tensor if tensor is None or tensor.device == device else tensor.to(device, non_blocking=True)
-                for tensor in partial.tensors
-            ],
+            [None if tensor is None else sent(tensor, device) for tensor in partial.tensors],
         )
         for partial in partials
     ]
@@ -35,18 +38,16 @@ def roots(partials: Sequence[PartialSum], num_parameters: int) -> Tensors:
     return found
 
 
-def reduce_slice(
-    partials: Sequence[PartialSum], pieces: Sequence[Piece], divisor: float
-) -> list[torch.Tensor]:
-    """Sum one slice of the gradient over all partial sums, in place of the roots, and divide it.
+def reduce_slice(partials: Sequence[PartialSum], pieces: Sequence[Piece], finish: Finish[Told]) -> Told:
+    """Sum one slice of the gradient over all partial sums, in place of the roots, and finish it.
 
     Args:
         partials: In ascending order of shards, on one device; changed in place.
         pieces: Which elements; slices of the same gradient may be reduced at the same time.
-        divisor: The sum is divided by it, unless it is 1.
+        finish: Called once, with what came out.
 
     Returns:
-        Norms of what came out, to tell whether it is finite.
+        What `finish` told.
 
     Determinism: sums follow the tree and are elementwise, so neither slices nor threads show in the bits.
     """
@@ -54,15 +55,22 @@ def reduce_slice(
         PartialSum(partial.shard, [_view(partial.tensors[piece.tensor], piece) for piece in pieces])
         for partial in partials
     ]
-    return reduce_whole(views, divisor)
+    return finish([tensor for tensor in total(views) if tensor is not None])
 
 
-def reduce_whole(partials: Sequence[PartialSum], divisor: float) -> list[torch.Tensor]:
-    """Do what `reduce_slice` does for all elements."""
-    summed = [tensor for tensor in total(partials) if tensor is not None] if partials else []
-    if divisor != 1.0 and summed:
-        torch._foreach_div_(summed, divisor)
-    return norms(summed)
+def reduce_whole(partials: Sequence[PartialSum], finish: Finish[Told]) -> tuple[Tensors, Told]:
+    """Do what `reduce_slice` does for all elements, of gradients of any layout.
+
+    Returns:
+        What came out, one entry a parameter, and what `finish` told.
+    """
+    return finished(total(partials), finish)
+
+
+def finished(sums: Tensors, finish: Finish[Told]) -> tuple[Tensors, Told]:
+    """Finish what is summed already; see `reduce_whole`."""
+    whole = [None if tensor is None else settled(tensor) for tensor in sums]
+    return whole, finish([tensor for tensor in whole if tensor is not None])
 
 
 def can_be_cut(partials: Sequence[PartialSum]) -> bool:

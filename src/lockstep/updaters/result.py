@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
+from typing import Final, TypeVar
 
 import torch
 
@@ -48,28 +50,59 @@ class NonFiniteShard:
     parameter: str
 
 
-@dataclass(frozen=True)
+_NO_PARTS: Final[Mapping[str, UpdateResult]] = MappingProxyType({})
+
+Read = TypeVar("Read", bool, float, "str | None")
+
+
 class UpdateResult:
     """What one update did.
 
-    Attributes:
-        applied: Whether the weights moved.
+    Args:
+        applied: See the attribute; or a function that looks it up on the device. So for the next two.
         tries: How often gradients were computed; 1 unless they were not finite at first.
-        loss_scale: The factor of the last try.
-        nonfinite: The name of the first parameter whose gradient was not finite in the last bad try; None
-            if there was none.
+        loss_scale: See the attribute.
+        nonfinite: See the attribute.
         reports: What each shard of the last try measured, in order; of all computations where the update made
             several.
         parts: Where the update made several computations for different optimizers, what each came to, by the
             optimizer's name. Computations for the same one are taken together.
     """
 
-    applied: bool
-    tries: int
-    loss_scale: float
-    nonfinite: str | None
-    reports: Sequence[ShardReport]
-    parts: Mapping[str, UpdateResult] = field(default_factory=dict)
+    def __init__(
+        self,
+        *,
+        applied: bool | Callable[[], bool],
+        tries: int,
+        loss_scale: float | Callable[[], float],
+        nonfinite: str | Callable[[], str | None] | None,
+        reports: Sequence[ShardReport],
+        parts: Mapping[str, UpdateResult] = _NO_PARTS,
+    ) -> None:
+        self._applied = applied
+        self.tries = tries
+        self._loss_scale = loss_scale
+        self._nonfinite = nonfinite
+        self.reports = reports
+        self.parts = parts
+
+    @cached_property
+    def applied(self) -> bool:
+        """Whether the weights moved; waits for the device if that is decided there."""
+        return _read(self._applied)
+
+    @cached_property
+    def loss_scale(self) -> float:
+        """The factor of the last try; waits for the device if it is there."""
+        return _read(self._loss_scale)
+
+    @cached_property
+    def nonfinite(self) -> str | None:
+        """The name of the first parameter whose gradient was not finite in the last bad try, or None.
+
+        Waits for the device if that is known there.
+        """
+        return _read(self._nonfinite)
 
     @cached_property
     def weight(self) -> float:
@@ -122,3 +155,7 @@ class UpdateResult:
 
 def _move(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
     return value.detach().to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _read(value: Read | Callable[[], Read]) -> Read:
+    return value() if callable(value) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from lockstep.errors import ReplicaError
 from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
-from lockstep.precision import Precision
+from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_
 from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.batches import call_arguments
@@ -30,26 +31,34 @@ class Recipe:
         precision: The policy of number formats.
         lift: What a weight of 1 multiplies the loss by: a power of two that keeps the products with the
             weights below 1, or None where a single shard makes up the update and weights cancel.
-        loss_scale: The factor of the loss scale.
+        loss_scale: The factor of the loss scale; a tensor where nobody reads it on the host.
         mean: Whether the gradient is that of the mean over all shards by their weights; else the gradients
             of the shards' mean losses are summed up as they are.
         look: Shown every shard that takes part, with its gradients still scaled and what it measured.
+        unread: Whether nobody on the host is to learn if the gradient is finite.
     """
 
     loss_fn: LossFunction
     precision: Precision
     lift: float | None
-    loss_scale: float
+    loss_scale: float | torch.Tensor
     mean: bool = True
     look: Callable[[Shard, Tensors, ShardReport], None] | None = None
+    unread: bool = False
 
-    def factor(self, weight: float) -> float:
+    def factor(self, weight: float) -> float | torch.Tensor:
         """Give what the loss of a shard of this weight is multiplied by before backward."""
-        return self.loss_scale * (1.0 if self.lift is None or not self.mean else weight * self.lift)
+        return self.loss_scale * self._share(weight)
 
-    def divisor(self, weights: Sequence[float]) -> float:
-        """Give what the sum over shards of these weights is divided by."""
-        return sum(map(self.factor, weights)) if self.mean else self.loss_scale
+    def finish(
+        self, reports: Sequence[ShardReport]
+    ) -> Callable[[Sequence[torch.Tensor]], torch.Tensor | None]:
+        """Make what divides the sum over these shards by what multiplied it, and tells if all is finite."""
+        total = sum(self._share(report.weight) for report in reports) if self.mean else 1.0
+        return partial(divide_ if self.unread else unscale_, factor=self.loss_scale * total)
+
+    def _share(self, weight: float) -> float:
+        return 1.0 if self.lift is None or not self.mean else weight * self.lift
 
 
 @dataclass(slots=True)
@@ -79,6 +88,7 @@ class Place:
         parameters: Those of its parameters that ask for a gradient.
         buffers: Its buffers.
         observers: Knows its modules by the names under which they report.
+        phase: Told what is being done.
     """
 
     device: torch.device
@@ -86,6 +96,7 @@ class Place:
     parameters: list[nn.Parameter]
     buffers: ReplicaBuffers
     observers: Observers
+    phase: Callable[[str], None]
 
     def run(
         self,
@@ -116,13 +127,15 @@ class Place:
                 self.buffers.restore()
             try:
                 with stream(shard):
-                    report = self._forward_backward(shard, arrays, recipe)
+                    report, rest = self._forward_backward(shard, arrays, recipe)
             except BaseException:
                 self._take_gradients()  # backward may have come halfway, and the next one would add to that
                 raise
             gradients = self._take_gradients()
             if recipe.precision.held_dtype is not None:
                 gradients = [None if gradient is None else gradient.float() for gradient in gradients]
+            if rest is not None:
+                multiply_(gradients, rest)
             if report.weight > 0:
                 if recipe.look is not None:
                     recipe.look(shard, gradients, report)
@@ -135,9 +148,16 @@ class Place:
                 sums.reports.append(report)
         return sums
 
-    def _forward_backward(self, shard: Shard, arrays: Any, recipe: Recipe) -> ShardReport:
-        """Leave the gradient of factor times loss in the replica's parameters, unless the weight is 0."""
+    def _forward_backward(
+        self, shard: Shard, arrays: Any, recipe: Recipe
+    ) -> tuple[ShardReport, float | torch.Tensor | None]:
+        """Leave the gradient of factor times loss in the replica's parameters, unless the weight is 0.
+
+        Returns:
+            What was measured, and what the gradients are yet to be multiplied by, if anything.
+        """
         args, kwargs = call_arguments(arrays)
+        self.phase("forward")
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.
             with (
@@ -149,13 +169,17 @@ class Place:
             raise self._error("forward", shard, error) from error
         loss = check_loss(returned)
         weight = loss_weight(loss, len(shard.samples))
+        rest = None
         if weight > 0:
+            first, rest = first_gradient(loss.value, recipe.factor(weight))
+            self.phase("backward")
             try:
-                _backward(loss.value, recipe.factor(weight))
+                _backward(loss.value, first)
             except Exception as error:
                 raise self._error("backward", shard, error) from error
         reports.pairs.pop("loss", None)  # it is the loss of the update, whoever else reports it
-        return ShardReport(shard.index, weight, loss.value.detach(), reports.pairs | _detached(loss))
+        report = ShardReport(shard.index, weight, loss.value.detach(), reports.pairs | _detached(loss))
+        return report, rest
 
     def _take_gradients(self) -> Tensors:
         """Take the fresh gradients away from the replica; None where backward did not reach."""
@@ -177,14 +201,13 @@ class Place:
         )
 
 
-def _backward(loss: torch.Tensor, factor: float) -> None:
-    """Run backward from factor times loss, in the calling thread and so in its shard's stream."""
-    gradient = None if factor == 1.0 and loss.dim() == 0 else torch.full_like(loss, factor)
+def _backward(loss: torch.Tensor, first: torch.Tensor | None) -> None:
+    """Run backward from the first gradient, in the calling thread and so in its shard's stream."""
     if loss.device.type == "cpu":
-        loss.backward(gradient)  # type: ignore[no-untyped-call]  # torch's gap
+        loss.backward(first)  # type: ignore[no-untyped-call]  # torch's gap
         return
     with torch.autograd.set_multithreading_enabled(False):
-        loss.backward(gradient)  # type: ignore[no-untyped-call]  # torch's gap
+        loss.backward(first)  # type: ignore[no-untyped-call]  # torch's gap
 
 
 def _detached(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]:

@@ -1,21 +1,17 @@
-"""Tries at a batch, and one update made of several computations."""
+"""What is computed, and what the tries at it came to."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
 
-from lockstep.precision import LossScale
-from lockstep.replicas.settings import ThreadSettings
+import torch
+
+from lockstep.precision import LossScale, MovingScale
 from lockstep.updaters.engine import Attempt
-from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.savepoint import Savepoint
-
-Names = tuple[str, ...]
-"""The optimizers that a gradient is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +50,11 @@ class Tried:
     ordinal: int = 0
 
     @property
+    def flag(self) -> torch.Tensor | None:
+        """What leaves a step out on the device: nothing, for the host knows whether to step."""
+        return None
+
+    @property
     def movable(self) -> bool:
         """Whether there is a finite gradient to move weights by."""
         return self.attempt.nonfinite is None and bool(self.attempt.reports)
@@ -68,67 +69,62 @@ class Tried:
             reports=self.attempt.reports,
         )
 
-    def next_scale(self, now: LossScale) -> LossScale:
-        """Give the loss scale that follows.
+    def move(self, scale: MovingScale) -> None:
+        """Choose the loss scale that follows.
 
         Args:
-            now: The updater's; another than `given` where a second computation came between this one and its
-                step. Then an overflow still lowers it, and success does not raise it.
+            scale: The updater's; another than `given` where a second computation came between this one and
+                its step. Then an overflow still lowers it, and success does not raise it.
         """
-        if not self.attempt.reports:
-            return now
-        following = self.scale.after(finite=self.attempt.nonfinite is None)
-        return following if now is self.given or following.factor < now.factor else now
+        now = scale.value
+        if self.attempt.reports:
+            following = self.scale.after(finite=self.attempt.nonfinite is None)
+            if now is self.given or following.factor < now.factor:
+                scale.value = following
 
 
 @dataclass(slots=True)
-class Step:
-    """One update that a step function makes.
+class UnreadTry:
+    """The only try at a batch, of which nobody has looked whether its gradient is finite.
 
     Attributes:
-        interrupts: Those held during it.
-        settings: What the calling thread computes under.
-        savepoint: What to go back to.
-        drawn: How many batches were taken of each iterator.
-        computations: How many gradients were computed.
-        results: What each of them measured, with the optimizers it was for.
-        applied: Whether any weights moved.
+        attempt: What it came to; its verdict is on the device.
+        factor: Of the loss scale it was made with.
+        flag: 1 if the gradient is not finite, else 0, on the device; None where no shard took part.
     """
 
-    interrupts: HeldInterrupts
-    settings: ThreadSettings
-    savepoint: Savepoint
-    drawn: Counter[str]
-    computations: int = 0
-    results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
-    applied: bool = False
+    attempt: Attempt
+    factor: float | torch.Tensor
+    flag: torch.Tensor | None
 
-    def result(self, scale: LossScale) -> UpdateResult:
-        """Put together what the computations measured: all of them, and each optimizer's."""
-        found = [result for _, result in self.results]
-        labels = dict.fromkeys("+".join(names) for names, _ in self.results)
-        parts = {
-            label: _merged([result for names, result in self.results if "+".join(names) == label], scale)
-            for label in labels
-        }
-        merged = _merged(found, scale)
+    @property
+    def movable(self) -> bool:
+        """Whether there is a gradient to move weights by unless the flag says otherwise."""
+        return self.flag is not None
+
+    def result(self, *, applied: bool) -> UpdateResult:
+        """Say it to the user, who may look when he likes; keeps no gradient alive."""
+        verdict, factor = self.attempt.verdict, self.factor
         return UpdateResult(
-            applied=self.applied,
-            tries=merged.tries,
-            loss_scale=merged.loss_scale,
-            nonfinite=merged.nonfinite,
-            reports=merged.reports,
-            parts=parts if len(parts) > 1 else {},
+            applied=lambda: applied and verdict.nonfinite is None,
+            tries=1,
+            loss_scale=partial(float, factor),
+            nonfinite=lambda: verdict.nonfinite,
+            reports=self.attempt.reports,
         )
 
+    def move(self, scale: MovingScale) -> None:
+        """Choose the loss scale that follows, on the device."""
+        if self.flag is not None:
+            scale.follow(self.flag)
 
-def _merged(results: Sequence[UpdateResult], scale: LossScale) -> UpdateResult:
-    """Take several computations as one: reports of all, the last loss scale, the most tries."""
-    bad = [result.nonfinite for result in results if result.nonfinite is not None]
-    return UpdateResult(
-        applied=False,
-        tries=max((result.tries for result in results), default=0),
-        loss_scale=results[-1].loss_scale if results else scale.factor,
-        nonfinite=bad[-1] if bad else None,
-        reports=[report for result in results for report in result.reports],
-    )
+    def read(self, scale: LossScale) -> Tried:
+        """Look at it after all.
+
+        Args:
+            scale: The updater's, with which the try was made.
+        """
+        return Tried(self.attempt, scale, scale, 1, self.attempt.nonfinite)
+
+
+AnyTry: TypeAlias = Tried | UnreadTry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class GradientClipping(GradientHook):
     >>> weight.grad
     tensor([1.5000, 2.0000])
     """
+
+    changes_only_gradients: ClassVar[bool] = True
 
     threshold: float
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class GradientHardClipping(GradientHook):
     >>> weight.grad
     tensor([-1.0000,  0.5000,  2.0000])
     """
+
+    changes_only_gradients: ClassVar[bool] = True
 
     lower: float
     upper: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ class GradientLARS(GradientHook):
     >>> weight.grad
     tensor([ 0., 10.])
     """
+
+    changes_only_gradients: ClassVar[bool] = True
 
     threshold: float = 1e-2
     weight_decay: float = 0.0

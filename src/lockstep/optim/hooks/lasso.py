@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ class Lasso(GradientHook):
     >>> weight.grad
     tensor([1.2500, 1.0000, 0.7500])
     """
+
+    changes_only_gradients: ClassVar[bool] = True
 
     rate: float
 

@@ -1,0 +1,163 @@
+"""The communicator over a process group of torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.communicators.arena import Arena
+from lockstep.communicators.channel import Channel
+from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
+from lockstep.communicators.messages import exchange
+from lockstep.communicators.ordered import Extent, Sizes, plan_sum
+from lockstep.communicators.packing import all_reduce, broadcast
+from lockstep.communicators.reduction import ARENAS, Reduction
+from lockstep.communicators.same import check_same, named_tensors
+from lockstep.communicators.watch import Watch, watch_group
+from lockstep.communicators.wire import PlainFormat
+from lockstep.tree import PartialSum, Tensors
+
+SMALLER: Final = 4
+"""Buckets are so many times smaller where they are sent while others are still being computed."""
+
+
+class ProcessCommunicator(Communicator):
+    """Joins the processes of a torch.distributed process group.
+
+    Args:
+        group: The group; None for the default one, which must have been initialised. It stays its owner's.
+        timeout: Seconds that a rank waits for another before it raises.
+        watch: Tells which rank has failed; by default one over the group's own store.
+
+    Raises:
+        RuntimeError: There is no such group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 60.0,
+        watch: Watch | None = None,
+    ) -> None:
+        found = dist.group.WORLD if group is None else group
+        if found is None:
+            raise RuntimeError(
+                "`group` must be a process group, but torch.distributed is not initialised. Start the script "
+                "with torchrun, or call torch.distributed.init_process_group first."
+            )
+        self._channel = Channel(found, timeout, watch_group(found, timeout) if watch is None else watch)
+        self._wire = PlainFormat()
+        self._sizes = Sizes()
+        self._arenas: dict[torch.device, list[Arena]] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process's index in the group."""
+        return self._channel.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes the group has."""
+        return self._channel.size
+
+    @property
+    def watch(self) -> Watch:
+        """Tells what the other ranks are doing, and whether one has failed."""
+        return self._channel.watch
+
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has sent so far, without what the transport adds."""
+        return self._channel.bytes_sent
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        """Send a message to every rank; see `Communicator.exchange`."""
+        return exchange(self._channel, payload)
+
+    def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
+        """Add up tensors over ranks; see `Communicator.all_reduce`."""
+        if not ordered:
+            all_reduce(self._channel, tensors)
+            return
+        everything = (1 << len(tensors)) - 1
+        contributions = [Contribution((rank,), (everything,)) for rank in range(self.size)]
+        here = PartialSum(self.rank, [tensor.detach() for tensor in tensors])
+        self.sum_partials([here], contributions, tensors)
+
+    def sum_partials(
+        self,
+        partials: Sequence[PartialSum],
+        contributions: Sequence[Contribution],
+        like: Sequence[torch.Tensor],
+        *,
+        divisor: float = 1.0,
+    ) -> Tensors:
+        """Add up partial sums over ranks; see `Communicator.sum_partials`."""
+        reduction = self._reduction(contributions, like, divisor, self._sizes, background=False)
+        for index in reversed(range(len(like))):
+            reduction.bring(index, [partial.tensors[index] for partial in partials])
+        return reduction.finish()
+
+    def begin_sum(
+        self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
+    ) -> PendingSum:
+        """Begin a sum of partial sums that come one tensor after the other; see `Communicator.begin_sum`."""
+        background = all(tensor.device.type == "cpu" for tensor in like)
+        sizes = replace(self._sizes, slice=self._sizes.slice // SMALLER)
+        return self._reduction(contributions, like, divisor, sizes, background=background)
+
+    def _reduction(
+        self,
+        contributions: Sequence[Contribution],
+        like: Sequence[torch.Tensor],
+        divisor: float,
+        sizes: Sizes,
+        *,
+        background: bool,
+    ) -> Reduction:
+        """Plan a sum and begin it."""
+        extents = tuple(Extent(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
+        return Reduction(
+            self._channel,
+            plan_sum(tuple(contributions), extents, sizes),
+            like,
+            divisor=divisor,
+            wire=self._wire,
+            arenas=self._arenas_on(like[0].device) if like else [],
+            background=background,
+        )
+
+    def _arenas_on(self, device: torch.device) -> list[Arena]:
+        """Give the memory for what is on its way; it is kept from sum to sum."""
+        if device not in self._arenas:
+            self._arenas[device] = [Arena(device) for _ in range(ARENAS)]
+        return self._arenas[device]
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Copy tensors from one rank to all others; see `Communicator.broadcast`."""
+        broadcast(self._channel, tensors, source)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Give every rank the objects of all; see `Communicator.gather_objects`."""
+        gathered: list[Any] = [None] * self.size
+        with self._channel.waiting():
+            dist.all_gather_object(gathered, value, group=self._channel.group)
+        return gathered
+
+    def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
+        """Compare bits over ranks; see `Communicator.check_same`."""
+        check_same(named_tensors(subject), self.exchange)
+
+    def barrier(self) -> None:
+        """Wait until every rank has come this far."""
+        self.exchange(b"")
+
+    def close(self) -> None:
+        """Watch the other ranks no longer; the group stays its owner's."""
+        self.watch.close()

@@ -1,0 +1,181 @@
+"""One bucket of a sum over ranks: to the owners, added up, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from lockstep.communicators.arena import Arena
+from lockstep.communicators.channel import Channel, Parcel, Posted
+from lockstep.communicators.ordered import Bucket, Run
+from lockstep.communicators.wire import WireFormat
+
+SCATTER: Final = 1
+GATHER: Final = 2
+"""Tags that keep the way to the owners apart from the way back."""
+
+Flats = dict[int, torch.Tensor]
+"""Tensors by their index, flat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all buckets of one sum have in common.
+
+    Attributes:
+        channel: Joins the ranks.
+        ranks: The rank that holds each node.
+        terms: What each node of this rank has. Its memory is used.
+        roots: Where the sums shall lie; it may be the memory of a term.
+        wire: What messages look like.
+        divisor: The sum is divided by it, unless it is 1.
+    """
+
+    channel: Channel
+    ranks: Sequence[int]
+    terms: Mapping[int, Flats]
+    roots: Flats
+    wire: WireFormat
+    divisor: float
+
+
+class Stage:
+    """A bucket on its way; the three steps are taken once each, in order.
+
+    The owner of a run adds it up in the memory of its own terms, and all others let the sum arrive in theirs:
+    it is made only when what lay there has reached the owner.
+
+    Args:
+        job: The sum it is part of.
+        bucket: Which elements.
+        arena: Memory that is this stage's until `collect` has returned.
+    """
+
+    def __init__(self, job: Job, bucket: Bucket, arena: Arena) -> None:
+        self._job = job
+        self._runs = bucket.runs
+        self._arena = arena
+        self._rank = job.channel.rank
+        self._others = [rank for rank in range(job.channel.size) if rank != self._rank]
+        self._posted: list[Posted] = []
+        self._terms: dict[Run, list[torch.Tensor]] = {}
+        self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._apart: list[tuple[Run, torch.Tensor]] = []
+
+    def scatter(self) -> None:
+        """Begin to send what this rank has to the owners, and to receive what it owns."""
+        self._arena.clear()
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        for run in self._runs:
+            for node in run.nodes:
+                if self._job.ranks[node] == self._rank:
+                    self._send_term(run, node, sends)
+                elif self._is_here(run):
+                    term = self._arena.take(run.size, self._dtype(run))
+                    receives.append((self._expect(term), self._job.ranks[node]))
+                    self._terms.setdefault(run, []).append(term)
+        self._posted.append(self._job.channel.post(sends, receives, SCATTER))
+
+    def add_up(self) -> None:
+        """Wait for what this rank owns, add it up, divide it, and begin to send the sums to all."""
+        self._receive()
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        for run in self._runs:
+            target = self._target(run)
+            if self._is_here(run):
+                self._sum(run, target)
+            if run.owner == self._rank:
+                message = self._job.wire.encode(target, self._arena)
+                self._job.wire.decode(message, target)  # the owner keeps what the others get
+                sends.extend((message, other) for other in self._others)
+            elif run.owner is not None:
+                receives.append((self._expect(target), run.owner))
+        self._posted.append(self._job.channel.post(sends, receives, GATHER))
+
+    def collect(self) -> None:
+        """Wait for the sums of all owners, and put them where they belong."""
+        self._receive()
+        for posted in self._posted:
+            self._job.channel.wait(posted.outgoing)
+        for run, target in self._apart:
+            pieces = _pieces(run, self._job.roots)
+            torch._foreach_copy_(pieces, torch.split(target, [piece.numel() for piece in pieces]))
+
+    def _send_term(self, run: Run, node: int, sends: list[Parcel]) -> None:
+        """Send what a node of this rank has of a run to all who add it up."""
+        pieces = _pieces(run, self._job.terms[node])
+        term = pieces[0]
+        if len(pieces) > 1:
+            term = torch.cat(pieces, out=self._arena.take(run.size, term.dtype))
+        message = self._job.wire.encode(term, self._arena)
+        if self._is_here(run):
+            self._job.wire.decode(message, term)
+            self._terms.setdefault(run, []).append(term)
+        if run.owner is None:
+            sends.extend((message, other) for other in self._others)
+        elif run.owner != self._rank:
+            sends.append((message, run.owner))
+
+    def _expect(self, target: torch.Tensor) -> torch.Tensor:
+        """Make room for a message that fills a tensor."""
+        message = self._job.wire.room(target, self._arena)
+        self._arriving.append((message, target))
+        return message
+
+    def _receive(self) -> None:
+        """Wait for all expected messages."""
+        for posted in self._posted:
+            self._job.channel.wait(posted.incoming)
+        for message, target in self._arriving:
+            self._job.wire.decode(message, target)
+        self._arriving.clear()
+
+    def _target(self, run: Run) -> torch.Tensor:
+        """Give the memory in which the sum of a run is made or arrives."""
+        pieces = _pieces(run, self._job.roots)
+        # Where all ranks add up for themselves, this one's term may lie in the root and still be on its way.
+        if len(pieces) == 1 and run.owner is not None:
+            return pieces[0]
+        target = self._arena.take(run.size, pieces[0].dtype)
+        self._apart.append((run, target))
+        return target
+
+    def _sum(self, run: Run, target: torch.Tensor) -> None:
+        """Add up the terms of a run in the tree's order; no term that is being sent is written to."""
+        terms = self._terms.pop(run)
+        sent = [run.owner is None and self._job.ranks[node] == self._rank for node in run.nodes]
+        for into, other in run.additions[:-1]:
+            if sent[into]:
+                terms[into] = torch.add(
+                    terms[into], terms[other], out=self._arena.take(run.size, target.dtype)
+                )
+                sent[into] = False
+            else:
+                terms[into].add_(terms[other])
+        if run.additions:
+            into, other = run.additions[-1]
+            torch.add(terms[into], terms[other], out=target)
+        elif terms[0].data_ptr() != target.data_ptr():
+            target.copy_(terms[0])
+        if self._job.divisor != 1.0:
+            # As elsewhere in this library: a GPU's `div_` multiplies by the inverse.
+            torch._foreach_div_([target], self._job.divisor)
+
+    def _is_here(self, run: Run) -> bool:
+        return run.owner is None or run.owner == self._rank
+
+    def _dtype(self, run: Run) -> torch.dtype:
+        return self._job.roots[run.pieces[0].tensor].dtype
+
+
+def _pieces(run: Run, flats: Flats) -> list[torch.Tensor]:
+    """View the elements of a run."""
+    return [
+        flats[piece.tensor] if piece.whole else flats[piece.tensor][piece.start : piece.stop]
+        for piece in run.pieces
+    ]

@@ -1,0 +1,17 @@
+"""Chainer's names: `ParallelUpdater`, and optimizers that get their model by `setup`.
+
+    from lockstep.compat import chainer
+
+    optimizer = chainer.CorrectedMomentumSGD(lr=0.01).setup(model)
+    updater = chainer.ParallelUpdater(batches, optimizer, devices={"main": "cuda:0", "second": "cuda:1"})
+
+References: Chainer 7.8.1 (Tokui et al., "Chainer: A Deep Learning Framework for Accelerating the Research
+Cycle", 2019, arXiv:1908.00213), for the names and what they mean. The arithmetic is the core's.
+"""
+
+from lockstep.compat.chainer.optimizers import CorrectedMomentumSGD as CorrectedMomentumSGD
+from lockstep.compat.chainer.optimizers import GradientMethod as GradientMethod
+from lockstep.compat.chainer.optimizers import MomentumSGD as MomentumSGD
+from lockstep.compat.chainer.optimizers import UpdateRule as UpdateRule
+from lockstep.compat.chainer.updater import ParallelUpdater as ParallelUpdater
+from lockstep.compat.chainer.updater import concat_examples as concat_examples

@@ -1,0 +1,3 @@
+"""Start the processes of a run."""
+
+from lockstep.launch.processes import launch as launch

@@ -1,0 +1,116 @@
+"""What a launched process does: take its place among the ranks, call the function, tell how it went."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from lockstep.errors import PeerError
+from lockstep.launch.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A process's place in a launch, in the words of torchrun's environment.
+
+    Attributes:
+        rank: Its index in 0..`size`-1.
+        size: How many processes there are.
+        address: Where the launching process keeps the store.
+        port: Where there.
+        timeout: Seconds that a rank waits for another.
+    """
+
+    rank: int
+    size: int
+    address: str
+    port: int
+    timeout: float
+
+    def variables(self) -> dict[str, str]:
+        """Write it down as torchrun does, so that whatever reads that finds its place."""
+        place = {
+            "RANK": self.rank,
+            "LOCAL_RANK": self.rank,
+            "WORLD_SIZE": self.size,
+            "LOCAL_WORLD_SIZE": self.size,
+        }
+        return {
+            **{name: str(number) for name, number in place.items()},
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "GROUP_WORLD_SIZE": "1",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "LOCKSTEP_TIMEOUT": str(self.timeout),
+        }
+
+
+def run_rank(assignment: Assignment, call: bytes, lifeline: Connection, report: Connection) -> None:
+    """Call the function in this process, and tell the launching one what came of it.
+
+    Args:
+        assignment: This process's place.
+        call: The function and its arguments, pickled.
+        lifeline: At its end once the launching process has ended.
+        report: Takes one `Outcome`, pickled.
+    """
+    threading.Thread(target=_end_with, args=(lifeline,), name="lockstep lifeline", daemon=True).start()
+    os.environ.update(assignment.variables())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    torch.set_num_threads(1)
+    outcome, exit_code = _outcome(assignment.rank, call)
+    report.send_bytes(outcome)
+    report.close()
+    if dist.is_initialized() and exit_code == 0:
+        dist.destroy_process_group()
+    sys.exit(exit_code)
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End this process at once when the launching one is gone, which may have had no time to say so."""
+    try:
+        lifeline.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _outcome(rank: int, call: bytes) -> tuple[bytes, int]:
+    """Call the function; give the pickled outcome, and the process's exit code."""
+    try:
+        main, args = pickle.loads(call)  # noqa: S301 - from the launching process, by a pipe
+        return pickle.dumps(Outcome(rank, value=main(*args))), 0
+    except SystemExit as error:
+        if not error.code:
+            return pickle.dumps(Outcome(rank)), 0
+        return pickle.dumps(_raised(rank, error)), error.code if isinstance(error.code, int) else 1
+    except Exception as error:  # noqa: BLE001 - told to the launching process, which raises
+        # As Python does for a script's last error; the watch tells the other ranks of it at the end.
+        sys.last_value = error
+        return pickle.dumps(_raised(rank, error)), 1
+
+
+def _raised(rank: int, error: BaseException) -> Outcome:
+    peer, phase = (error.rank, error.phase) if isinstance(error, PeerError) else (None, "")
+    return Outcome(
+        rank,
+        error=f"{type(error).__name__}: {error}",
+        traceback="".join(traceback.format_exception(error)),
+        peer=peer,
+        phase=phase,
+    )
+
+
+def loopback_interface() -> str:
+    """Give the name of the interface that no other machine can reach."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in {"lo", "lo0"}), "lo")

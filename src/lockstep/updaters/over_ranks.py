@@ -1,0 +1,231 @@
+"""Add up what the places of all ranks made, so that every rank holds the gradient of the whole batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.communicators import Communicator, Contribution
+from lockstep.replicas.buffers import BufferSum, Slot
+from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.updaters.account import Account
+from lockstep.updaters.alike import Alikeness
+from lockstep.updaters.meeting import Position, RankMeeting
+from lockstep.updaters.reduction import gather
+from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.schedule import Everywhere, Part
+from lockstep.updaters.shards import PlaceSums
+
+
+@dataclass(slots=True)
+class WholeBatch:
+    """What the shards of all ranks add up to; the same on every rank.
+
+    Attributes:
+        gradients: Summed; None where no shard had one.
+        buffers: What the shards made of the buffers, one entry for each place that was added up.
+        samples: How many took part; 1 where a single shard did.
+        reports: What each shard that took part measured, in order.
+    """
+
+    gradients: Tensors
+    buffers: list[BufferSum]
+    samples: int
+    reports: list[ShardReport]
+
+
+class RankReduction:
+    """Adds up over ranks, after the meeting in which they say what there is.
+
+    Args:
+        communicator: Joins the ranks.
+        meeting: Where they meet.
+        workloads: The relative speeds of the places of every rank.
+    """
+
+    def __init__(
+        self, communicator: Communicator, meeting: RankMeeting, workloads: Sequence[Sequence[float]]
+    ) -> None:
+        self._communicator = communicator
+        self.meeting = meeting
+        self._take(workloads)
+
+    def _take(self, workloads: Sequence[Sequence[float]]) -> None:
+        rank = self._communicator.rank
+        self.everywhere = Everywhere(
+            tuple(speed for each in workloads[:rank] for speed in each),
+            tuple(speed for each in workloads[rank + 1 :] for speed in each),
+        )
+        """The places of the other ranks, as of the last meeting."""
+        self.workloads = list(workloads[rank])
+        """Those of this rank, as the others know them."""
+
+    def reduce(
+        self,
+        sums: Sequence[PlaceSums],
+        part: Part,
+        *,
+        position: Position,
+        again: bool,
+        workloads: Sequence[float],
+        like: Sequence[torch.Tensor],
+        slots: Sequence[Slot],
+    ) -> WholeBatch | None:
+        """Meet, and add up.
+
+        Args:
+            sums: What the places of this rank made.
+            part: Which shards are this rank's.
+            position: What must be the same on all ranks.
+            again: Whether shards of this rank were left out.
+            workloads: Of this rank's places, from the next try on.
+            like: Tensors of the shapes, dtypes and devices of the gradients.
+            slots: The model's buffers.
+
+        Returns:
+            The sums; None where a rank has to make its part anew.
+
+        Raises:
+            PeerError: A rank failed.
+            DisagreementError: A rank is somewhere else.
+            KeyboardInterrupt: A rank was interrupted.
+        """
+        partials = _merged([each.gradients.partials for each in sums], part, like[0].device)
+        buffers = _OwnBuffers.of(sums, part, slots)
+        account = Account(
+            [report for place in sums for report in place.reports],
+            sum(place.samples for place in sums),
+            Contribution.of(partials),
+            Contribution.of(buffers.partials),
+            buffers.weights,
+            workloads,
+        )
+        self._communicator.watch.phase("reduce")
+        plain = self.meeting.meet(position, account.to_plain(), again=again)
+        if plain is None:
+            self.meeting.part()
+            return None
+        accounts = [Account.from_plain(each) for each in plain]
+        self._take([each.workloads for each in accounts])
+        reports = [report for each in accounts for report in each.reports]
+        # Not divided on the way: every rank divides and checks in one pass over the memory.
+        gradients = self._communicator.sum_partials(partials, [each.gradients for each in accounts], like)
+        new_buffers = self._sum_buffers(buffers, accounts, slots)
+        self.meeting.part()
+        return WholeBatch(gradients, [new_buffers], sum(each.samples for each in accounts), reports)
+
+    def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
+        """Give every rank what each found."""
+        rows = [[each.shard, each.batch, _ends(each.samples), each.loss, each.parameter] for each in found]
+        return [
+            NonFiniteShard(shard, batch, range(*samples), loss, parameter)
+            for message in self._communicator.exchange(json.dumps(rows).encode())
+            for shard, batch, samples, loss, parameter in json.loads(message)
+        ]
+
+    def _sum_buffers(self, own: _OwnBuffers, accounts: Sequence[Account], slots: Sequence[Slot]) -> BufferSum:
+        """Add up buffers over ranks, and take those that are set once from the first rank that has them."""
+        count = len(slots)
+        weights = [sum(each) for each in zip(*(account.buffer_weights for account in accounts), strict=True)]
+        if not any(mask for account in accounts for mask in account.buffers.present):
+            unchanged = PartialSum(0, [None] * count)
+            return BufferSum(ShardSum(partials=[unchanged]), weights, [None] * count)
+        contributions = _first_only([account.buffers for account in accounts], count)
+        _drop(own.partials, contributions[self._communicator.rank])
+        like = [buffer for slot in slots if (buffer := slot.get()) is not None]
+        summed = self._communicator.sum_partials(own.partials, contributions, [*like, *like])
+        return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
+
+
+def join(communicator: Communicator, workloads: Sequence[float], alike: Alikeness) -> RankReduction | None:
+    """Get to know the places of all ranks; every rank calls it.
+
+    Args:
+        communicator: Joins them.
+        workloads: The relative speeds of this rank's places.
+        alike: Compares the ranks when they meet.
+
+    Returns:
+        What adds up over them; None for a process that is alone.
+    """
+    if communicator.size == 1:
+        return None
+    said = communicator.exchange(json.dumps(list(workloads)).encode())
+    meeting = RankMeeting(communicator, alike)
+    return RankReduction(communicator, meeting, [json.loads(each) for each in said])
+
+
+@dataclass(slots=True)
+class _OwnBuffers:
+    """What the places of this rank made of the buffers, in one list of partial sums.
+
+    Attributes:
+        partials: Of twice as many tensors as there are buffers: sums for means, then those set once.
+        weights: For each buffer, the weights of the shards that changed it.
+    """
+
+    partials: list[PartialSum]
+    weights: list[float]
+
+    @classmethod
+    def of(cls, sums: Sequence[PlaceSums], part: Part, slots: Sequence[Slot]) -> _OwnBuffers:
+        if not slots:
+            return cls([], [])
+        places = [place.buffers for place in sums]
+        device = _home(slots)
+        partials = _merged([place.means.partials for place in places], part, device)
+        firsts = [
+            next((place.firsts[index] for place in places if place.firsts[index] is not None), None)
+            for index in range(len(slots))
+        ]
+        for partial in partials:
+            partial.tensors += [None] * len(slots)
+        if partials:
+            partials[0].tensors[len(slots) :] = gather([PartialSum(0, firsts)], device)[0].tensors
+        weights = [sum(place.weights[index] for place in places) for index in range(len(slots))]
+        return cls(partials, weights)
+
+
+def _ends(samples: range) -> tuple[int, int, int]:
+    return samples.start, samples.stop, samples.step
+
+
+def _home(slots: Sequence[Slot]) -> torch.device:
+    """Give the device of the model's buffers."""
+    return next(buffer.device for slot in slots if (buffer := slot.get()) is not None)
+
+
+def _merged(runs: Sequence[Sequence[PartialSum]], part: Part, device: torch.device) -> list[PartialSum]:
+    """Add up the partial sums of this rank's places as far as that needs none of another rank."""
+    merged = ShardSum(part.first)
+    for run in runs:
+        for partial in gather(run, device):
+            merged.push(partial.shard, partial.tensors)
+    merged.settle(part.stop)
+    return merged.partials
+
+
+def _first_only(contributions: Sequence[Contribution], count: int) -> list[Contribution]:
+    """Leave out of the buffers that are set once those that an earlier partial sum has as well."""
+    means = (1 << count) - 1
+    taken = 0
+    left: list[Contribution] = []
+    for contribution in contributions:
+        present: list[int] = []
+        for mask in contribution.present:
+            firsts = mask & ~means & ~taken
+            taken |= firsts
+            present.append(mask & means | firsts)
+        left.append(Contribution(contribution.shards, tuple(present)))
+    return left
+
+
+def _drop(partials: Sequence[PartialSum], contribution: Contribution) -> None:
+    """Drop the tensors that are not to be brought."""
+    for partial, mask in zip(partials, contribution.present, strict=True):
+        partial.tensors[:] = [
+            tensor if mask >> index & 1 else None for index, tensor in enumerate(partial.tensors)
+        ]

@@ -1,0 +1,39 @@
+"""Run a function on several ranks: real processes, gloo, the loopback."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lockstep import ProcessCommunicator
+
+
+def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+    """Call `function(communicator, *arguments)` on every rank; give what the ranks returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, (function, size, folder, arguments), nprocs=size, join=True)
+        return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(size)]  # noqa: S301 - our own
+
+
+def _rank_main(
+    rank: int, function: Callable[..., Any], size: int, folder: str, arguments: tuple[Any, ...]
+) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    try:
+        result = function(ProcessCommunicator(), *arguments)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    (Path(folder) / f"{rank}").write_bytes(pickle.dumps(result))

@@ -1,0 +1,40 @@
+"""The pages for those who come from elsewhere: made of the list, and their programs run."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = DOCS / "coming-from"
+GENERATOR: dict[str, Any] = runpy.run_path(str(DOCS / "coming_from.py"))
+
+
+@pytest.mark.parametrize("system", GENERATOR["SYSTEMS"])
+def test_a_page_is_made_of_the_list_and_its_programs(system: str) -> None:
+    made = GENERATOR["page"](system)
+    written = (PAGES / f"{system}.md").read_text(encoding="utf-8")
+    assert written == made, "run `python docs/coming_from.py`"
+
+
+def test_there_is_no_other_page_or_program() -> None:
+    kinds = ["{}.md", "{}_before.txt", "{}_after.py", "{}_core.py"]
+    wanted = {kind.format(system) for system in GENERATOR["SYSTEMS"] for kind in kinds}
+    wanted |= {"pages.toml"}
+    assert {path.name for path in PAGES.iterdir() if path.is_file()} == wanted
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+@pytest.mark.parametrize("program", sorted(path.name for path in PAGES.glob("*.py")))
+def test_a_program_runs_and_learns(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = runpy.run_path(str(PAGES / program))
+    outputs = (
+        made["model"](made["inputs"]) if "Classifier" not in made else made["model"].layers(made["inputs"])
+    )
+    right = outputs.argmax(dim=1) == (made["inputs"].sum(dim=1) > 0)
+    assert right.float().mean() > 0.75
+    assert made["model"].training

@@ -1,0 +1,413 @@
+"""Skipping on the device: nothing is read on the host, and nothing is other than if it were."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lockstep as ls
+from lockstep.optim.hooks import GradientClipping
+from lockstep.precision import LossScale
+from tests.laws.models import CONVNET, MLP, Workload
+from tests.laws.runs import PLACEMENTS, Placement, finalized, state_digest
+from tests.precision.reads import Reads
+
+BAD = {2, 3, 5}
+"""The updates whose gradients are not finite; the first is a good one, which makes the momenta."""
+NUM_UPDATES = 8
+NUM_SHARDS = 3
+
+FUSED: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
+    "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True),
+}
+SCALES: dict[str, LossScale | float | None] = {
+    "none": None,
+    "static": 64.0,
+    "dynamic": ls.DynamicLossScale(2.0**10, interval=2),
+    "no power of two": ls.DynamicLossScale(1000.0, growth=1.7, backoff=0.3, interval=2),
+    "ramp": ls.RampLossScale(8.0, interval=2),
+}
+
+
+class Spoiling:
+    """A loss whose gradient is infinite in some updates, of which each calls it once a shard."""
+
+    def __init__(self, bad: set[int]) -> None:
+        self._bad = bad
+        self._calls = itertools.count()
+
+    def __call__(self, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = functional.cross_entropy(model(x).float(), target)
+        return loss * math.inf if next(self._calls) // NUM_SHARDS in self._bad else loss
+
+
+def updater_of(
+    optimizer: str = "adamw",
+    scale: str = "dynamic",
+    *,
+    reads: bool = False,
+    work: Workload = MLP,
+    placement: Placement = PLACEMENTS[0],
+    model: nn.Module | None = None,
+    bad: set[int] = BAD,
+    **options: Any,
+) -> ls.ParallelUpdater:
+    """Make an updater that skips on the device; or, for a hook that may do anything, on the host."""
+    model = work.model() if model is None else model
+    made = FUSED[optimizer](model)
+    if reads:
+        made.register_step_post_hook(lambda *_: None)
+    return ls.ParallelUpdater(
+        ls.BatchIterator(work.data(), 9, last_batch="short"),  # in order: an order drawn is read on the host
+        made,
+        model,
+        devices=["cpu"] * placement.num_devices,
+        workloads=placement.workloads,
+        **{
+            "num_shards": NUM_SHARDS,
+            "loss_fn": Spoiling(bad),
+            "loss_scale": SCALES[scale],
+            "on_overflow": "skip",
+            **options,
+        },
+    )
+
+
+def told(updater: ls.ParallelUpdater) -> dict[str, Any]:
+    """Run, and give all that can be seen of it."""
+    with finalized(updater):
+        results = [updater.update() for _ in range(NUM_UPDATES)]
+        return {
+            "results": [
+                (each.applied, each.tries, each.loss_scale, each.nonfinite, repr(each.loss.item()))
+                for each in results
+            ],
+            "applied": updater.applied_updates,
+            "iteration": updater.iteration,
+            "scale": updater.loss_scale,
+            "weights": ls.digest(updater.get_all_models()["main"]),
+            "steps": ls.digest(updater.get_optimizer("main")),
+        }
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_it_is_what_skipping_on_the_host_is(optimizer: str, scale: str) -> None:
+    unread = updater_of(optimizer, scale)
+    assert unread.why_it_waits is None
+    ours, theirs = told(unread), told(updater_of(optimizer, scale, reads=True))
+    assert ours == theirs
+    assert [applied for applied, *_ in ours["results"]] == [
+        number not in BAD for number in range(NUM_UPDATES)
+    ]
+    assert ours["applied"] == NUM_UPDATES - len(BAD)
+    assert {nonfinite for applied, _, _, nonfinite, _ in ours["results"] if not applied} == {"0.weight"}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_nothing_is_read(optimizer: str, scale: str) -> None:
+    with finalized(updater_of(optimizer, scale)) as updater:
+        counts = []
+        for _ in range(NUM_UPDATES):
+            with Reads() as reads:
+                updater.update()
+            counts.append(reads.count)
+        # The first step of a fused SGD with momentum makes the velocities, and has to know whether it may.
+        assert counts[1:] == [0] * (NUM_UPDATES - 1)
+        assert (counts[0] == 0) == (optimizer != "momentum")
+
+
+LOOKS: dict[str, Callable[[ls.ParallelUpdater, ls.UpdateResult], object]] = {
+    "applied": lambda _, result: result.applied,
+    "nonfinite": lambda _, result: result.nonfinite,
+    "loss_scale of the result": lambda _, result: result.loss_scale,
+    "applied_updates": lambda updater, _: updater.applied_updates,
+    "loss_scale": lambda updater, _: updater.loss_scale,
+    "state_dict": lambda updater, _: updater.state_dict(),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_who_looks_reads_once(look: str) -> None:
+    with finalized(updater_of()) as updater:
+        result = updater.update()
+        counts = []
+        for _ in range(2):
+            with Reads() as reads:
+                LOOKS[look](updater, result)
+            counts.append(reads.count)
+        assert counts[0] > 0
+        assert counts[1] == 0
+
+
+def test_the_count_is_not_empty_others_read() -> None:
+    for options in ({"reads": True}, {"on_overflow": "retry"}, {"on_overflow": "next"}):
+        with finalized(updater_of(**{"bad": set(), **options})) as updater:
+            for _ in range(2):
+                with Reads() as reads:
+                    updater.update()
+            assert reads.count == 1, options  # one flag a try
+
+
+def every_thread_reads(updater: ls.ParallelUpdater) -> int:
+    """Count the reads of one update in all threads, as the profiler sees them.
+
+    Those inside torch's own kernel for the step on a CPU are its affair: it keeps counts of steps there.
+    """
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=everywhere
+    ) as profile:
+        updater.update()
+    events = list(profile.events())
+    # Else it did not see the other threads.
+    assert [event.name for event in events].count("aten::cross_entropy_loss") == NUM_SHARDS
+    reads = [event for event in events if event.name == "aten::_local_scalar_dense"]
+    return len(
+        [event for event in reads if not any(name.startswith("aten::_fused") for name in around(event))]
+    )
+
+
+def around(event: Any) -> Iterator[str]:
+    """Name what a profiled event is part of."""
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+        yield event.name
+
+
+def test_nothing_is_read_in_any_thread() -> None:
+    for reads, expected in ((False, 0), (True, 1)):
+        with finalized(updater_of(reads=reads, placement=Placement(2))) as updater:
+            updater.update()
+            assert every_thread_reads(updater) == expected
+
+
+@pytest.mark.parametrize("side_by_side", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true", "fp16-true"])
+def test_placement_is_free(precision: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if side_by_side:
+        monkeypatch.setattr("lockstep.updaters.engine.SIDE_BY_SIDE", 1)
+    dtypes = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
+    found = set()
+    for placement in PLACEMENTS:
+        model = MLP.model().to(dtypes.get(precision, torch.float32))
+        held = next(model.parameters()).dtype
+        spoiling = Spoiling(BAD)
+        updater = updater_of(
+            "momentum",
+            model=model,
+            placement=placement,
+            precision=precision,
+            loss_fn=lambda replica, x, target, held=held, spoil=spoiling: spoil(replica, x.to(held), target),
+        )
+        with finalized(updater):
+            for _ in range(NUM_UPDATES):
+                updater.update()
+            found.add((state_digest(updater), updater.applied_updates, updater.loss_scale))
+    assert len(found) == 1
+    ((_, applied, _),) = found
+    assert applied == NUM_UPDATES - len(BAD)
+
+
+def test_buffers_stay_where_the_update_is_left_out() -> None:
+    found = []
+    for reads in (False, True):
+        with finalized(updater_of(work=CONVNET, reads=reads)) as updater:
+            digests = []
+            for _ in range(NUM_UPDATES):
+                updater.update()
+                digests.append(ls.digest(dict(updater.get_all_models()["main"].named_buffers())))
+            found.append(digests)
+    assert found[0] == found[1]
+    changed = [before != after for before, after in itertools.pairwise(found[0])]
+    assert changed == [number not in BAD for number in range(1, NUM_UPDATES)]
+
+
+def test_a_save_and_a_load_in_the_middle_change_nothing() -> None:
+    for middle in range(1, NUM_UPDATES):
+        found = []
+        for stop in (None, middle):
+            updater = updater_of("momentum", "no power of two")
+            for number in range(NUM_UPDATES):
+                if number == stop:
+                    state = updater.state_dict()
+                    updater.finalize()
+                    bad = {each - number for each in BAD}
+                    updater = updater_of("momentum", "no power of two", bad=bad, placement=Placement(2))
+                    updater.load_state_dict(state)
+                updater.update()
+            found.append((state_digest(updater), updater.applied_updates, updater.loss_scale))
+            updater.finalize()
+        assert found[0] == found[1]
+
+
+def test_several_optimizers_are_left_out_together() -> None:
+    found = []
+    for reads in (False, True):
+        models = {name: MLP.model() for name in ("main", "other")}
+        optimizers = {
+            "main": FUSED["momentum"](models["main"]),
+            "other": FUSED["adamw"](models["other"]),
+        }
+        if reads:
+            optimizers["other"].register_step_post_hook(lambda *_: None)
+        spoiling = Spoiling(BAD)
+        updater = ls.ParallelUpdater(
+            ls.BatchIterator(MLP.data(), 9),
+            optimizers,
+            models,
+            devices=["cpu"] * 2,
+            num_shards=NUM_SHARDS,
+            loss_fn=lambda nets, x, y, spoil=spoiling: spoil(
+                lambda x: nets["main"](x) + nets["other"](x), x, y
+            ),
+            loss_scale=ls.DynamicLossScale(2.0**10),
+            on_overflow="skip",
+        )
+        assert (updater.why_it_waits is None) == (not reads)
+        with finalized(updater):
+            applied = [updater.update().applied for _ in range(NUM_UPDATES)]
+            found.append((applied, updater.applied_updates, ls.digest(*models.values())))
+    assert found[0] == found[1]
+    assert found[0][1] == NUM_UPDATES - len(BAD)
+
+
+def test_a_result_keeps_no_gradient_alive() -> None:
+    with finalized(updater_of("sgd")) as updater:
+        results = [updater.update() for _ in range(2)]
+        parameters = list(updater.get_all_models()["main"].parameters())
+        gradients = [weakref.ref(parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        gc.collect()
+        assert [gradient() for gradient in gradients] == [None] * len(parameters)
+        assert all(result.applied for result in results)
+
+
+def reason(**options: Any) -> str | None:
+    with finalized(updater_of(**options)) as updater:
+        return updater.why_it_waits
+
+
+def test_others_fall_back_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = MLP.model()
+    plain = torch.optim.AdamW(model.parameters())
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(MLP.data(), 9),
+        plain,
+        model,
+        devices=["cpu"],
+        loss_fn=Spoiling(set()),
+        on_overflow="skip",
+    )
+    with finalized(updater), caplog.at_level(logging.INFO, logger="lockstep"):
+        for _ in range(2):
+            updater.update()
+        said = [record.getMessage() for record in caplog.records]
+        why = "AdamW takes no flag; torch's fused optimizers (fused=True) do"
+        assert said == [f"Every update reads whether its gradient is finite: {why}."]
+        assert updater.why_it_waits == why
+
+
+def test_why_it_waits() -> None:
+    assert reason() is None
+    assert reason(on_overflow="retry") == (
+        "on_overflow='retry' decides on the host whether there is another try"
+    )
+    assert reason(step_fn=lambda *_: None, loss_fn=None) == ("a step function may look at every gradient")
+    assert reason(reads=True) == "AdamW has a hook of its step that may do more than change gradients"
+
+
+def test_a_scheduler_counts_on_the_host_and_counts_right() -> None:
+    model = MLP.model()
+    optimizer = FUSED["adamw"](model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(MLP.data(), 9),
+        optimizer,
+        model,
+        devices=["cpu"],
+        num_shards=NUM_SHARDS,
+        loss_fn=Spoiling(BAD),
+        on_overflow="skip",
+        scheduler=scheduler,
+    )
+    with finalized(updater):
+        assert updater.why_it_waits == "a scheduler that counts applied updates counts on the host"
+        for _ in range(NUM_UPDATES):
+            updater.update()
+        assert optimizer.param_groups[0]["lr"] == 0.01 * 0.5 ** (NUM_UPDATES - len(BAD))
+        assert updater.applied_updates == NUM_UPDATES - len(BAD)
+
+
+def test_a_hook_that_only_changes_gradients_is_no_reason_to_wait() -> None:
+    found = []
+    for reads in (False, True):
+        updater = updater_of("momentum", reads=reads)
+        updater.get_optimizer("main").register_step_pre_hook(GradientClipping(0.1))
+        assert (updater.why_it_waits is None) == (not reads)
+        found.append(told(updater))
+    assert found[0] == found[1]
+
+
+def test_an_error_after_the_step_leaves_the_count_right() -> None:
+    """An epoch's scheduler raises once the weights have moved: with one optimizer the update counts."""
+    model = MLP.model()
+    optimizer = FUSED["sgd"](model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 - epoch))
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(MLP.data(9), 9),
+        optimizer,
+        model,
+        devices=["cpu"],
+        num_shards=NUM_SHARDS,
+        loss_fn=Spoiling(set()),
+        on_overflow="skip",
+        epoch_scheduler=scheduler,
+    )
+    with finalized(updater):
+        with pytest.raises(ZeroDivisionError):
+            updater.update()
+        assert (updater.iteration, updater.applied_updates) == (1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_nothing_waits_for_a_gpu(optimizer: str) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    data = [tuple(part.cuda() for part in batch) for batch in [MLP.data(9)[:]] * NUM_UPDATES]
+    model = MLP.model().cuda()
+    updater = ls.ParallelUpdater(
+        data,
+        FUSED[optimizer](model),
+        model,
+        devices=["cuda:0"],
+        num_shards=NUM_SHARDS,
+        loss_fn=Spoiling(BAD),
+        loss_scale=ls.DynamicLossScale(2.0**10),
+        on_overflow="skip",
+    )
+    with finalized(updater):
+        updater.update()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(NUM_UPDATES - 1):
+                updater.update()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert updater.applied_updates == NUM_UPDATES - len(BAD)
