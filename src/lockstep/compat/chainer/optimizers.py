@@ -236,5 +236,5 @@ class _PerParameter:
 
 
 def _in_our_words(hook: Callable[..., object]) -> Callable[..., object]:
-    """Have a hook say in the core's words that it is called for each parameter, if it says so in Chainer's."""
+    """Have a hook say in the core's words that it is called for each parameter, if it does in Chainer's."""
     return _PerParameter(hook) if getattr(hook, "call_for_each_param", False) else hook
