@@ -10,6 +10,7 @@ from lockstep import extensions as extensions
 from lockstep import metrics as metrics
 from lockstep import optim as optim
 from lockstep import triggers as triggers
+from lockstep._version import __version__ as __version__
 from lockstep.communicators import Communicator as Communicator
 from lockstep.communicators import LocalCommunicator as LocalCommunicator
 from lockstep.communicators import ProcessCommunicator as ProcessCommunicator
@@ -50,5 +51,3 @@ from lockstep.updaters import StandardUpdater as StandardUpdater
 from lockstep.updaters import Updater as Updater
 from lockstep.updaters import UpdateResult as UpdateResult
 from lockstep.updaters import supervised as supervised
-
-__version__ = "0.1.0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -39,6 +39,21 @@ def digest(*states: Any) -> str:
             if isinstance(value, torch.Tensor):
                 _update(sha, value)
     return sha.hexdigest()
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> bytes:
+    """Give 128 bits over the bits of some tensors, quickly: nothing else of them counts.
+
+    Args:
+        tensors: On any devices; equal numbers of elements lie in equal order wherever this is compared.
+
+    >>> fingerprint([torch.zeros(2)]) == fingerprint([torch.zeros(1), torch.zeros(1)])
+    True
+    """
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        _update(sha, tensor)
+    return sha.digest()[:16]
 
 
 @runtime_checkable

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeAlias
@@ -10,6 +11,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from lockstep.communicators.watch import Watch
 from lockstep.errors import PeerError
 
 Parcel: TypeAlias = "tuple[torch.Tensor, int]"
@@ -40,10 +42,13 @@ class Channel:
     Args:
         group: The group.
         timeout: Seconds that a rank waits for another before it raises.
+        watch: Knows which rank has failed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float, watch: Watch) -> None:
         self.group = group
+        self.watch = watch
+        watch.protect(group)
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.bytes_sent = 0
@@ -69,12 +74,16 @@ class Channel:
         if any(tensor.is_cuda for tensor, _ in (*receives, *sends)):
             return Posted(incoming=[(work, None) for work in self._post_as_one(sends, receives)])
         posted = Posted()
-        for tensor, rank in receives:
-            work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag)
-            posted.incoming.append((work, rank))
-        for tensor, rank in sends:
-            work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag)
-            posted.outgoing.append((work, rank))
+        rank: int | None = None
+        try:
+            for tensor, rank in receives:
+                work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag)
+                posted.incoming.append((work, rank))
+            for tensor, rank in sends:
+                work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag)
+                posted.outgoing.append((work, rank))
+        except RuntimeError as error:
+            raise self._lost(rank, error) from error
         return posted
 
     def _post_as_one(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
@@ -93,16 +102,33 @@ class Channel:
         Raises:
             PeerError: A rank is gone, or has not answered in time.
         """
-        for work, rank in works:
-            try:
-                if work is not None:
-                    work.wait(self._timeout)
-            except RuntimeError as error:
-                raise self._lost(rank, error) from error
+        with self.watch.waiting():
+            for work, rank in works:
+                try:
+                    if work is not None:
+                        work.wait(self._timeout)
+                except RuntimeError as error:
+                    raise self._lost(rank, error) from error
         works.clear()
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Surround a call of torch.distributed that waits by itself.
+
+        Raises:
+            PeerError: A rank is gone, or has not answered in time.
+        """
+        with self.watch.waiting():
+            try:
+                yield
+            except RuntimeError as error:
+                raise self._lost(None, error) from error
+
     def _lost(self, rank: int | None, error: RuntimeError) -> PeerError:
-        """Say which rank is lost, in the words of the transport."""
+        """Say which rank is lost: as the watch knows it, else in the words of the transport."""
+        found = self.watch.explain()
+        if found is not None:
+            return found
         who = "A rank" if rank is None else f"Rank {rank}"
         seconds = self._timeout.total_seconds()
         reason = str(error).strip().partition("\n")[0]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.communicators.watch import Watch
 from lockstep.tree import PartialSum, Tensors
 
 
@@ -44,6 +45,44 @@ class Contribution:
         )
 
 
+class PendingSum(ABC):
+    """A sum over all ranks, of tensors that each rank brings one after the other.
+
+    Every rank brings what its `Contribution` has announced, in any order, and ends with `finish` or
+    `abandon`. The last tensors are best brought first, as backward makes them: they travel first.
+    """
+
+    @abstractmethod
+    def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Bring what this rank has of one tensor.
+
+        Args:
+            index: Which tensor.
+            tensors: One for each partial sum of this rank; None where it has none. They may be changed, and
+                the first of them may hold the result.
+
+        Raises:
+            OrderError: It differs from what was announced, or has been brought already.
+        """
+
+    @abstractmethod
+    def finish(self) -> Tensors:
+        """Give the sums, one entry a tensor, once everything has been brought; None where no rank has any.
+
+        Raises:
+            OrderError: Something announced has not been brought.
+            PeerError: Another rank is gone.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Bring zeros for all that is missing, so that no other rank waits for it, and drop the sums.
+
+        For a rank that cannot bring what it announced. The others finish, with sums that are worth nothing:
+        it has to tell them.
+        """
+
+
 class Communicator(ABC):
     """Joins the processes of one run.
 
@@ -59,6 +98,11 @@ class Communicator(ABC):
     @abstractmethod
     def size(self) -> int:
         """How many processes there are."""
+
+    @property
+    @abstractmethod
+    def watch(self) -> Watch:
+        """Tells what the other ranks are doing, and whether one has failed."""
 
     @abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -105,6 +149,16 @@ class Communicator(ABC):
 
         Determinism: the bits are those of `tree.total` over all partial sums followed by one division. They
         depend on which shards were present, and not on how they are spread over ranks.
+        """
+
+    @abstractmethod
+    def begin_sum(
+        self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
+    ) -> PendingSum:
+        """Begin what `sum_partials` does, for tensors that come one after the other.
+
+        On CPUs a thread sends what has been brought while the caller goes on computing, with the same bits.
+        Until its end no other sum may be begun; messages may be exchanged.
         """
 
     @abstractmethod

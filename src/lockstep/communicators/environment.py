@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,16 +17,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from lockstep.communicators.brief import BriefPeerErrors
 from lockstep.communicators.communicator import Communicator
+from lockstep.communicators.failure import Failure
 from lockstep.communicators.local import LocalCommunicator
 from lockstep.communicators.process import ProcessCommunicator
-from lockstep.errors import OrderError
+from lockstep.communicators.watch import START, PeerWatch, launcher_keeps_store
+from lockstep.errors import OrderError, PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds; torch's own is 30 minutes for gloo, which is how long a run would hang on a dead peer."""
+BRIEF = "LOCKSTEP_BRIEF"
+"""A variable that is there where the ranks of a machine share a console."""
 FIRST_STEP_OF_SLURM = 0xFFFF_FFF0
 """Step numbers from here on are SLURM's own: the batch script, an interactive shell."""
 
@@ -38,6 +44,7 @@ class RunEnvironment:
         rank: This process's index in 0..`size`-1.
         size: How many processes there are.
         local_rank: This process's index among those of its machine.
+        local_size: How many there are on its machine.
         address: Name or number of the machine where the ranks find each other.
         port: Where there.
         attempt: How often the launcher has started the ranks before.
@@ -49,6 +56,7 @@ class RunEnvironment:
     rank: int
     size: int
     local_rank: int = 0
+    local_size: int = 1
     address: str = ""
     port: int = 0
     attempt: int = 0
@@ -87,11 +95,12 @@ def _torchrun(variables: Mapping[str, str]) -> RunEnvironment:
         _integer(variables, "RANK"),
         size,
         local_rank=_integer(variables, "LOCAL_RANK", 0),
+        local_size=_integer(variables, "LOCAL_WORLD_SIZE", 1),
         address=_text(variables, "MASTER_ADDR"),
         port=_integer(variables, "MASTER_PORT"),
         attempt=_integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
         agents=_integer(variables, "GROUP_WORLD_SIZE", 1),
-        agent_store=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_store=launcher_keeps_store(variables),
     )
 
 
@@ -170,12 +179,31 @@ def find_communicator(*, timeout: float | None = None) -> Communicator:
     found = read_environment(os.environ)
     if found is None or found.size == 1:
         return LocalCommunicator()
-    _initialise(found, timedelta(seconds=seconds))
-    return ProcessCommunicator(timeout=seconds)
+    return _join(found, seconds)
 
 
-def _initialise(found: RunEnvironment, timeout: timedelta) -> None:
+def _join(found: RunEnvironment, seconds: float) -> Communicator:
+    """Meet the other ranks, watch them from then on, and open the group."""
+    timeout = timedelta(seconds=seconds)
     store = _own_part(_store(found, timeout), found)
+    keeper = None if found.agent_store else 0
+    watch = PeerWatch(store, found.rank, found.size, timeout=seconds, keeper=keeper)
+    try:
+        watch.gather()
+        _initialise(found, store, timeout)
+    except PeerError:
+        watch.close()
+        raise
+    except RuntimeError as error:
+        explained = watch.explain()
+        watch.close()
+        raise (error if explained is None else explained) from error
+    if BRIEF in os.environ:
+        sys.excepthook = BriefPeerErrors(found.rank, found.local_size, sys.excepthook)
+    return ProcessCommunicator(timeout=seconds, watch=watch)
+
+
+def _initialise(found: RunEnvironment, store: Store, timeout: timedelta) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
@@ -184,15 +212,23 @@ def _initialise(found: RunEnvironment, timeout: timedelta) -> None:
 
 
 def _store(found: RunEnvironment, timeout: timedelta) -> Store:
-    return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
-        found.address,
-        found.port,
-        found.size,
-        is_master=found.rank == 0 and not found.agent_store,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
+    keeps = found.rank == 0 and not found.agent_store
+    try:
+        return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
+            found.address,
+            found.port,
+            found.size,
+            is_master=keeps,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        if keeps:
+            raise
+        keeper = None if found.agent_store else 0
+        what = f"has opened no store at {found.address}:{found.port} within {timeout.total_seconds():g} s"
+        raise Failure(keeper, what, START).error() from error
 
 
 def _own_part(store: Store, found: RunEnvironment) -> Store:

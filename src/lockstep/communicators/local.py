@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.communicators.communicator import Communicator, Contribution
+from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
+from lockstep.communicators.watch import Watch
+from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors, total
 
 
@@ -19,6 +21,14 @@ class LocalCommunicator(Communicator):
     >>> communicator.rank, communicator.size, communicator.exchange(b"alone")
     (0, 1, [b'alone'])
     """
+
+    def __init__(self) -> None:
+        self._watch = Watch()
+
+    @property
+    def watch(self) -> Watch:
+        """Of nobody."""
+        return self._watch
 
     @property
     def rank(self) -> int:
@@ -52,6 +62,12 @@ class LocalCommunicator(Communicator):
             torch._foreach_div_(present, divisor)
         return summed
 
+    def begin_sum(
+        self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
+    ) -> PendingSum:
+        """Collect tensors until `finish`; see `Communicator.begin_sum`."""
+        return LocalSum(self, contributions, like, divisor)
+
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Leave the tensors as they are."""
 
@@ -67,3 +83,37 @@ class LocalCommunicator(Communicator):
 
     def close(self) -> None:
         """Do nothing: nothing was opened."""
+
+
+class LocalSum(PendingSum):
+    """A sum over the one rank there is; see `LocalCommunicator.begin_sum`."""
+
+    def __init__(
+        self,
+        communicator: LocalCommunicator,
+        contributions: Sequence[Contribution],
+        like: Sequence[torch.Tensor],
+        divisor: float,
+    ) -> None:
+        self._communicator = communicator
+        self._contributions = contributions
+        self._like = like
+        self._divisor = divisor
+        shards = contributions[0].shards
+        self._partials = [PartialSum(shard, [None] * len(like)) for shard in shards]
+
+    def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Take what there is of one tensor; see `PendingSum.bring`."""
+        for partial, tensor in zip(self._partials, tensors, strict=True):
+            partial.tensors[index] = tensor
+
+    def finish(self) -> Tensors:
+        """Add up what has been brought; see `PendingSum.finish`."""
+        if Contribution.of(self._partials) != self._contributions[0]:
+            raise OrderError("Everything announced must be brought before `finish`, and nothing else.")
+        return self._communicator.sum_partials(
+            self._partials, self._contributions, self._like, divisor=self._divisor
+        )
+
+    def abandon(self) -> None:
+        """Drop what has been brought: nobody waits for it."""

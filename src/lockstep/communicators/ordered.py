@@ -24,11 +24,11 @@ from lockstep.communicators.communicator import Contribution
 from lockstep.plan import Piece, slices
 from lockstep.tree import merge_order
 
-SLICE: Final = 2**21
+SLICE: Final = 2**22
 """Bytes. About the length of a slice: shorter ones wake threads too often, longer ones leave them idle."""
 DIRECT: Final = 2**18
 """Bytes. Pieces from here on travel from their own memory; to copy shorter ones together costs less."""
-WHOLE: Final = 2**20
+WHOLE: Final = 2**21
 """Bytes. Where a rank receives no more than this of whole tensors, it adds them up by itself."""
 
 
@@ -86,12 +86,12 @@ class Plan:
     Attributes:
         ranks: The rank that holds each node, in order of shards.
         buckets: In the order in which they start.
-        present: The tensors that some rank has.
+        present: The tensors that each node has.
     """
 
     ranks: tuple[int, ...]
     buckets: tuple[Bucket, ...]
-    present: frozenset[int]
+    present: tuple[frozenset[int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ def plan_sum(
                 for pieces in _runs(slice_, group, tensors, sizes.direct if owner is not None else None)
             )
             buckets.append(Bucket(runs, frozenset(piece.tensor for run in runs for piece in run.pieces)))
-    present = frozenset(index for index in range(len(tensors)) if any(mask >> index & 1 for mask in masks))
+    present = tuple(frozenset(index for index in range(len(tensors)) if mask >> index & 1) for mask in masks)
     return Plan(ranks, tuple(buckets), present)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,14 +12,18 @@ from torch import nn
 
 from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel
-from lockstep.communicators.communicator import Communicator, Contribution
+from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
 from lockstep.communicators.messages import exchange
-from lockstep.communicators.ordered import Extent, plan_sum
+from lockstep.communicators.ordered import Extent, Sizes, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
+from lockstep.communicators.watch import Watch, watch_group
 from lockstep.communicators.wire import PlainFormat
 from lockstep.tree import PartialSum, Tensors
+
+SMALLER: Final = 4
+"""Buckets are so many times smaller where they are sent while others are still being computed."""
 
 
 class ProcessCommunicator(Communicator):
@@ -27,20 +32,28 @@ class ProcessCommunicator(Communicator):
     Args:
         group: The group; None for the default one, which must have been initialised. It stays its owner's.
         timeout: Seconds that a rank waits for another before it raises.
+        watch: Tells which rank has failed; by default one over the group's own store.
 
     Raises:
         RuntimeError: There is no such group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout: float = 60.0,
+        watch: Watch | None = None,
+    ) -> None:
         found = dist.group.WORLD if group is None else group
         if found is None:
             raise RuntimeError(
                 "`group` must be a process group, but torch.distributed is not initialised. Start the script "
                 "with torchrun, or call torch.distributed.init_process_group first."
             )
-        self._channel = Channel(found, timeout)
+        self._channel = Channel(found, timeout, watch_group(found, timeout) if watch is None else watch)
         self._wire = PlainFormat()
+        self._sizes = Sizes()
         self._arenas: dict[torch.device, list[Arena]] = {}
 
     @property
@@ -52,6 +65,11 @@ class ProcessCommunicator(Communicator):
     def size(self) -> int:
         """How many processes the group has."""
         return self._channel.size
+
+    @property
+    def watch(self) -> Watch:
+        """Tells what the other ranks are doing, and whether one has failed."""
+        return self._channel.watch
 
     @property
     def bytes_sent(self) -> int:
@@ -81,19 +99,39 @@ class ProcessCommunicator(Communicator):
         divisor: float = 1.0,
     ) -> Tensors:
         """Add up partial sums over ranks; see `Communicator.sum_partials`."""
-        reduction = self.begin_sum(contributions, like, divisor=divisor)
+        reduction = self._reduction(contributions, like, divisor, self._sizes, background=False)
         for index in reversed(range(len(like))):
             reduction.bring(index, [partial.tensors[index] for partial in partials])
         return reduction.finish()
 
     def begin_sum(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
+    ) -> PendingSum:
+        """Begin a sum of partial sums that come one tensor after the other; see `Communicator.begin_sum`."""
+        background = all(tensor.device.type == "cpu" for tensor in like)
+        sizes = replace(self._sizes, slice=self._sizes.slice // SMALLER)
+        return self._reduction(contributions, like, divisor, sizes, background=background)
+
+    def _reduction(
+        self,
+        contributions: Sequence[Contribution],
+        like: Sequence[torch.Tensor],
+        divisor: float,
+        sizes: Sizes,
+        *,
+        background: bool,
     ) -> Reduction:
-        """Begin what `sum_partials` does, for tensors that come one after the other."""
+        """Plan a sum and begin it."""
         extents = tuple(Extent(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
-        plan = plan_sum(tuple(contributions), extents)
-        arenas = self._arenas_on(like[0].device) if like else []
-        return Reduction(self._channel, plan, like, divisor=divisor, wire=self._wire, arenas=arenas)
+        return Reduction(
+            self._channel,
+            plan_sum(tuple(contributions), extents, sizes),
+            like,
+            divisor=divisor,
+            wire=self._wire,
+            arenas=self._arenas_on(like[0].device) if like else [],
+            background=background,
+        )
 
     def _arenas_on(self, device: torch.device) -> list[Arena]:
         """Give the memory for what is on its way; it is kept from sum to sum."""
@@ -108,7 +146,8 @@ class ProcessCommunicator(Communicator):
     def gather_objects(self, value: Any) -> list[Any]:
         """Give every rank the objects of all; see `Communicator.gather_objects`."""
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, group=self._channel.group)
+        with self._channel.waiting():
+            dist.all_gather_object(gathered, value, group=self._channel.group)
         return gathered
 
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
@@ -120,4 +159,5 @@ class ProcessCommunicator(Communicator):
         self.exchange(b"")
 
     def close(self) -> None:
-        """Do nothing: the group is its owner's."""
+        """Watch the other ranks no longer; the group stays its owner's."""
+        self.watch.close()

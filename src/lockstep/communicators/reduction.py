@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,20 +10,23 @@ import torch
 
 from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel
+from lockstep.communicators.communicator import PendingSum
 from lockstep.communicators.ordered import Plan
+from lockstep.communicators.readiness import Readiness
 from lockstep.communicators.stage import Flats, Job, Stage
 from lockstep.communicators.wire import WireFormat
+from lockstep.errors import OrderError
 from lockstep.tree import Tensors
 
 AHEAD: Final = 2
-"""Buckets. So many are on their way to their owners while one is added up, and as many on their way back."""
+"""Buckets. So many are on their way to their owners at once, and as many on their way back."""
 
-ARENAS: Final = 2 * AHEAD + 1
+ARENAS: Final = 2 * AHEAD
 """So many buckets are under way at once, each with memory of its own."""
 
 
-class Reduction:
-    """A sum over all ranks, of tensors that this rank brings one after the other.
+class Reduction(PendingSum):
+    """A sum over all ranks, made bucket by bucket; see `PendingSum`.
 
     Args:
         channel: Joins the ranks.
@@ -31,6 +35,8 @@ class Reduction:
         divisor: The sum is divided by it, unless it is 1.
         wire: What messages look like.
         arenas: `ARENAS` of them, which nobody else uses until the end.
+        background: Whether a thread sends each bucket as soon as all of it has been brought, while the caller
+            goes on computing. Otherwise `finish` does all.
     """
 
     def __init__(
@@ -42,53 +48,107 @@ class Reduction:
         divisor: float,
         wire: WireFormat,
         arenas: Sequence[Arena],
+        background: bool = False,
     ) -> None:
+        self._like = like
+        self._results: Tensors = [None] * len(like)
+        self._roots: Flats = {}
         own = [node for node, rank in enumerate(plan.ranks) if rank == channel.rank]
         self._terms: dict[int, Flats] = {node: {} for node in own}
-        self._roots: Flats = {}
-        self._results: Tensors = [None] * len(like)
-        self._like = like
-        self._present = plan.present
+        self._missing = [set(plan.present[node]) for node in own]
+        here = set().union(*self._missing)
+        for index in set().union(*plan.present) - here:
+            result = torch.empty_like(like[index])
+            self._results[index], self._roots[index] = result, result.reshape(-1)
         job = Job(channel, plan.ranks, self._terms, self._roots, wire, divisor)
         self._stages = [
             Stage(job, bucket, arenas[index % ARENAS]) for index, bucket in enumerate(plan.buckets)
         ]
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._readiness: Readiness | None = None
+        if background:
+            self._readiness = Readiness([bucket.tensors & here for bucket in plan.buckets])
+            self._thread = threading.Thread(target=self._work, name="lockstep reduction")
+            self._thread.start()
 
     def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Bring what this rank has of one tensor.
-
-        Args:
-            index: Which tensor.
-            tensors: One for each partial sum of this rank; None where it has none. They are changed, and the
-                first of them will hold the result.
-        """
-        for terms, tensor in zip(self._terms.values(), tensors, strict=True):
+        """Bring what this rank has of one tensor; see `PendingSum.bring`."""
+        for terms, missing, tensor in zip(self._terms.values(), self._missing, tensors, strict=True):
+            if (tensor is not None) != (index in missing):
+                what = "missing" if tensor is None else "not awaited"
+                rule = "`bring` must get what was announced, once"
+                raise OrderError(f"{rule}, but a part of tensor {index} is {what}.")
             if tensor is not None:
                 terms[index] = tensor.detach().reshape(-1)
-                if index not in self._roots:
-                    self._roots[index] = terms[index]
-                    self._results[index] = tensor
+                if self._results[index] is None:
+                    self._results[index], self._roots[index] = tensor, terms[index]
+                missing.discard(index)
+        if self._readiness is not None:
+            self._readiness.brought(index)
 
-    @torch.no_grad()
     def finish(self) -> Tensors:
-        """Give the sums, one entry a tensor, once everything has been brought."""
-        for index in self._present - self._roots.keys():
-            fresh = torch.empty_like(self._like[index])
-            self._roots[index] = fresh.reshape(-1)
-            self._results[index] = fresh
-        self._run()
-        for index, result in enumerate(self._results):
-            if result is not None and result.data_ptr() != self._roots[index].data_ptr():
-                result.copy_(self._roots[index].view(result.shape))
+        """Give the sums; see `PendingSum.finish`."""
+        left = set().union(*self._missing)
+        if left:
+            rule = "Everything announced must be brought before `finish`"
+            raise OrderError(f"{rule}, but tensor {min(left)} was not.")
+        self._end()
+        with torch.no_grad():
+            for index, result in enumerate(self._results):
+                if result is not None and result.data_ptr() != self._roots[index].data_ptr():
+                    result.copy_(self._roots[index].view(result.shape))
         return self._results
 
+    def abandon(self) -> None:
+        """Bring zeros for all that is missing; see `PendingSum.abandon`."""
+        for index in set().union(*self._missing):
+            zeros = torch.zeros_like(self._like[index])
+            self.bring(index, [zeros.clone() if index in missing else None for missing in self._missing])
+        self._end()
+
+    def _end(self) -> None:
+        """See all buckets to their end."""
+        if self._thread is None:
+            self._run()
+            return
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _work(self) -> None:
+        """Do the thread's work; what goes wrong is raised by who waits for it."""
+        torch.set_num_threads(1)
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
+            self._error = error
+
+    @torch.no_grad()
     def _run(self) -> None:
-        """Take all stages through their steps, with some under way in either direction."""
+        """Take all stages through their steps in order, with some under way in either direction.
+
+        No rank waits for a bucket that another has not begun for want of this one's: all take the buckets in
+        the same order, and what has been sent needs nothing more of its sender to be received.
+        """
         stages = self._stages
-        for step in range(len(stages) + 2 * AHEAD):
-            if step < len(stages):
-                stages[step].scatter()
-            if 0 <= step - AHEAD < len(stages):
-                stages[step - AHEAD].add_up()
-            if step >= 2 * AHEAD:
-                stages[step - 2 * AHEAD].collect()
+        scattered = added = collected = 0
+        while collected < len(stages):
+            may_scatter = scattered < len(stages) and scattered < added + AHEAD
+            if may_scatter and self._is_ready(scattered, wait=scattered == collected):
+                stages[scattered].scatter()
+                scattered += 1
+            elif added < scattered and added < collected + AHEAD:
+                stages[added].add_up()
+                added += 1
+            else:
+                stages[collected].collect()
+                collected += 1
+
+    def _is_ready(self, bucket: int, *, wait: bool) -> bool:
+        """Tell whether all of a bucket has been brought, or wait until it has."""
+        if self._readiness is None:
+            return True
+        if wait:
+            self._readiness.wait(bucket)
+        return self._readiness.is_ready(bucket)

@@ -7,6 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+UNGUARDED = (
+    " If it said that a process was started while another was starting, the call of `launch` belongs under "
+    '`if __name__ == "__main__":`.'
+)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -48,11 +53,8 @@ class Outcome:
             return f"Rank {self.rank} had not ended when the others were stopped."
         if self.exit_code < 0:
             return f"Rank {self.rank} was killed by {signal.Signals(-self.exit_code).name}."
-        return (
-            f"Rank {self.rank} exited with code {self.exit_code} before `main` returned. If it said that a "
-            "process was started while another was starting, the call of `launch` belongs under "
-            '`if __name__ == "__main__":`.'
-        )
+        exited = f"Rank {self.rank} exited with code {self.exit_code} before `main` returned."
+        return exited + (UNGUARDED if self.exit_code == 1 else "")
 
 
 def first_cause(outcomes: Iterable[Outcome]) -> Outcome | None:

@@ -17,6 +17,7 @@ from lockstep.replicas.devices import Devices
 from lockstep.replicas.gradients import GradientStore, GradMode, read_grad_modes
 from lockstep.replicas.input_gradients import InputGradients
 from lockstep.replicas.measuring import Updatable, portions
+from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.output_gradients import read_output_grads
 from lockstep.replicas.parameters import read_parameters, share_parameters, write_parameters
 from lockstep.replicas.passes import Backward, Forward, Passes, schedule
@@ -355,6 +356,16 @@ class ReplicaGroup(ReplicaSet):
         read = self._signature.read_labels(labels, forward.inputs.num_samples)
         for outputs, target in portions(forward, self.devices, read, per_device=per_device, pad=pad):
             metric.update(outputs, target)
+
+    def install_monitor(self, monitor: Monitor | None) -> None:
+        """Let a monitor watch the replicas at work; None takes away the one that is there.
+
+        Args:
+            monitor: Also reports the parameters and buffers of this group; may watch several groups.
+        """
+        if monitor is not None:
+            monitor.attach(self)
+        self._passes.watch = monitor
 
     def release(self) -> None:
         """Let go of threads and replicas until they are needed again; the model is left as it is."""

@@ -16,9 +16,10 @@ from lockstep.updaters.engine import Attempt, GradientEngine
 from lockstep.updaters.epochs import Epochs
 from lockstep.updaters.handover import hand_over
 from lockstep.updaters.late import raised
+from lockstep.updaters.names import Names
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.training import Training
-from lockstep.updaters.tries import AnyTry, Names, Tried, UnreadTry
+from lockstep.updaters.tries import AnyTry, Tried, UnreadTry
 
 
 class Applier:
@@ -112,6 +113,7 @@ class Applier:
         Raises:
             BaseException: What was raised before the first weight moved, or in the middle.
         """
+        self._engine.phase("optimizer")
         places = len(self._engine.group.devices) if self._engine.side_by_side else 1
         run = partial(self._engine.group.run, settings=settings)
         late: list[BaseException] = []
@@ -135,6 +137,7 @@ class Applier:
         Returns:
             What user code raised on the way; the rest was done all the same.
         """
+        self._engine.phase("end")
         training = self._training
         training.iteration += 1
         if applied:

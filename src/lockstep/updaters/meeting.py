@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from lockstep.communicators import Communicator
 from lockstep.errors import DisagreementError, PeerError
+from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.interrupts import HeldInterrupts
 
 LONGEST_TRACEBACK: Final = 20_000
@@ -32,6 +33,10 @@ class Meeting(ABC):
     @abstractmethod
     def begin(self) -> None:
         """Begin an update, or half of one."""
+
+    @abstractmethod
+    def state_loaded(self) -> None:
+        """Take note that the state is another now, which ranks may have to compare."""
 
     @abstractmethod
     def telling(self) -> AbstractContextManager[None]:
@@ -58,6 +63,9 @@ class NoMeeting(Meeting):
     def begin(self) -> None:
         """Do nothing."""
 
+    def state_loaded(self) -> None:
+        """Do nothing."""
+
     def telling(self) -> AbstractContextManager[None]:
         """Tell nobody."""
         return _NOTHING
@@ -76,15 +84,26 @@ class RankMeeting(Meeting):
 
     Args:
         communicator: Joins them.
+        alike: Compares what must be alike.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, alike: Alikeness) -> None:
         self._communicator = communicator
+        self._alike = alike
         self._failed = False
 
     def begin(self) -> None:
-        """Forget how the last update ended."""
+        """Forget how the last update ended; before the first one compare the ranks.
+
+        Raises:
+            DisagreementError: They are not alike.
+        """
         self._failed = False
+        self._alike.begin()
+
+    def state_loaded(self) -> None:
+        """Compare the ranks anew before the next update."""
+        self._alike.state_loaded()
 
     @contextmanager
     def telling(self) -> Iterator[None]:
@@ -106,27 +125,35 @@ class RankMeeting(Meeting):
             account: Anything that JSON knows.
             again: Whether this rank's part has to be made anew.
 
+        What the ranks do together because of it is part of the meeting, until `part`.
+
         Returns:
             The accounts of all ranks in order; None where a rank has to make its part anew, and so all do.
 
         Raises:
             PeerError: A rank failed.
-            DisagreementError: A rank is somewhere else.
+            DisagreementError: A rank is somewhere else, or its state is another.
             KeyboardInterrupt: A rank was interrupted.
         """
+        message = {"position": position, "again": again, "account": account, "state": self._alike.digest()}
         # What is raised from here on, the others raise as well, or cannot be told.
         self._failed = True
-        said = self._exchange({"position": position, "again": again, "account": account})
+        said = self._exchange(message)
         for rank, each in enumerate(said):
             _raise_if_failed(rank, each)
         _check_positions([each["position"] for each in said])
-        self._failed = False
+        self._alike.check([each["state"] for each in said])
         return None if any(each["again"] for each in said) else [each["account"] for each in said]
+
+    def part(self) -> None:
+        """End a meeting: what a rank raises from here on, it has to tell the others at the next."""
+        self._failed = False
 
     def agree(self, position: Position, interrupts: HeldInterrupts) -> None:
         """Meet without an account; see `Meeting.agree`."""
         interrupts.check()
         self.meet(position, {})
+        self.part()
         interrupts.hold()
 
     def commit(self, interrupts: HeldInterrupts) -> None:

@@ -13,6 +13,9 @@ from lockstep.data.source import Source
 
 MAIN = "main"
 
+Names = tuple[str, ...]
+"""The optimizers that a gradient is for."""
+
 T = TypeVar("T")
 
 

@@ -12,6 +12,7 @@ from lockstep.communicators import Communicator, Contribution
 from lockstep.replicas.buffers import BufferSum, Slot
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.account import Account
+from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.meeting import Position, RankMeeting
 from lockstep.updaters.reduction import gather
 from lockstep.updaters.result import NonFiniteShard, ShardReport
@@ -102,19 +103,19 @@ class RankReduction:
             buffers.weights,
             workloads,
         )
+        self._communicator.watch.phase("reduce")
         plain = self.meeting.meet(position, account.to_plain(), again=again)
         if plain is None:
+            self.meeting.part()
             return None
         accounts = [Account.from_plain(each) for each in plain]
         self._take([each.workloads for each in accounts])
         reports = [report for each in accounts for report in each.reports]
         # Not divided on the way: every rank divides and checks in one pass over the memory.
-        return WholeBatch(
-            self._communicator.sum_partials(partials, [each.gradients for each in accounts], like),
-            [self._sum_buffers(buffers, accounts, slots)],
-            sum(each.samples for each in accounts),
-            reports,
-        )
+        gradients = self._communicator.sum_partials(partials, [each.gradients for each in accounts], like)
+        new_buffers = self._sum_buffers(buffers, accounts, slots)
+        self.meeting.part()
+        return WholeBatch(gradients, [new_buffers], sum(each.samples for each in accounts), reports)
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Give every rank what each found."""
@@ -139,12 +140,13 @@ class RankReduction:
         return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
 
 
-def join(communicator: Communicator, workloads: Sequence[float]) -> RankReduction | None:
+def join(communicator: Communicator, workloads: Sequence[float], alike: Alikeness) -> RankReduction | None:
     """Get to know the places of all ranks; every rank calls it.
 
     Args:
         communicator: Joins them.
         workloads: The relative speeds of this rank's places.
+        alike: Compares the ranks when they meet.
 
     Returns:
         What adds up over them; None for a process that is alone.
@@ -152,7 +154,8 @@ def join(communicator: Communicator, workloads: Sequence[float]) -> RankReductio
     if communicator.size == 1:
         return None
     said = communicator.exchange(json.dumps(list(workloads)).encode())
-    return RankReduction(communicator, RankMeeting(communicator), [json.loads(each) for each in said])
+    meeting = RankMeeting(communicator, alike)
+    return RankReduction(communicator, meeting, [json.loads(each) for each in said])
 
 
 @dataclass(slots=True)

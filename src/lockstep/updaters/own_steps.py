@@ -17,11 +17,11 @@ from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.lanes import STEP, lane
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.meeting import Meeting
-from lockstep.updaters.names import MAIN, look_up
+from lockstep.updaters.names import MAIN, Names, look_up
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.savepoint import Savepoint
 from lockstep.updaters.training import Training
-from lockstep.updaters.tries import Computation, Names, Tried
+from lockstep.updaters.tries import Computation, Tried
 from lockstep.updaters.trying import Trier
 
 

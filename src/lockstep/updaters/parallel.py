@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
 from lockstep.replicas.settings import ALONE, Computing, ThreadSettings
+from lockstep.updaters.alike import Alikeness, Differing
 from lockstep.updaters.applying import Applier
 from lockstep.updaters.arguments import (
     check_choice,
@@ -36,14 +38,15 @@ from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.meeting import Meeting, NoMeeting
-from lockstep.updaters.names import MAIN, by_name, iterators_by_name, look_up, named_schedulers
+from lockstep.updaters.names import MAIN, Names, by_name, iterators_by_name, look_up, named_schedulers
 from lockstep.updaters.networks import arrange, check_ownership
 from lockstep.updaters.over_ranks import join
 from lockstep.updaters.own_steps import OwnSteps, check_computed
+from lockstep.updaters.recipe import recipe_of
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
 from lockstep.updaters.saving import load_state, state_of
 from lockstep.updaters.training import Training
-from lockstep.updaters.tries import AnyTry, Computation, Names, Tried
+from lockstep.updaters.tries import AnyTry, Computation, Tried
 from lockstep.updaters.trying import OnExhausted, OnOverflow, Trier, TryRules
 from lockstep.updaters.updater import Updater
 
@@ -108,6 +111,10 @@ class ParallelUpdater(Updater):
             ``parameter.grad`` is a view; costs a copy. For one optimizer whose parameters have one dtype.
         communicator: Joins the processes of the run, each with devices of its own, whose shards are parts of
             one batch. Found in the environment unless given; alone, a process is the whole run.
+        check_every: Within how many updates processes compare all bits of their states, at least 1; a part at
+            each update. What must be alike otherwise is compared before the first update.
+        differing_models: Whether models that differ over processes when a run begins become that of rank 0
+            (``"broadcast"``) or end the run (``"refuse"``).
 
     Raises:
         TypeError: An argument is of another kind.
@@ -148,8 +155,13 @@ class ParallelUpdater(Updater):
         auto_new_epoch: bool = True,
         flat_gradients: bool = False,
         communicator: Communicator | None = None,
+        check_every: int = 100,
+        differing_models: Differing = "broadcast",
     ) -> None:
-        check_counts(num_shards=num_shards, accumulate=accumulate, max_tries=max_tries)
+        check_counts(
+            num_shards=num_shards, accumulate=accumulate, max_tries=max_tries, check_every=check_every
+        )
+        check_choice("differing_models", differing_models, ("broadcast", "refuse"))
         check_seed(seed)
         check_choice("reduction", reduction, ("mean", "sum"))
         check_choice("on_overflow", on_overflow, ("retry", "next", "skip"))
@@ -181,7 +193,33 @@ class ParallelUpdater(Updater):
         )
         group = training.group
         self._communicator = find_communicator() if communicator is None else communicator
-        ranks = join(self._communicator, group.workloads)
+        if communicator is None:
+            weakref.finalize(self, self._communicator.close).atexit = False
+        recipe = {
+            "num_shards": num_shards,
+            "seed": seed,
+            "accumulate": accumulate,
+            "split": split,
+            "reduction": reduction,
+            "precision": precision,
+            "buffers": buffers,
+            "on_overflow": on_overflow,
+            "max_tries": max_tries,
+            "on_exhausted": on_exhausted,
+            "flat_gradients": flat_gradients,
+            "auto_new_epoch": auto_new_epoch,
+            "loss_fn": loss_fn,
+            "step_fn": step_fn,
+            "converter": converter,
+        }
+        alike = Alikeness(
+            self._communicator,
+            training,
+            partial(recipe_of, training, recipe),
+            every=check_every,
+            differing=differing_models,
+        )
+        ranks = join(self._communicator, group.workloads, alike)
         self._meeting: Meeting = NoMeeting() if ranks is None else ranks.meeting
         self._engine = GradientEngine(
             group,
@@ -194,6 +232,7 @@ class ParallelUpdater(Updater):
             strided=split == "strided",
             flat=flat_gradients,
             timing=PlaceTimes(group.devices) if arranged.workloads == "auto" else None,
+            phase=self._communicator.watch.phase,
             ranks=ranks,
         )
         group.model.to(group.devices[0])
@@ -482,6 +521,7 @@ class ParallelUpdater(Updater):
         engine = self._engine
         load_state(self._training, state, num_shards=engine.shards_a_batch, seed=engine.seed)
         self._trier.look_for_shapes()
+        self._meeting.state_loaded()
         self._computed = {}
 
     def _computing(self) -> Computing:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -14,9 +15,8 @@ from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, MasterWeights, MovingScale
 from lockstep.replicas import ReplicaGroup
 from lockstep.updaters.counting import AppliedUpdates
-from lockstep.updaters.names import MAIN, look_up
+from lockstep.updaters.names import MAIN, Names, look_up
 from lockstep.updaters.savepoint import Savepoint
-from lockstep.updaters.tries import Names
 
 
 @dataclass(slots=True)
@@ -93,12 +93,36 @@ class Training:
         network = look_up(model, self.models)
         return {name: value for each in self.masters.values() for name, value in each.named(network).items()}
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name all tensors of the state: parameters, buffers, masters, and what optimizers remember."""
+        found: dict[str, torch.Tensor] = {}
+        names: dict[torch.Tensor, str] = {}
+        for model, network in self.models.items():
+            prefix = "" if len(self.models) == 1 else f"{model}."
+            for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+                if not is_lazy(tensor):
+                    found[f"{prefix}{name}"] = tensor
+                    names[tensor] = f"{prefix}{name}"
+            for masters in self._held():
+                for name, tensor in masters.named(network).items():
+                    found[f"the master of {prefix}{name}"] = tensor
+        for optimizer in self.optimizers.values():
+            for parameter, remembered in optimizer.state.items():
+                for key, value in remembered.items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{key} of {names.get(parameter, 'a parameter')}"] = value
+        # Threads may have made an optimizer's entries in any order.
+        return {name: found[name] for name in sorted(found)}
+
+    def _held(self) -> list[MasterWeights]:
+        """List the masters of all optimizers, their own among them."""
+        held = [self.masters.get(name) or _own_masters(each) for name, each in self.optimizers.items()]
+        return [each for each in held if each is not None]
+
     def save(self) -> Savepoint:
         """Copy what steps may change."""
         schedulers = [*self.schedulers.values(), *self.epoch_schedulers.values()]
-        held = [self.masters.get(name) or _own_masters(each) for name, each in self.optimizers.items()]
-        masters = [each for each in held if each is not None]
-        return Savepoint(self.group.model, self.optimizers.values(), schedulers, masters)
+        return Savepoint(self.group.model, self.optimizers.values(), schedulers, self._held())
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights:

@@ -13,9 +13,6 @@ from lockstep.updaters.engine import Attempt
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import UpdateResult
 
-Names = tuple[str, ...]
-"""The optimizers that a gradient is for."""
-
 
 @dataclass(frozen=True, slots=True)
 class Computation:

@@ -1,0 +1,52 @@
+"""What one rank lets the others know about a failure, its own or another's."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from dataclasses import asdict, dataclass
+
+from lockstep.errors import PeerError
+
+LONGEST = 20_000
+"""Characters of a traceback that travel: its end, which says most."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What became of a rank.
+
+    Attributes:
+        rank: Whose failure it is; None where only a connection tells that one failed.
+        what: Follows the words "Rank 3", as in "raised ValueError: no".
+        phase: What it was doing when it was last heard; empty where it never was.
+        traceback: Of its error, as text; empty where it could not send one.
+    """
+
+    rank: int | None
+    what: str
+    phase: str = ""
+    traceback: str = ""
+
+    @classmethod
+    def raised(cls, rank: int, error: BaseException, phase: str) -> Failure:
+        """Describe an error of this rank's own."""
+        text = "".join(traceback.format_exception(error))
+        return cls(rank, f"raised {type(error).__name__}: {error}", phase, text[-LONGEST:])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Failure:
+        """Read what `to_text` wrote."""
+        return cls(**json.loads(data))
+
+    def to_text(self) -> str:
+        """Write it as JSON."""
+        return json.dumps(asdict(self))
+
+    def error(self) -> PeerError:
+        """Give the error that it is for the other ranks."""
+        who = "Another rank" if self.rank is None else f"Rank {self.rank}"
+        doing = f" It was last heard in the phase {self.phase!r}." if self.phase else ""
+        trace = f"\n\nIts own traceback:\n{self.traceback}" if self.traceback else ""
+        message = f"{who} {self.what}.{doing}{trace}"
+        return PeerError(message, rank=self.rank, phase=self.phase, traceback=self.traceback)

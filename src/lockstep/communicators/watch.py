@@ -1,0 +1,229 @@
+"""Notice that another rank has failed, wherever it was, and say which and why.
+
+A rank that raises tells the others of it at its end, traceback and all. One that dies or is stopped tells
+nothing; its neighbour misses its beats. Then every rank breaks its own process group, so that a call that
+waits for the failed rank returns, and raises a `PeerError` in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Final
+
+import torch.distributed as dist
+
+from lockstep.communicators.breaking import break_group
+from lockstep.communicators.failure import Failure
+from lockstep.communicators.pulse import ALERT_LOOKS, ALERT_ROUNDS, INTERVAL, Beat, Pulse, silence
+from lockstep.errors import PeerError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+START: Final = "start-up"
+_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+
+
+class Watch:
+    """Of a process that is alone: there is nobody to watch."""
+
+    def phase(self, name: str) -> None:
+        """Say what this rank is doing from here on; costs next to nothing, and never raises."""
+
+    def check(self) -> None:
+        """Raise if another rank is known to have failed.
+
+        Raises:
+            PeerError: One has.
+        """
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other ranks know that this one has failed; needless where the process ends by it."""
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Surround a call that waits for other ranks, so that they know who is waiting and who is not.
+
+        Raises:
+            PeerError: One of them is known to have failed.
+        """
+        return _NOTHING
+
+    def explain(self) -> PeerError | None:
+        """Find out which rank a call has failed for; takes a few seconds.
+
+        Returns:
+            What to raise instead of the call's own error; None where no rank is known to have failed.
+        """
+        return None
+
+    def protect(self, group: dist.ProcessGroup) -> None:
+        """Take in a process group whose calls are to return when a rank fails."""
+
+    def close(self) -> None:
+        """Say that this rank has ended, and watch no longer. Calls after the first do nothing."""
+
+
+class PeerWatch(Watch):
+    """Of one of several processes: two threads that sleep nearly all the time.
+
+    Args:
+        store: Where the ranks find each other; must know how to clone itself.
+        rank: This rank.
+        size: How many ranks there are, at least 2.
+        timeout: Seconds that a rank waits for another. A third of it is how long one may be silent.
+        keeper: The rank whose process keeps the store; None where a launcher's does.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, timeout: float = 60.0, keeper: int | None = 0
+    ) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._keeper = keeper
+        self._groups: list[dist.ProcessGroup] = []
+        self._failure: Failure | None = None
+        self._found = threading.Event()
+        self._closing = threading.Event()
+        self._waiting = False
+        self._phase = START
+        self._patience = max(ALERT_LOOKS, round(timeout / 3 / INTERVAL))
+        number = store.add(f"watches/{rank}", 1)
+        self._pulse = Pulse(
+            dist.PrefixStore(f"watch/{number}", store.clone()),  # type: ignore[attr-defined]
+            rank,
+            size,
+            news=lambda: (self._waiting, self._phase),
+            patience=self._patience,
+            keeper=keeper,
+        )
+        self._judge = threading.Thread(target=self._keep_watch, name="lockstep watch", daemon=True)
+        threading._register_atexit(_close_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
+        self._pulse.start()
+        self._judge.start()
+
+    def phase(self, name: str) -> None:
+        """Say what this rank is doing; see `Watch.phase`."""
+        self._phase = name
+
+    def check(self) -> None:
+        """Raise if another rank is known to have failed; see `Watch.check`."""
+        if self._failure is not None and self._failure.rank != self._rank:
+            raise self._failure.error()
+
+    def tell(self, error: BaseException) -> None:
+        """Let the other ranks know that this one has failed; see `Watch.tell`."""
+        self._pulse.tell(Failure.raised(self._rank, error, self._phase))
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Surround a call that waits for other ranks; see `Watch.waiting`."""
+        self.check()
+        self._waiting = True
+        try:
+            yield
+        finally:
+            self._waiting = False
+
+    def explain(self) -> PeerError | None:
+        """Find out which rank a call has failed for; see `Watch.explain`."""
+        beats = self._survey()
+        self._found.wait(ALERT_ROUNDS * INTERVAL)
+        if self._failure is not None:
+            return self._failure.error()
+        for rank, beat in beats.items():
+            if beat is not None and not beat.waiting:
+                return Failure(
+                    rank, f"has not come for {self._timeout:g} s, but is alive", beat.phase
+                ).error()
+        return None
+
+    def gather(self) -> None:
+        """Wait until every rank has come.
+
+        Raises:
+            PeerError: One has not within the time, or has failed.
+        """
+        deadline = time.monotonic() + self._timeout
+        while not self._pulse.everyone.wait(INTERVAL / 10):
+            self.check()
+            if time.monotonic() > deadline:
+                beats = self._survey()
+                absent = next((rank for rank, beat in beats.items() if beat is None), None)
+                raise Failure(absent, f"has not come within {self._timeout:g} s", START).error()
+
+    def protect(self, group: dist.ProcessGroup) -> None:
+        """Take in a process group; see `Watch.protect`."""
+        self._groups.append(group)
+
+    def close(self) -> None:
+        """Watch no longer; see `Watch.close`."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._pulse.stop()
+            self._judge.join()
+
+    def _survey(self) -> Mapping[int, Beat | None]:
+        """Look at all ranks."""
+        self._pulse.alarm()
+        self._pulse.surveyed.wait(ALERT_ROUNDS * INTERVAL)
+        return dict(self._pulse.beats)
+
+    def _keep_watch(self) -> None:
+        """Wait for a failure, and break what waits for the failed rank."""
+        rounds = looks = 0
+        while not self._closing.wait(INTERVAL):
+            looks = looks + 1 if rounds == self._pulse.rounds else 0
+            rounds = self._pulse.rounds
+            failure = self._pulse.failure or self._judge_keeper(looks)
+            if failure is not None:
+                self._failure = failure
+                for group in self._groups:
+                    break_group(group)
+                self._found.set()
+                return
+
+    def _judge_keeper(self, looks: int) -> Failure | None:
+        """Judge whoever keeps the store by its answers, for they are what the pulse may be waiting for.
+
+        Args:
+            looks: How often the pulse was found where it was before.
+        """
+        beat = None if self._keeper is None else self._pulse.beats.get(self._keeper)
+        phase = "" if beat is None else beat.last_phase
+        if self._pulse.lost:
+            gone = Failure(self._keeper, "has ended, and with it the store that it kept", phase)
+            return gone if self._pulse.alert else None
+        if looks >= (ALERT_LOOKS if self._pulse.alert else self._patience):
+            return Failure(self._keeper, silence(looks), phase)
+        return None
+
+
+def watch_group(group: dist.ProcessGroup, timeout: float) -> Watch:
+    """Watch the ranks of a process group that somebody else has opened."""
+    if group.size() == 1:
+        return Watch()
+    keeper = None if launcher_keeps_store(os.environ) else 0
+    return PeerWatch(group.get_group_store(), group.rank(), group.size(), timeout=timeout, keeper=keeper)
+
+
+def launcher_keeps_store(variables: Mapping[str, str]) -> bool:
+    """Tell from the environment whether torchrun's own process keeps the store, or else rank 0's."""
+    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _close_at_exit(reference: weakref.ref[PeerWatch]) -> None:
+    """Tell the others of the error by which this process ends, if it ends by one of its own."""
+    watch = reference()
+    if watch is None:
+        return
+    error = vars(sys).get("last_value")
+    if isinstance(error, BaseException) and not isinstance(error, PeerError):
+        watch.tell(error)
+    watch.close()
