@@ -20,8 +20,7 @@ from lockstep.replicas.merged_output import Link
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.nccl import BroadcastingSet
 from lockstep.replicas.one_graph import attached_forward
-from lockstep.replicas.passes import Forward, Passes
-from lockstep.replicas.replica_passes import ReplicaPasses
+from lockstep.replicas.passes import Passes
 from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, read_inputs
 from lockstep.replicas.wrapping import Wrapping
@@ -33,27 +32,13 @@ class Prepared(threading.local):
     done = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Running:
     """Replicas with their threads, and what runs shards on them."""
 
     replicas: ReplicaSet
     passes: Passes
     prepared: Prepared = field(default_factory=Prepared)
-    _ran_on: list[ReplicaPasses] | None = None
-    _trained: list[nn.Parameter] = field(default_factory=list)
-
-    def trained_by(self, forward: Forward | None) -> list[nn.Parameter]:
-        """List the model's parameters that ask for a gradient, in the order of the replicas'.
-
-        Args:
-            forward: That they are for; replicas are built anew when one is frozen, so the list of the forward
-                before will do where it ran on the same ones. None looks through the model.
-        """
-        if forward is None or self._ran_on is not forward.replicas:
-            self._trained = [each for each in self.replicas.model.parameters() if each.requires_grad]
-            self._ran_on = None if forward is None else forward.replicas
-        return self._trained
 
 
 class DataParallel(Wrapping):
@@ -181,12 +166,12 @@ class DataParallel(Wrapping):
         inputs = self._read(args, kwargs)
         main = self.devices[0]
         if torch.is_grad_enabled() and not self.parallel_backward:
-            trained = running.trained_by(None)
+            trained = [each for each in self.module.parameters() if each.requires_grad]
             forward = attached_forward(running.passes, inputs, trained, self, flat=self._flat)
             return forward.outputs.nest(forward.outputs.merged(main, attached=True))
         with _own_saved_tensors():
             forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
-        trained = running.trained_by(forward) if forward.has_graph else []
+        trained = [each for _, each in forward.parameters] if forward.has_graph else []
         if not trained and not any(inputs.wanted):
             return forward.outputs.nest(forward.outputs.merged(main))
         return forward.outputs.nest(Link(running.passes, forward, trained, main, self._flat).outputs())
