@@ -11,7 +11,7 @@ import torch
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
-PAGES = {"modules.md": 5}
+PAGES = {"group.md": 3, "modules.md": 5}
 """How many programs each page holds."""
 
 

@@ -168,6 +168,20 @@ def test_hooks_on_parameters_see_the_sum_once() -> None:
     assert model.bias.grad.tolist() == [14.0, 14.0, 14.0]
 
 
+def test_a_parameter_frozen_between_forward_and_backward_still_gets_its_gradient() -> None:
+    model = linear()
+    with ls.ReplicaGroup(model, THREE) as group:
+        group.forward(batch())
+        model.weight.requires_grad_(False)
+        group.backward(torch.ones(7, 3))
+        assert model.bias.grad.tolist() == [7.0, 7.0, 7.0]
+        assert model.weight.grad is not None
+        model.weight.grad = None
+        group.forward(batch())
+        group.backward(torch.ones(7, 3))
+        assert model.weight.grad is None
+
+
 def test_backward_again() -> None:
     model = linear()
     with ls.ReplicaGroup(model, THREE) as group:

@@ -386,12 +386,9 @@ class ReplicaGroup(ReplicaSet):
     def _keep(self, forward: Forward, backward: Backward) -> None:
         """Write or add what backward gave."""
         parts = [backward.device_total(place) for place in range(len(self.devices))]
-        asking = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
-        asking = [pair for pair in asking if self._modes.get(pair[0]) != "null"]
-        for index, ((name, parameter), total) in enumerate(
-            zip(asking, backward.total(keep=True), strict=True)
-        ):
+        totals = backward.total(keep=True)
+        for index, (name, parameter) in enumerate(forward.parameters):
             own: Tensors = [part[index] if part else None for part in parts]
-            self._store.put(parameter, total, own, add=self._modes.get(name) == "add")
+            self._store.put(parameter, totals[index], own, add=self._modes.get(name) == "add")
         gradients = InputGradients(forward.inputs, forward.shards, backward.inputs)
         self._input_gradients = gradients.plus(self._input_gradients if self._inputs_add else None)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
+from torch import nn
 
 from lockstep import plan
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
-from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, buffer_slots, combine
+from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots, combine
 from lockstep.replicas.gather import Outputs, read_outputs
 from lockstep.replicas.replica_passes import Mode, ReplicaPasses, ShardForward, Watch
 from lockstep.replicas.replica_set import ReplicaSet
@@ -38,6 +39,8 @@ class Forward:
         mode: How modules ran.
         settings: Under which the threads computed.
         replicas: Where they ran.
+        parameters: The model's parameters that ask for a gradient, with their names, in the order of the
+            replicas'.
         has_graph: Whether backward can be run.
         done: What each shard left behind, by device.
     """
@@ -48,6 +51,7 @@ class Forward:
     mode: Mode
     settings: ThreadSettings
     replicas: list[ReplicaPasses]
+    parameters: list[tuple[str, nn.Parameter]]
     has_graph: bool
     done: list[list[ShardForward]] = field(default_factory=list)
     outputs: Outputs = field(init=False)
@@ -101,6 +105,8 @@ class Passes:
         self._rule: BufferRule = buffers
         self._streams = ShardStreams(replicas.devices)
         self._replicas: list[ReplicaPasses] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._slots: list[Slot] = []
         self.watch: Watch | None = None
         """Entered around the forward and the backward of each shard; None costs nothing."""
 
@@ -142,6 +148,7 @@ class Passes:
                 Mode.wanted(self._set.model, training=training),
                 settings,
                 self._replicas,
+                self._parameters,
                 has_graph=settings.grad,
             )
 
@@ -203,6 +210,9 @@ class Passes:
         if not self._set.refresh() and self._replicas:
             return
         model, replicas, devices = self._set.model, self._set.replicas, self._set.devices
+        pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
+        self._parameters = [named for named, copied in pairs if copied.requires_grad]
+        self._slots = buffer_slots(model)
         self._replicas = [
             ReplicaPasses(
                 place,
@@ -267,9 +277,8 @@ class Passes:
     @torch.no_grad()
     def _combine(self, sums: Sequence[BufferSum], weight: float) -> None:
         """Make what the shards made of the buffers the model's."""
-        slots = buffer_slots(self._set.model)
-        if slots:
-            combine(sums, slots, weight=weight)
+        if self._slots:
+            combine(sums, self._slots, weight=weight)
 
 
 @lru_cache(maxsize=64)
