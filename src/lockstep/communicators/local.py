@@ -54,6 +54,7 @@ class LocalCommunicator(Communicator):
         like: Sequence[torch.Tensor],
         *,
         divisor: float = 1.0,
+        compress: bool = True,  # noqa: ARG002 - nothing travels
     ) -> Tensors:
         """Add up the partial sums of this process; see `Communicator.sum_partials`."""
         summed: Tensors = total(partials) if partials else [None] * len(like)

@@ -169,6 +169,7 @@ class RankMeeting(Meeting):
             {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": text[-LONGEST_TRACEBACK:],
+                "phase": self._communicator.watch.doing,
                 "interrupt": isinstance(error, KeyboardInterrupt),
                 "ended": ended,
             }
@@ -192,6 +193,7 @@ def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:
     raise PeerError(
         f"Rank {rank} raised {said['error']}\nIts own traceback:\n{said['traceback'].rstrip()}",
         rank=rank,
+        phase=said["phase"],
         traceback=said["traceback"],
     )
 

@@ -136,7 +136,7 @@ class RankReduction:
         contributions = _first_only([account.buffers for account in accounts], count)
         _drop(own.partials, contributions[self._communicator.rank])
         like = [buffer for slot in slots if (buffer := slot.get()) is not None]
-        summed = self._communicator.sum_partials(own.partials, contributions, [*like, *like])
+        summed = self._communicator.sum_partials(own.partials, contributions, [*like, *like], compress=False)
         return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
 
 
