@@ -83,6 +83,7 @@ class Signature:
             self._batch_dim if bound else 0,
             wanted=lambda *_: False,
             absent=[] if self.bound is None else self.bound.paths,
+            argument="labels",
         )
         if read.num_samples != num_samples:
             raise ValueError(

@@ -1,0 +1,146 @@
+"""Choose where shards are cut over ranks: even work against few partial sums to send.
+
+A cut changes no bit, for the tree is over shards and not over ranks. But a rank whose run of shards makes up
+one node of the tree sends one partial sum, and any other run makes several.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+from lockstep.plan import assign, check_workloads
+from lockstep.tree import ShardSum
+
+
+class _Path(NamedTuple):
+    """The best way found to give shards to the first ranks; compared by its first two fields.
+
+    Attributes:
+        longest: Seconds that the slowest of them works.
+        nodes: How many partial sums they send together.
+        stop: Where the last of them ends.
+        before: The way without the last; None at the start.
+    """
+
+    longest: float
+    nodes: int
+    stop: int
+    before: _Path | None
+
+
+def cut_over_ranks(leaves: Sequence[int], seconds: Sequence[float], transfer: float) -> list[range]:
+    """Give each rank a run of neighbouring shards, for the least time of work and of the sum over ranks.
+
+    The time is that of the slowest rank's shards plus that of its bytes: with W ranks, n nodes on the rank
+    that has most and m nodes on all others together, every element travels max(n·(W-1), m)/W times towards
+    the owners and (W-1)/W times back. Looked at are the cuts of `plan.assign` and those next to even ones
+    by one shard or by as much as leads to a multiple of a power of two.
+
+    Args:
+        leaves: The number in the tree of each shard that exists, ascending.
+        seconds: How long a rank takes for a shard; only relative to `transfer` do they matter.
+        transfer: How long it takes to send all gradients of a model once from one rank to another.
+
+    Returns:
+        For each rank its shards, as positions in `leaves`; maybe none.
+
+    Raises:
+        ValueError: There is no shard or no rank, or a time is out of range.
+
+    Determinism: ranks that are given the same numbers choose the same cuts.
+
+    >>> cut_over_ranks(range(8), [1.0, 1.0, 1.0], transfer=0.1)
+    [range(0, 3), range(3, 6), range(6, 8)]
+    >>> cut_over_ranks(range(8), [1.0, 1.0, 1.0], transfer=10.0)
+    [range(0, 4), range(4, 8), range(8, 8)]
+    """
+    check_workloads(seconds)
+    if transfer < 0:
+        raise ValueError(f"`transfer` must be at least 0, got {transfer}.")
+    even = assign(len(leaves), [1.0 / each for each in seconds])
+    nodes = _node_counter(leaves)
+    reach = 2 * max(map(len, even))
+    candidates = [_near(run.stop, leaves, reach) for run in even]
+    most = reach.bit_length()
+    found = [even]
+    for limit in range(1, most + 1):
+        path = _shortest(candidates, seconds, nodes, limit)
+        if path is not None:
+            found.append(_runs(path))
+    return min(found, key=lambda runs: _time(runs, seconds, nodes, transfer))
+
+
+def _near(stop: int, leaves: Sequence[int], reach: int) -> list[int]:
+    """List positions of cuts: the even one, its neighbours, and those within reach that end a subtree."""
+    if stop in (0, len(leaves)):
+        return [stop]
+    leaf = leaves[stop]
+    wanted = {leaf}
+    for height in range(1, reach.bit_length() + 1):
+        below = leaf >> height << height
+        wanted |= {below, below + (1 << height)}
+    near = {bisect_left(leaves, each) for each in wanted}
+    return sorted(near | {stop - 1, stop + 1})
+
+
+def _node_counter(leaves: Sequence[int]) -> Callable[[int, int], int]:
+    """Count the partial sums that a run of shards comes to."""
+
+    @cache
+    def nodes(start: int, stop: int) -> int:
+        if start == stop:
+            return 0
+        place = ShardSum(first=leaves[start])
+        for leaf in leaves[start:stop]:
+            place.push(leaf, [])
+        place.settle(leaves[stop] if stop < len(leaves) else 1 << leaves[-1].bit_length())
+        return len(place.partials)
+
+    return nodes
+
+
+def _shortest(
+    candidates: Sequence[Sequence[int]],
+    seconds: Sequence[float],
+    nodes: Callable[[int, int], int],
+    limit: int,
+) -> _Path | None:
+    """Find the cuts with the least work for the slowest rank, where none sends more than so many sums."""
+    paths = [_Path(0.0, 0, 0, None)]
+    for stops, each in zip(candidates, seconds, strict=True):
+        best: dict[int, _Path] = {}
+        for path in paths:
+            for stop in stops:
+                if stop < path.stop or (sums := nodes(path.stop, stop)) > limit:
+                    continue
+                longest = max(path.longest, (stop - path.stop) * each)
+                longer = _Path(longest, path.nodes + sums, stop, path)
+                if stop not in best or longer[:2] < best[stop][:2]:
+                    best[stop] = longer
+        paths = list(best.values())
+    return paths[0] if paths else None
+
+
+def _runs(path: _Path) -> list[range]:
+    """Write a path as the runs of its ranks."""
+    stops = []
+    step: _Path | None = path
+    while step is not None:
+        stops.append(step.stop)
+        step = step.before
+    return [range(start, stop) for start, stop in pairwise(reversed(stops))]
+
+
+def _time(
+    runs: Sequence[range], seconds: Sequence[float], nodes: Callable[[int, int], int], transfer: float
+) -> float:
+    """Give the seconds that an update takes with these cuts."""
+    size = len(runs)
+    work = max(len(run) * each for run, each in zip(runs, seconds, strict=True))
+    sums = [nodes(run.start, run.stop) for run in runs]
+    towards = max(max(each * (size - 1), sum(sums) - each) for each in sums)
+    return work + (towards + size - 1) / size * transfer
