@@ -65,7 +65,7 @@ def calls(draw: st.DrawFn) -> Call:
 
 
 class Everywhere(nn.Module):
-    """Mix every input with all others, sample by sample, and with parameters; give them back in their nest."""
+    """Mix every input with all others, sample by sample, and with parameters."""
 
     def __init__(self, num_inputs: int) -> None:
         super().__init__()

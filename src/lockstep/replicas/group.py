@@ -185,7 +185,8 @@ class ReplicaGroup(ReplicaSet):
                 False for evaluation mode. None takes what the group was made with.
 
         Returns:
-            What the model returns, of the whole batch, without a graph.
+            What the model returns, of the whole batch, without a graph. The graphs for `backward` are kept
+            until then, or until the next forward; under ``torch.no_grad()`` there are none.
 
         Raises:
             OrderError: The group is closed.
@@ -346,7 +347,8 @@ class ReplicaGroup(ReplicaSet):
             labels: A tensor or nest with one entry a sample, cut as the bound labels are.
             per_device: One call for each device with its own samples; else one call for all, so that the
                 result is that of one device whatever the metric counts.
-            pad: How many samples at the end of the batch are padding, which is not counted.
+            pad: How many samples at the end of the batch are padding, which is not counted; an output that is
+                one value for all samples comes as it is.
 
         Raises:
             OrderError: There was no forward.
@@ -386,12 +388,9 @@ class ReplicaGroup(ReplicaSet):
     def _keep(self, forward: Forward, backward: Backward) -> None:
         """Write or add what backward gave."""
         parts = [backward.device_total(place) for place in range(len(self.devices))]
-        asking = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
-        asking = [pair for pair in asking if self._modes.get(pair[0]) != "null"]
-        for index, ((name, parameter), total) in enumerate(
-            zip(asking, backward.total(keep=True), strict=True)
-        ):
+        totals = backward.total(keep=True)
+        for index, (name, parameter) in enumerate(forward.parameters):
             own: Tensors = [part[index] if part else None for part in parts]
-            self._store.put(parameter, total, own, add=self._modes.get(name) == "add")
+            self._store.put(parameter, totals[index], own, add=self._modes.get(name) == "add")
         gradients = InputGradients(forward.inputs, forward.shards, backward.inputs)
         self._input_gradients = gradients.plus(self._input_gradients if self._inputs_add else None)

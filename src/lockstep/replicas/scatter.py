@@ -132,13 +132,26 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:
     """Name the positions of a call as the function does; those it takes as ``*args`` by their number."""
+    return with_numbers(positional_names(forward), num_args)
+
+
+def with_numbers(names: Sequence[str], num_args: int) -> list[str]:
+    """Name so many positions; those past the names by their number.
+
+    >>> with_numbers(["x"], 2)
+    ['x', 'args[1]']
+    """
+    return [*names[:num_args], *(f"args[{index}]" for index in range(len(names), num_args))]
+
+
+def positional_names(forward: Callable[..., Any]) -> list[str]:
+    """List the names of the arguments that a function takes by position; none if it does not say."""
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):  # a function without a signature, such as one made in C
-        parameters = ()  # type: ignore[assignment]
+        return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:num_args]
-    return names + [f"args[{index}]" for index in range(len(names), num_args)]
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
 def check_dims(dims: BatchDim, argument: str) -> None:

@@ -172,6 +172,7 @@ class RankMeeting(Meeting):
             {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": text[-LONGEST_TRACEBACK:],
+                "phase": self._communicator.watch.doing,
                 "interrupt": isinstance(error, KeyboardInterrupt),
                 "ended": ended,
             }
@@ -196,6 +197,7 @@ def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:
     raise PeerError(
         f"Rank {rank} raised {said['error']}\nIts own traceback:\n{said['traceback'].rstrip()}",
         rank=rank,
+        phase=said["phase"],
         traceback=said["traceback"],
     )
 
