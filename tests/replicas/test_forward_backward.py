@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -336,6 +338,28 @@ def test_an_interrupt_leaves_the_group_usable() -> None:
         torch.testing.assert_close(group.forward(batch()), model(batch()).detach())
 
 
+def test_ctrl_c_while_a_thread_computes_leaves_the_group_usable() -> None:
+    class Interrupting(nn.Linear):
+        interrupts = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.interrupts and threading.current_thread().name.startswith("lockstep-1"):
+                _thread.interrupt_main()
+                time.sleep(0.2)
+            return super().forward(x)
+
+    model = Interrupting(4, 3)
+    with ls.ReplicaGroup(model, THREE) as group:
+        group.forward(batch())
+        before = ls.digest(model)
+        model.interrupts = True
+        with pytest.raises(KeyboardInterrupt):
+            group.forward(batch())
+        model.interrupts = False
+        assert ls.digest(model) == before
+        torch.testing.assert_close(group.forward(batch()), model(batch()).detach())
+
+
 def test_autocast_of_the_caller() -> None:
     model = linear()
     with ls.ReplicaGroup(model, THREE) as group:
@@ -362,3 +386,24 @@ def test_replicas_on_one_memory_add_no_parameter_memory() -> None:
         group.forward(batch())
         addresses = {each.data_ptr() for replica in group.replicas for each in replica.parameters()}
     assert addresses == {each.data_ptr() for each in model.parameters()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, and they are not there")
+@pytest.mark.parametrize("home", ["cpu", "cuda:0"])
+def test_several_gpus(home: str) -> None:
+    """The sum is on the model's device, outputs on the first one, gradients of inputs on the inputs'."""
+    model = nn.Sequential(linear(), nn.BatchNorm1d(3), nn.Dropout(0.5)).to(home)
+    found = []
+    for devices in (["cuda:0"], ["cuda:0", "cuda:1"], ["cuda:1", "cuda:0", "cuda:1"]):
+        torch.manual_seed(3)
+        model[1].reset_running_stats()
+        with ls.ReplicaGroup(model, devices, num_shards=3, input_grads=True) as group:
+            out = group.forward(batch())
+            group.backward(torch.ones(7, 3))
+            assert out.device == torch.device(devices[0])
+            assert group.input_grads()[0].device.type == "cpu"
+            assert model[0].weight.grad.device == torch.device(home)
+            grads = [parameter.grad for parameter in model.parameters()]
+            found.append(ls.digest(model, out, grads, group.input_grads()))
+    assert len(set(found)) == 1

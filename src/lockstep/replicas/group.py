@@ -185,7 +185,8 @@ class ReplicaGroup(ReplicaSet):
                 False for evaluation mode. None takes what the group was made with.
 
         Returns:
-            What the model returns, of the whole batch, without a graph.
+            What the model returns, of the whole batch, without a graph. The graphs for `backward` are kept
+            until then, or until the next forward; under ``torch.no_grad()`` there are none.
 
         Raises:
             OrderError: The group is closed.
@@ -346,7 +347,8 @@ class ReplicaGroup(ReplicaSet):
             labels: A tensor or nest with one entry a sample, cut as the bound labels are.
             per_device: One call for each device with its own samples; else one call for all, so that the
                 result is that of one device whatever the metric counts.
-            pad: How many samples at the end of the batch are padding, which is not counted.
+            pad: How many samples at the end of the batch are padding, which is not counted; an output that is
+                one value for all samples comes as it is.
 
         Raises:
             OrderError: There was no forward.

@@ -8,7 +8,7 @@ stream and from the same buffers, as in an update. What an update does in one go
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -22,7 +22,7 @@ from lockstep.replicas.gather import Outputs, read_outputs
 from lockstep.replicas.replica_passes import Mode, ReplicaPasses, ShardForward, Watch
 from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.replicas.scatter import BatchDim, Inputs
-from lockstep.replicas.settings import Carried, Computing, ThreadSettings
+from lockstep.replicas.settings import ALONE, Carried, Computing, ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum, ShardSum, Tensors, merge_order, total
@@ -139,7 +139,7 @@ class Passes:
         Determinism: with a number of shards the bits of all outputs and buffers depend on the batch, the
         model, that number and the key; not on devices or workloads.
         """
-        with Computing(ThreadSettings.capture(self._set.device_types)) as settings:
+        with Computing(self._settings()) as settings:
             self._follow()
             forward = Forward(
                 inputs,
@@ -194,7 +194,7 @@ class Passes:
             spent = True
             return self._backward(forward, output_grads, streams, settings, retain_graph, at_once=at_once)
 
-        with Computing(ThreadSettings.capture(self._set.device_types)) as settings:
+        with Computing(self._settings()) as settings:
             results = self._streams.compute(run, _seeds(forward.key), several=_several(forward.shards))
         inputs = {index: grads for _, by_shard in results for index, grads in by_shard.items()}
         _check_complete(len(inputs), forward.shards)
@@ -204,6 +204,12 @@ class Passes:
         """Let go of replicas, and give torch back its random kernels, until the next forward."""
         self._replicas = []
         self._streams.release()
+
+    def _settings(self) -> ThreadSettings:
+        """Take what the calling thread computes under, as far as other threads have to know it."""
+        if len(self._set.devices) > 1:
+            return ThreadSettings.capture(self._set.device_types)
+        return replace(ALONE, grad=torch.is_grad_enabled(), inference=torch.is_inference_mode_enabled())
 
     def _follow(self) -> None:
         """Follow the model where it has changed since the last time."""
@@ -309,6 +315,8 @@ def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:
 
 def _own(partials: Sequence[PartialSum]) -> list[PartialSum]:
     """Copy those partial sums that others will be added to."""
+    if len(partials) == 1:
+        return list(partials)
     added_to = {into for into, _ in merge_order([partial.shard for partial in partials])}
     present = [[tensor is not None for tensor in partial.tensors] for partial in partials]
     # What is absent takes the other's tensor over, and is added to in its turn.
