@@ -141,6 +141,17 @@ def test_the_test_of_an_entry_is_there(system: str, entry: dict[str, Any]) -> No
     assert names[-1].startswith("test_"), system
 
 
+def test_a_path_that_leads_nowhere_is_noticed() -> None:
+    for path in ("nothing.at.all", "lockstep.nothing", "lockstep.compat.chainer.ParallelUpdater.nothing"):
+        with pytest.raises((AssertionError, AttributeError)):
+            found(path)
+    with pytest.raises(AssertionError, match="there are"):
+        check_parameter("lockstep.compat.torch7.GPU(nothing)", None)
+    with pytest.raises(AssertionError):
+        check_parameter("lockstep.compat.torch7.GPU(out_device)", "1")
+    assert spelled("lockstep.compat.torch7.GPU") == "(module, device, out_device=None)"
+
+
 def test_no_entry_is_there_twice() -> None:
     for entries in ORIGINS.values():
         keys = [(entry["document"], entry["kind"], entry["name"]) for entry in entries]

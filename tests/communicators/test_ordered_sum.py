@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from communicators.groups import run_on_ranks
-from lockstep import Communicator
+from lockstep import Communicator, digest
 from lockstep.communicators import Contribution, PendingSum, ProcessCommunicator
 from lockstep.communicators.ordered import Sizes
 from lockstep.errors import OrderError
@@ -169,6 +169,36 @@ def give_up(communicator: ProcessCommunicator) -> list[str]:
     return [*told, str(value.item())]
 
 
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+def compress(group: dist.ProcessGroup) -> dict[str, tuple[float, list[str], float]]:
+    """Sum with each compression, added up by owners and by all.
+
+    Gives the largest error as a share of the bound, digests of the sums, and the share of the usual bytes.
+    """
+    every = [value_of(rank) for rank in range(group.size())]
+    exact = sum(value.double() for value in every) / 3.0
+    magnitude = sum(value.double().abs() for value in every) / 3.0 + exact.abs()
+    found = {}
+    for name, rounding in ROUNDING.items():
+        plain, communicator = ProcessCommunicator(group), ProcessCommunicator(group, compression=name)
+        share, digests = 0.0, []
+        for sizes in SIZES:
+            for each in (plain, communicator):
+                each._sizes = sizes
+                contributions = [Contribution((rank,), (1,)) for rank in range(group.size())]
+                mine = [PartialSum(group.rank(), [value_of(group.rank())])]
+                (got,) = each.sum_partials(mine, contributions, [torch.empty(5000)], divisor=3.0)
+            share = max(share, ((got - exact).abs() / (rounding * 1.01 * magnitude)).max().item())
+            digests.append(digest(got))
+        sent = communicator.bytes_sent / max(plain.bytes_sent, 1)
+        found[name] = (share, digests, sent)
+        plain.close()
+        communicator.close()
+    return found
+
+
 LARGEST = 6
 NUM_ELEMENTS = 2**20
 
@@ -181,6 +211,7 @@ class Seen:
     orders: dict[str, bool]
     sent: dict[int, int]
     told: list[str]
+    compressed: dict[str, tuple[float, list[str], float]]
 
 
 def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
@@ -191,7 +222,8 @@ def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
         if communicator.rank < size:
             part = ProcessCommunicator(group)
             sent = {nodes: count_bytes(part, nodes, NUM_ELEMENTS) for nodes in (1, 2)}
-            seen[size] = Seen(sum_cases(part), orders(part), sent, give_up(part))
+            seen[size] = Seen(sum_cases(part), orders(part), sent, give_up(part), compress(group))
+            part.close()
         communicator.barrier()
     return seen
 
@@ -206,6 +238,17 @@ def seen() -> dict[int, list[Seen]]:
 @pytest.mark.parametrize("size", range(1, LARGEST + 1))
 def test_any_layout_over_ranks_has_the_bits_of_one_process(seen: dict[int, list[Seen]], size: int) -> None:
     assert [rank.wrong for rank in seen[size]] == [[]] * size
+
+
+@pytest.mark.parametrize("size", range(2, LARGEST + 1))
+@pytest.mark.parametrize("name", ROUNDING)
+def test_compression_halves_the_bytes_within_its_error_and_all_ranks_agree(
+    seen: dict[int, list[Seen]], size: int, name: str
+) -> None:
+    share, _, sent = seen[size][0].compressed[name]
+    assert 0.05 < share <= 1.0
+    assert sent == pytest.approx(0.5, rel=0.03)  # a scale for each message
+    assert len({tuple(rank.compressed[name][1]) for rank in seen[size]}) == 1
 
 
 @pytest.mark.parametrize("size", range(1, LARGEST + 1))

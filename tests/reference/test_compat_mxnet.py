@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import test_mxnet_groups
 import test_mxnet_metrics
+import test_mxnet_module_train
 import torch
 from mxnet_groups import GIVEN, Replay
 from mxnet_metrics import metric
@@ -194,3 +195,58 @@ def count(case: Case, loads: list[float]) -> dict[str, Any]:
                 counted.reset_local()
         slices = [[run.start, run.stop] for run in executors.core.slices]
     return {"slices": slices, "after_each_update": records}
+
+
+RUNS = cases(
+    "mxnet-nnabla/mxnet_module_train.json",
+    num_cases=13,
+    key="runs",
+    given=test_mxnet_module_train.GIVEN,
+    through="compat",
+)
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_training(case: Case) -> None:
+    tolerance = test_mxnet_module_train.TOLERANCES.get(case["optimizer"], test_mxnet_module_train.OTHERS)
+    case.check({"steps": train(case)}, {"*": tolerance})
+
+
+def train(case: Case) -> list[dict[str, Any]]:
+    """Train by a group of executors and an optimizer that sees the gradients times a factor."""
+    model, loads = build("mlp_softmax", case["params_init"]), case["work_load_list"]
+    optimizer, records = test_mxnet_module_train.optimizer_of(case, model), []
+    names = list(dict(model.named_parameters()))
+    executors = DataParallelExecutorGroup(
+        model,
+        ["cpu"] * len(loads),
+        loads,
+        *shapes(case["steps"][0]),
+        names,
+        True,
+        False,
+        grad_req="add" if "grad_req_add" in case["name"] else "write",
+    )
+    with executors.core:
+        executors.set_params(arrays(case["params_init"]), None)
+        for number, step in enumerate(case["steps"], start=1):
+            executors.reshape(*shapes(step))
+            executors.forward(DataBatch([tensor(step["data"])], [tensor(step["label"])]))
+            executors.backward([torch.ones_like(each) for each in executors.get_outputs_merged()])
+            test_mxnet_module_train.set_rates(optimizer, case, step["lr"], number)
+            with test_mxnet_module_train.rescaled(model, step["rescale_grad"]):
+                optimizer.step()
+            after = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+            executors.get_params(after, {})
+            records.append({"params_after": after, "devices_agree": agree(executors)})
+    return records
+
+
+def agree(executors: DataParallelExecutorGroup) -> bool:
+    first, *others = [list(replica.parameters()) for replica in executors.core.replicas]
+    return all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
+
+
+def shapes(step: Mapping[str, Any]) -> tuple[list[DataDesc], list[DataDesc]]:
+    data, label = step["data"]["shape"], step["label"]["shape"]
+    return [DataDesc("data", data)], [DataDesc("softmax_label", label)]

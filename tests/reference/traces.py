@@ -204,10 +204,14 @@ def cases(
     if folder is None:
         reason = "no reference folder: neither LOCKSTEP_REFERENCE nor ../shared/reference"
         return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
-    listed = read_differences() if differ else []
-    differences = [each for each in listed if each.through in {None, through}]
+    differences = for_replay(read_differences(), through) if differ else []
     found = read(folder, file, num_cases, given=given, key=key, name=name, differences=differences)
     return [pytest.param(case, id=case.name) for case in found]
+
+
+def for_replay(differences: Iterable[Difference], through: str) -> list[Difference]:
+    """Choose the differences that are for one of two replays, or for both."""
+    return [each for each in differences if each.through in {None, through}]
 
 
 def columns(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

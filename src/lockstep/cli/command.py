@@ -20,13 +20,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = argparse.ArgumentParser(
-        prog="lockstep",
-        description="Synchronous data-parallel training, bit for bit the same on any placement.",
-    )
-    commands = parser.add_subparsers(required=True, metavar="command")
-    for command in COMMANDS:
-        command.add_parser(commands)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
     exit_code: int = options.call(options)
     return exit_code
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of all commands."""
+    purpose = "Synchronous data-parallel training, the same bits on any placement."
+    made = argparse.ArgumentParser(prog="lockstep", description=purpose)
+    commands = made.add_subparsers(required=True, metavar="command")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return made

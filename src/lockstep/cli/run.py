@@ -35,6 +35,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     parser.add_argument("--nnodes", default="1", help="machines; 2:4 for from two to four (default: 1)")
     parser.add_argument("--rdzv", default="", metavar="HOST:PORT", help="where several machines meet")
+    parser.add_argument("--local-addr", default="", help="where other machines reach this one")
     parser.add_argument("--rdzv-id", default="lockstep", help="a name that the machines of one run share")
     parser.add_argument(
         "--max-restarts", type=int, default=0, help="of all processes after a failure (default: 0)"
@@ -56,6 +57,7 @@ def _call(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             num_processes=options.num_processes,
             nodes=options.nnodes,
             rendezvous=options.rdzv,
+            address=options.local_addr,
             run_id=options.rdzv_id,
             max_restarts=options.max_restarts,
             timeout=options.timeout,

@@ -6,7 +6,7 @@ A rank is a process's index in 0..`size`-1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,25 +24,33 @@ class Contribution:
     Attributes:
         shards: The first shard of each of its partial sums, ascending, as `PartialSum.shard`.
         present: For each of them, which of the P tensors it has: bit p stands for tensor p.
+        sparse: Which of the tensors this rank has as sparse ones.
 
     >>> partial = PartialSum(4, [torch.ones(2), None, torch.ones(3)])
     >>> Contribution.of([partial])
-    Contribution(shards=(4,), present=(5,))
+    Contribution(shards=(4,), present=(5,), sparse=0)
     """
 
     shards: tuple[int, ...] = ()
     present: tuple[int, ...] = ()
+    sparse: int = 0
 
     @classmethod
     def of(cls, partials: Sequence[PartialSum]) -> Contribution:
         """Describe the partial sums of a rank."""
+        sparse = 0
+        for partial in partials:
+            sparse |= _mask(tensor is not None and tensor.is_sparse for tensor in partial.tensors)
         return cls(
             tuple(partial.shard for partial in partials),
-            tuple(
-                sum(1 << index for index, tensor in enumerate(partial.tensors) if tensor is not None)
-                for partial in partials
-            ),
+            tuple(_mask(tensor is not None for tensor in partial.tensors) for partial in partials),
+            sparse,
         )
+
+
+def _mask(bits: Iterable[bool]) -> int:
+    """Write bits as one number, the first as its lowest."""
+    return sum(1 << index for index, bit in enumerate(bits) if bit)
 
 
 class PendingSum(ABC):
@@ -113,6 +121,16 @@ class Communicator(ABC):
         """
 
     @abstractmethod
+    def exchange_with(self, payload: bytes, bodies: Sequence[torch.Tensor]) -> list[bytes]:
+        """Exchange messages, as `exchange`, and with each a tensor, in one journey.
+
+        Args:
+            payload: The message.
+            bodies: One for every rank, on the CPU and without gaps, of lengths that all ranks know: this
+                rank's is sent, the others' are written to. Those without elements do not travel.
+        """
+
+    @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
         """Add up tensors over ranks, on every rank and in place.
 
@@ -133,6 +151,7 @@ class Communicator(ABC):
         like: Sequence[torch.Tensor],
         *,
         divisor: float = 1.0,
+        compress: bool = True,
     ) -> Tensors:
         """Add up the partial sums of all ranks in the tree's order, and divide once.
 
@@ -143,6 +162,7 @@ class Communicator(ABC):
                 of this rank describes `partials`.
             like: P tensors that have the shapes, dtypes and devices of the result.
             divisor: The sum is divided by it, unless it is 1.
+            compress: Whether numbers may be rounded on their way, if the communicator was made to.
 
         Returns:
             P tensors; None where no rank has one.
@@ -158,7 +178,7 @@ class Communicator(ABC):
         """Begin what `sum_partials` does, for tensors that come one after the other.
 
         On CPUs a thread sends what has been brought while the caller goes on computing, with the same bits.
-        Until its end no other sum may be begun; messages may be exchanged.
+        Until its end no other sum may be begun; messages may be exchanged. Sparse tensors are not for it.
         """
 
     @abstractmethod

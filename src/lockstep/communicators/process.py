@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,15 @@ from lockstep.communicators.ordered import Extent, Sizes, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
+from lockstep.communicators.sparse import split_sparse, sum_sparse
 from lockstep.communicators.watch import Watch, watch_group
-from lockstep.communicators.wire import PlainFormat
+from lockstep.communicators.wire import PlainFormat, WireFormat, wire_format
 from lockstep.tree import PartialSum, Tensors
 
 SMALLER: Final = 4
 """Buckets are so many times smaller where they are sent while others are still being computed."""
+
+PLAIN: Final = PlainFormat()
 
 
 class ProcessCommunicator(Communicator):
@@ -31,17 +34,23 @@ class ProcessCommunicator(Communicator):
 
     Args:
         group: The group; None for the default one, which must have been initialised. It stays its owner's.
+        compression: Round what travels in ordered sums of float32 and float64: None for every bit, "bf16", or
+            "fp16" with a scale in each message. Sums are still made in the tree's order and in the tensors'
+            own format, and all ranks get the same bits; but these then depend on how shards are cut over
+            ranks.
         timeout: Seconds that a rank waits for another before it raises.
         watch: Tells which rank has failed; by default one over the group's own store.
 
     Raises:
         RuntimeError: There is no such group.
+        ValueError: There is no such compression.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         *,
+        compression: Literal["bf16", "fp16"] | None = None,
         timeout: float = 60.0,
         watch: Watch | None = None,
     ) -> None:
@@ -52,7 +61,7 @@ class ProcessCommunicator(Communicator):
                 "with torchrun, or call torch.distributed.init_process_group first."
             )
         self._channel = Channel(found, timeout, watch_group(found, timeout) if watch is None else watch)
-        self._wire = PlainFormat()
+        self._wire = wire_format(compression)
         self._sizes = Sizes()
         self._arenas: dict[torch.device, list[Arena]] = {}
 
@@ -80,6 +89,10 @@ class ProcessCommunicator(Communicator):
         """Send a message to every rank; see `Communicator.exchange`."""
         return exchange(self._channel, payload)
 
+    def exchange_with(self, payload: bytes, bodies: Sequence[torch.Tensor]) -> list[bytes]:
+        """Send a message and a tensor to every rank; see `Communicator.exchange_with`."""
+        return exchange(self._channel, payload, bodies)
+
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
         """Add up tensors over ranks; see `Communicator.all_reduce`."""
         if not ordered:
@@ -97,12 +110,21 @@ class ProcessCommunicator(Communicator):
         like: Sequence[torch.Tensor],
         *,
         divisor: float = 1.0,
+        compress: bool = True,
     ) -> Tensors:
         """Add up partial sums over ranks; see `Communicator.sum_partials`."""
-        reduction = self._reduction(contributions, like, divisor, self._sizes, background=False)
+        dense, sparse = split_sparse(contributions)
+        wire = self._wire if compress else PLAIN
+        reduction = self._reduction(dense, like, divisor, wire, self._sizes, background=False)
         for index in reversed(range(len(like))):
-            reduction.bring(index, [partial.tensors[index] for partial in partials])
-        return reduction.finish()
+            tensors = [None if index in sparse else partial.tensors[index] for partial in partials]
+            reduction.bring(index, tensors)
+        summed = reduction.finish()
+        if sparse:
+            found = sum_sparse(self._channel, partials, contributions, like, sparse, divisor=divisor)
+            for index, tensor in zip(sparse, found, strict=True):
+                summed[index] = tensor
+        return summed
 
     def begin_sum(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
@@ -110,13 +132,14 @@ class ProcessCommunicator(Communicator):
         """Begin a sum of partial sums that come one tensor after the other; see `Communicator.begin_sum`."""
         background = all(tensor.device.type == "cpu" for tensor in like)
         sizes = replace(self._sizes, slice=self._sizes.slice // SMALLER)
-        return self._reduction(contributions, like, divisor, sizes, background=background)
+        return self._reduction(contributions, like, divisor, self._wire, sizes, background=background)
 
     def _reduction(
         self,
         contributions: Sequence[Contribution],
         like: Sequence[torch.Tensor],
         divisor: float,
+        wire: WireFormat,
         sizes: Sizes,
         *,
         background: bool,
@@ -128,7 +151,7 @@ class ProcessCommunicator(Communicator):
             plan_sum(tuple(contributions), extents, sizes),
             like,
             divisor=divisor,
-            wire=self._wire,
+            wire=wire,
             arenas=self._arenas_on(like[0].device) if like else [],
             background=background,
         )

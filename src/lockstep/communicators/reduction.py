@@ -80,6 +80,10 @@ class Reduction(PendingSum):
                 rule = "`bring` must get what was announced, once"
                 raise OrderError(f"{rule}, but a part of tensor {index} is {what}.")
             if tensor is not None:
+                if tensor.is_sparse:
+                    raise OrderError(
+                        f"`bring` must get dense tensors, but a part of tensor {index} is sparse."
+                    )
                 terms[index] = tensor.detach().reshape(-1)
                 if self._results[index] is None:
                     self._results[index], self._roots[index] = tensor, terms[index]

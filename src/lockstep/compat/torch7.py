@@ -74,28 +74,26 @@ class DataParallelTable(Wrapping):
             ValueError: There is no device, or this machine has none of this name.
             TypeError: `module` is no module.
         """
-        at_once = not isinstance(devices, int | str | torch.device)
-        if self._added_at_once or (at_once and self._is_filled()):
+        single = isinstance(devices, int | str | torch.device)
+        if self._added_at_once or (self._is_filled() and not single):
             raise OrderError("`add` must be called once with a list of devices.")
-        names = (
-            [_name(each) for each in devices]
-            if not isinstance(devices, int | str | torch.device)
-            else [_name(devices)]
-        )
+        names = _names(devices)
         if self._is_filled():
-            table = self.table
-            table.place_on([*table.devices, *names])
+            self.table.place_on([*self.table.devices, *names])
         else:
-            self.module = DataParallel(
-                module,
-                names,
-                dim=self.dim - 1 if self.dim > 0 else self.dim,
-                flatten_parameters=self.flatten_params,
-                use_nccl=self.use_nccl,
-                worker_init_fn=self._prepare,
-            )
-        self._added_at_once = at_once
+            self.module = self._filled(module, names)
+        self._added_at_once = not single
         return self
+
+    def _filled(self, module: nn.Module, names: list[str | torch.device]) -> DataParallel:
+        return DataParallel(
+            module,
+            names,
+            dim=self.dim - 1 if self.dim > 0 else self.dim,
+            flatten_parameters=self.flatten_params,
+            use_nccl=self.use_nccl,
+            worker_init_fn=self._prepare,
+        )
 
     def threads(self, init: Callable[[], object] | None = None) -> DataParallelTable:
         """Have a function called in each device's thread before its first work; threads there are anyway.
@@ -214,6 +212,13 @@ class _Prepare:
 
     def __call__(self, _: int) -> None:
         self.init()
+
+
+def _names(devices: Device | Sequence[Device]) -> list[str | torch.device]:
+    """Read one device or several."""
+    if isinstance(devices, int | str | torch.device):
+        return [_name(devices)]
+    return [_name(each) for each in devices]
 
 
 def _name(device: Device) -> str | torch.device:

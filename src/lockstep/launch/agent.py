@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class Run:
         num_processes: On this machine: a number, or ``"auto"``, ``"gpu"``, ``"cpu"``.
         nodes: How many machines take part; ``"2:4"`` for from two to four.
         rendezvous: ``host:port`` where the machines meet; empty for this machine alone.
+        address: Where other machines reach this one; empty for what its name says.
         run_id: The name that machines of one run have in common.
         max_restarts: How often all processes are started again when one has failed.
         timeout: Seconds that a rank waits for another.
@@ -43,6 +45,7 @@ class Run:
     num_processes: str = "auto"
     nodes: str = "1"
     rendezvous: str = ""
+    address: str = ""
     run_id: str = "lockstep"
     max_restarts: int = 0
     timeout: float = 60.0
@@ -63,7 +66,9 @@ class Run:
         meeting = ["--standalone"]
         if self.rendezvous:
             meeting = ["--nnodes", self.nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", self.rendezvous]
-            meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS]
+            keeps = ",is_host=1" if is_own_address(self.rendezvous.rpartition(":")[0]) else ""
+            meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS + keeps]
+            meeting += ["--local-addr", self.address] if self.address else []
         start = ["--nproc-per-node", self.num_processes, "--max-restarts", str(self.max_restarts)]
         module = ["--module"] if self.as_module else []
         return [*meeting, *start, *module, self.script, *self.arguments]
@@ -85,6 +90,21 @@ class Run:
         )  # gloo and the store warn of each broken connection
         if not self.rendezvous:
             variables.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+
+
+def is_own_address(host: str) -> bool:
+    """Tell whether other machines reach this one by a name or number; torch only compares it with host names.
+
+    On the loopback that is left to torch: two agents may stand for two machines there, and one keeps it.
+    """
+    try:
+        number = socket.gethostbyname(host)
+        if number.startswith("127."):
+            return False
+        socket.create_server((number, 0)).close()
+    except OSError:
+        return False
+    return True
 
 
 def run(settings: Run) -> int:

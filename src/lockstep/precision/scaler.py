@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_sc
 from lockstep.state import check_keys
 
 
-@runtime_checkable
-class HasMasters(Protocol):
-    """An optimizer that may hold master weights of its own."""
+class HasMasters:
+    """What an optimizer inherits from that may hold master weights of its own."""
 
     @property
     def masters(self) -> MasterWeights | None:
         """The masters, or None."""
+        return None
 
 
 Steppable: TypeAlias = Optimizer | MasterWeights
@@ -177,7 +177,7 @@ class LossScaler:
             raise OrderError("`step` must be called once for each optimizer between two calls of `update`.")
         checked.stepped = True
         inner = _inner(optimizer)
-        on_device = self.skips_on_device(optimizer)
+        on_device = why_it_waits(inner, checked.masters) is None
         if not on_device and bool(checked.nonfinite):
             if checked.masters is not None:
                 checked.masters.drop_gradients()

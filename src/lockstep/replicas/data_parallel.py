@@ -20,8 +20,7 @@ from lockstep.replicas.merged_output import Link
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.nccl import BroadcastingSet
 from lockstep.replicas.one_graph import attached_forward
-from lockstep.replicas.passes import Forward, Passes
-from lockstep.replicas.replica_passes import ReplicaPasses
+from lockstep.replicas.passes import Passes
 from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, read_inputs
 from lockstep.replicas.wrapping import Wrapping
@@ -33,27 +32,13 @@ class Prepared(threading.local):
     done = False
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Running:
     """Replicas with their threads, and what runs shards on them."""
 
     replicas: ReplicaSet
     passes: Passes
     prepared: Prepared = field(default_factory=Prepared)
-    _ran_on: list[ReplicaPasses] | None = None
-    _trained: list[nn.Parameter] = field(default_factory=list)
-
-    def trained_by(self, forward: Forward | None) -> list[nn.Parameter]:
-        """List the model's parameters that ask for a gradient, in the order of the replicas'.
-
-        Args:
-            forward: That they are for; replicas are built anew when one is frozen, so the list of the forward
-                before will do where it ran on the same ones. None looks through the model.
-        """
-        if forward is None or self._ran_on is not forward.replicas:
-            self._trained = [each for each in self.replicas.model.parameters() if each.requires_grad]
-            self._ran_on = None if forward is None else forward.replicas
-        return self._trained
 
 
 class DataParallel(Wrapping):
@@ -89,6 +74,7 @@ class DataParallel(Wrapping):
             where it can be differentiated again (``create_graph=True``) and whose number of intra-op threads
             its bits depend on: with one they are the same both ways.
         buffers: How buffers are combined over shards, ``"mean"`` or ``"first"``.
+        timeout: Seconds after which a device's thread that is still at work counts as hung; None for never.
 
     Raises:
         TypeError: `module` is no module, or cannot be copied.
@@ -119,6 +105,7 @@ class DataParallel(Wrapping):
         worker_init_fn: Callable[[int], None] | None = None,
         parallel_backward: bool = True,
         buffers: BufferRule = "mean",
+        timeout: float | None = None,
     ) -> None:
         super().__init__(module)
         if num_shards is not None and num_shards < 1:
@@ -133,6 +120,7 @@ class DataParallel(Wrapping):
         self.use_nccl = use_nccl
         self.worker_init_fn = worker_init_fn
         self.parallel_backward = parallel_backward
+        self.timeout = timeout
         self._buffer_rule: BufferRule = buffers
         self._running: Running | None = None
         self._flat: Flattened | None = None
@@ -153,7 +141,7 @@ class DataParallel(Wrapping):
         Raises:
             ValueError: A device or a workload is not what it must be; nothing has changed.
         """
-        replicas = ReplicaSet(self.module, devices, workloads=workloads)
+        replicas = ReplicaSet(self.module, devices, workloads=workloads, timeout=self.timeout)
         self.release()
         self.devices, self.workloads = replicas.devices, replicas.workloads
         self.module.to(self.devices[0])
@@ -170,7 +158,7 @@ class DataParallel(Wrapping):
             What the module returns, each tensor that of the whole batch, on the first device.
 
         Raises:
-            ReplicaError: The module raised in a shard; the device and the samples are named.
+            ReplicaError: The module raised in a shard, or its thread hung; the device is named.
             TypeError: The module returned something that cannot be put together.
             ValueError: The inputs or outputs are not as long as each other, or hold no sample.
         """
@@ -178,12 +166,12 @@ class DataParallel(Wrapping):
         inputs = self._read(args, kwargs)
         main = self.devices[0]
         if torch.is_grad_enabled() and not self.parallel_backward:
-            trained = running.trained_by(None)
+            trained = [each for each in self.module.parameters() if each.requires_grad]
             forward = attached_forward(running.passes, inputs, trained, self, flat=self._flat)
             return forward.outputs.nest(forward.outputs.merged(main, attached=True))
         with _own_saved_tensors():
             forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
-        trained = running.trained_by(forward) if forward.has_graph else []
+        trained = [each for _, each in forward.parameters] if forward.has_graph else []
         if not trained and not any(inputs.wanted):
             return forward.outputs.nest(forward.outputs.merged(main))
         return forward.outputs.nest(Link(running.passes, forward, trained, main, self._flat).outputs())
@@ -266,7 +254,7 @@ class DataParallel(Wrapping):
     def _start(self) -> Running:
         """Begin anew with no replicas, which come with the first forward."""
         kind = BroadcastingSet if self.use_nccl else ReplicaSet
-        replicas = kind(self.module, self.devices, workloads=self.workloads)
+        replicas = kind(self.module, self.devices, workloads=self.workloads, timeout=self.timeout)
         passes = Passes(replicas, buffers=self._buffer_rule)
         passes.watch = self._monitor
         return Running(replicas, passes)

@@ -88,11 +88,11 @@ def _value(plain: Any) -> Any:
     return plain
 
 
-def _plain_contribution(contribution: Contribution) -> list[list[Any]]:
+def _plain_contribution(contribution: Contribution) -> list[Any]:
     # In hexadecimal: decimal digits of a mask over thousands of tensors are slow to make and to read.
-    return [list(contribution.shards), [f"{mask:x}" for mask in contribution.present]]
+    return [list(contribution.shards), [f"{mask:x}" for mask in contribution.present], contribution.sparse]
 
 
-def _contribution(plain: Sequence[Sequence[Any]]) -> Contribution:
-    shards, present = plain
-    return Contribution(tuple(shards), tuple(int(mask, 16) for mask in present))
+def _contribution(plain: Sequence[Any]) -> Contribution:
+    shards, present, sparse = plain
+    return Contribution(tuple(shards), tuple(int(mask, 16) for mask in present), sparse)

@@ -370,11 +370,14 @@ class GradientEngine:
 
     def _verdict(self, gradients: Tensors, flags: Sequence[torch.Tensor | None]) -> Verdict:
         """Read the flags and name the parameter they are about; where there are none, read nothing."""
-        named = dict(zip(self._named, gradients, strict=True))
-        present = {name: gradient for name, gradient in named.items() if gradient is not None}
-        if present and None in flags:
+        unread = any(flag is None for flag in flags)
+        if not unread and not any(map(bool, flags)):
+            return Verdict()
+        named = zip(self._named, gradients, strict=True)
+        present = {name: gradient for name, gradient in named if gradient is not None}
+        if unread and present:
             return Verdict.unread(list(present), nonfinite_flags(list(present.values())))
-        return Verdict(first_nonfinite(named) if any(map(bool, flags)) else None)
+        return Verdict(first_nonfinite(present))
 
     def _sum(
         self, partials: list[PartialSum], finish: Finish[torch.Tensor | None], settings: ThreadSettings

@@ -17,6 +17,7 @@ from lockstep.communicators import Communicator
 from lockstep.errors import DisagreementError, PeerError
 from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.interrupts import HeldInterrupts
+from lockstep.updaters.riding import Riders
 
 LONGEST_TRACEBACK: Final = 20_000
 """Characters of a traceback that travel: its end, which says most."""
@@ -91,6 +92,8 @@ class RankMeeting(Meeting):
         self._communicator = communicator
         self._alike = alike
         self._failed = False
+        self.riders = Riders(communicator.rank, communicator.size)
+        """What travels with the messages."""
 
     def begin(self) -> None:
         """Forget how the last update ended; before the first one compare the ranks.
@@ -169,6 +172,7 @@ class RankMeeting(Meeting):
             {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": text[-LONGEST_TRACEBACK:],
+                "phase": self._communicator.watch.doing,
                 "interrupt": isinstance(error, KeyboardInterrupt),
                 "ended": ended,
             }
@@ -178,7 +182,8 @@ class RankMeeting(Meeting):
 
     def _exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         payload = json.dumps(message, separators=(",", ":")).encode()
-        return [json.loads(each) for each in self._communicator.exchange(payload)]
+        # Room for riders also travels where there are none, or a rank would wait for what does not come.
+        return [json.loads(each) for each in self._communicator.exchange_with(payload, self.riders.rooms)]
 
 
 def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:
@@ -192,6 +197,7 @@ def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:
     raise PeerError(
         f"Rank {rank} raised {said['error']}\nIts own traceback:\n{said['traceback'].rstrip()}",
         rank=rank,
+        phase=said["phase"],
         traceback=said["traceback"],
     )
 

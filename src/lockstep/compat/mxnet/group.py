@@ -175,7 +175,7 @@ class DataParallelExecutorGroup(GroupResults):
         self._pad = batch.pad or 0
 
     def backward(self, out_grads: Tensors | torch.Tensor | None = None) -> None:
-        """Run backward on all devices.
+        """Run backward on all devices; again, if called again before the next forward.
 
         Args:
             out_grads: The gradient of each merged output; not needed where the model returns a loss.
@@ -184,15 +184,13 @@ class DataParallelExecutorGroup(GroupResults):
             OrderError: The group was not made for training, or there was no forward.
             ValueError: Gradients are missing or of another shape; nothing has changed.
         """
-        if out_grads is None:
-            self.core.backward()
-            return
-        grads = [out_grads] if isinstance(out_grads, torch.Tensor) else list(out_grads)
+        grads = [out_grads] if isinstance(out_grads, torch.Tensor) else list(out_grads or ())
         count = len(self.core.output_shapes())
-        if len(grads) != count:
+        if out_grads is not None and len(grads) != count:
             raise ValueError(f"`out_grads` must hold one gradient an output ({count}), got {len(grads)}.")
         rest = iter(grads)
-        self.core.backward(nest.map_tensors(lambda _: next(rest), self._returned))
+        given = None if out_grads is None else nest.map_tensors(lambda _: next(rest), self._returned)
+        self.core.backward(given, retain_graph=True)
 
     def set_params(
         self,
