@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel
 from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
-from lockstep.communicators.messages import exchange
+from lockstep.communicators.messages import Table, exchange
 from lockstep.communicators.ordered import Extent, Sizes, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.reduction import ARENAS, Reduction
@@ -89,9 +89,9 @@ class ProcessCommunicator(Communicator):
         """Send a message to every rank; see `Communicator.exchange`."""
         return exchange(self._channel, payload)
 
-    def exchange_with(self, payload: bytes, bodies: Sequence[torch.Tensor]) -> list[bytes]:
-        """Send a message and a tensor to every rank; see `Communicator.exchange_with`."""
-        return exchange(self._channel, payload, bodies)
+    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
+        """Send a message and numbers to every rank; see `Communicator.exchange_with`."""
+        return exchange(self._channel, payload, table)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
         """Add up tensors over ranks; see `Communicator.all_reduce`."""
