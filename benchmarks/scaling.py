@@ -3,6 +3,7 @@
 The update is that of a small network in bfloat16 autocast: forward, backward, scaling, step. All ways
 take turns, update by update, so that what disturbs one disturbs all; what is reported is the median
 of the ratios to the same update without scaling, and the part of an update's time that scaling takes.
+Time is that of the thread, into which what other programs take from the core does not enter.
 
     python benchmarks/scaling.py --updates 200 --width 256
 """
@@ -79,10 +80,10 @@ def measure(steps: dict[str, Step], x: torch.Tensor, num_updates: int) -> dict[s
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(num_updates + 10):
         for name, step in steps.items():
-            began = time.perf_counter()
+            began = time.thread_time()
             step(x)
             if number >= 10:  # the first ones make the state
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.thread_time() - began)
     return seconds
 
 

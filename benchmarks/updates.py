@@ -202,6 +202,16 @@ def lockstep(workload: Workload, *, num_shards: int, devices: int = 2) -> Update
     return update
 
 
+def lockstep_rank(workload: Workload, rank: int, port: int, *, num_shards: int) -> Update:
+    """One of two processes under a ParallelUpdater over gloo, with one device each."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    return lockstep(workload, num_shards=num_shards, devices=1)
+
+
+JOINED = (ddp, lockstep_rank)
+"""Those whose processes meet at a port."""
+
 CONTENDERS: Mapping[str, list[tuple[Callable[..., Update], dict[str, int]]]] = {
     "limit": [(half, {"rank": 0}), (half, {"rank": 1})],
     "loop, 1 thread": [(loop, {"threads": 1})],
@@ -209,6 +219,8 @@ CONTENDERS: Mapping[str, list[tuple[Callable[..., Update], dict[str, int]]]] = {
     "DDP, 2 processes": [(ddp, {"rank": 0}), (ddp, {"rank": 1})],
     "lockstep, S=2": [(lockstep, {"num_shards": 2})],
     "lockstep, S=8": [(lockstep, {"num_shards": 8})],
+    "lockstep, 2 processes": [(lockstep_rank, {"rank": rank, "num_shards": 2}) for rank in range(2)],
+    "lockstep, 2 processes, S=8": [(lockstep_rank, {"rank": rank, "num_shards": 8}) for rank in range(2)],
     "lockstep, 1 device": [(lockstep, {"num_shards": 1, "devices": 1})],
 }
 
@@ -232,7 +244,7 @@ class Contender:
 
     def __init__(self, workload: str, parts: list[tuple[Callable[..., Update], dict[str, int]]]) -> None:
         context = get_context("spawn")
-        port = {"port": free_port()} if parts[0][0] is ddp else {}
+        port = {"port": free_port()} if parts[0][0] in JOINED else {}
         self._pipes, self._processes = [], []
         for build, options in parts:
             pipe, theirs = context.Pipe()

@@ -11,6 +11,7 @@ TORCHRUN = {
     "RANK": "3",
     "WORLD_SIZE": "4",
     "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
     "MASTER_ADDR": "node0",
     "MASTER_PORT": "29400",
     "GROUP_WORLD_SIZE": "2",
@@ -29,7 +30,7 @@ SRUN = {
 
 
 def test_the_words_of_torchrun() -> None:
-    expected = RunEnvironment(3, 4, 1, "node0", 29400, attempt=1, agents=2, agent_store=True)
+    expected = RunEnvironment(3, 4, 1, 2, "node0", 29400, attempt=1, agents=2, agent_store=True)
     assert read_environment(TORCHRUN) == expected
 
 
@@ -39,7 +40,7 @@ def test_torchrun_under_srun_has_the_last_word() -> None:
 
 def test_the_words_of_srun() -> None:
     found = read_environment(SRUN)
-    assert found == RunEnvironment(5, 8, 1, "gpu07", 12_000 + 7_070_103 % 20_000, agents=2)
+    assert found == RunEnvironment(5, 8, 1, 1, "gpu07", 12_000 + 7_070_103 % 20_000, agents=2)
 
 
 def test_steps_of_one_job_meet_at_different_ports() -> None:

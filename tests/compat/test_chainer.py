@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.compat import chainer
+from tests.communicators.groups import run_on_ranks
 
 TWO = {"main": "cpu", "second": "@numpy"}
 
@@ -437,3 +438,18 @@ def test_the_derivation_step_by_step() -> None:
         assert torch.allclose(rate * u, v, rtol=1e-12)
         assert torch.allclose(free[0], weight, rtol=1e-12)
     assert not torch.allclose(plain[0], weight, rtol=1e-3)
+
+
+def _train_on_rank(communicator: ls.ProcessCommunicator) -> tuple[int, str]:
+    model = Classifier()
+    optimizer = chainer.CorrectedMomentumSGD(lr=0.1).setup(model)
+    updater = chainer.ParallelUpdater(batches(), optimizer, devices={"main": "cpu"})
+    for _ in range(3):
+        updater.update()
+    updater.finalize()
+    return communicator.rank, ls.digest(model)
+
+
+def test_over_processes_it_gives_the_bits_of_as_many_devices(updaters: Any) -> None:
+    digest = ls.digest(trained(updaters, 3))
+    assert run_on_ranks(_train_on_rank, 2) == [(0, digest), (1, digest)]

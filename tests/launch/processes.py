@@ -11,18 +11,21 @@ LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 
 
-def children() -> list[int]:
-    """List the children of this process; ended ones that nobody waited for count too."""
-    return [
-        int(pid)
-        for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        if not _is_tracker(pid)
-    ]
+def children(of: int | None = None) -> list[int]:
+    """List the children of a process, by default of this one; ended ones that nobody waited for count too."""
+    parent = os.getpid() if of is None else of
+    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in pids if not _is_tracker(pid)]
 
 
 def _is_tracker(pid: str) -> bool:
     """Tell Python's own helper, which multiprocessing starts once and keeps."""
     return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def descendants(of: int) -> list[int]:
+    """List the children of a process, theirs, and so on."""
+    return [pid for child in children(of) for pid in (child, *descendants(child))]
 
 
 def listening(pid: int) -> set[str]:

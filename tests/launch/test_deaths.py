@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import lockstep as ls
-from launch.processes import children
+from launch.processes import children, listening
 
 
 def raise_on(rank: int) -> None:
@@ -20,6 +20,7 @@ def raise_on(rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_ranks_real_traceback_reaches_the_caller(rank: int) -> None:
+    before = listening(os.getpid())
     with pytest.raises(
         ls.PeerError, match=f"Rank {rank} raised FloatingPointError: rank {rank} has"
     ) as raised:
@@ -27,6 +28,7 @@ def test_a_ranks_real_traceback_reaches_the_caller(rank: int) -> None:
     assert raised.value.rank == rank
     assert 'raise FloatingPointError(f"rank {rank} has had enough")' in raised.value.traceback
     assert children() == []
+    assert listening(os.getpid()) == before
 
 
 def die_by(way: str) -> None:

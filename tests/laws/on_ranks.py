@@ -12,6 +12,7 @@ from torch import nn
 import lockstep as ls
 from lockstep import Communicator
 from tests.laws import several
+from tests.laws.half import TOO_HIGH, in_half, loss_of
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
 from tests.laws.runs import ONE, Placement, cross_entropy, finalized, state_digest, updater_for
 
@@ -139,6 +140,19 @@ RUNS: dict[str, Run] = {
     "flat": partial(trained, work=CONVNET, flat_gradients=True),
     "sum": partial(trained, reduction="sum"),
     "bf16-true": partial(trained, work=HALF, precision="bf16-true", optimizer="corrected"),
+    **{
+        f"{precision}, overflowing, {rule}": partial(
+            trained,
+            work=in_half(MLP, precision),
+            precision=precision,
+            optimizer="fused",
+            loss_fn=loss_of,
+            loss_scale=TOO_HIGH[precision],
+            on_overflow=rule,
+        )
+        for precision in TOO_HIGH
+        for rule in ("retry", "skip")
+    },
     "measured": partial(trained, loss_fn=measured_loss),
     "seldom reached": partial(trained, loss_fn=seldom_reached),
     "weightless": partial(trained, loss_fn=weightless, num_shards=6),

@@ -37,6 +37,7 @@ PLACEMENTS = [*EQUAL, Placement(2, (3, 1)), Placement(3, (1, 2, 5)), Placement(4
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True),
+    "fused": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True),
     "corrected": lambda model: ls.CorrectedMomentumSGD(model.parameters(), lr=0.05, momentum=0.9),
 }
 

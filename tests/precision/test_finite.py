@@ -7,7 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lockstep.precision import first_nonfinite, nonfinite_flag, nonfinite_flags, settled, unscale_
+from lockstep.precision import (
+    HALF_PRECISION,
+    first_nonfinite,
+    nonfinite_flag,
+    nonfinite_flags,
+    settled,
+    unscale_,
+)
 from lockstep.precision.finite import gradients_of
 
 INF, NAN = float("inf"), float("nan")
@@ -78,20 +85,20 @@ def as_tensor(factor: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [as_number, as_tensor])
-@pytest.mark.parametrize("factor", [2.0**-20, 0.7, 1.0, 3.0, 2.0**10, 2.0**126])
+@pytest.mark.parametrize("factor", [2.0**-10, 0.7, 1.0, 3.0, 2.0**17, 2.0**126])
 def test_division_is_rounded_once(make: Callable[[float], float | torch.Tensor], factor: float) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = [
         torch.randn(1000, generator=generator, dtype=dtype)
-        for dtype in (torch.float32, torch.float64, torch.complex64)
+        for dtype in (torch.float32, torch.float64, torch.complex64, torch.float16, torch.bfloat16)
     ]
     ours, flag = divided([*tensors, torch.tensor([[0.0, 5.0]]).to_sparse()], make(factor))
     assert flag == 0.0
     for quotient, tensor in zip(ours, tensors, strict=False):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        exact = real / torch.tensor(
-            [factor], dtype=real.dtype
-        )  # the factor is taken in the gradient's format
+        wide = real.float() if real.dtype in HALF_PRECISION else real
+        # The factor is taken in the gradient's format, for halves in float32.
+        exact = (wide / torch.tensor([factor], dtype=wide.dtype)).to(real.dtype)
         assert torch.equal(torch.view_as_real(quotient) if tensor.is_complex() else quotient, exact)
     assert torch.equal(ours[-1].to_dense(), torch.tensor([[0.0, 5.0]]) / factor)
 
@@ -111,6 +118,19 @@ def test_gradients_are_settled_where_they_are() -> None:
     assert gradient is weight.grad
     assert not gradient.is_conj()
     assert torch.equal(gradient, before)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [as_number, as_tensor])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_gpu_divides_as_a_cpu(dtype: torch.dtype, make: Callable[[float], float | torch.Tensor]) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    here, there = [torch.arange(1.0, 9.0, dtype=dtype)], [torch.arange(1.0, 9.0, dtype=dtype).cuda()]
+    factor = make(2.0**17)  # more than float16 holds
+    unscale_(here, factor)
+    unscale_(there, factor.cuda() if isinstance(factor, torch.Tensor) else factor)
+    assert torch.equal(here[0], there[0].cpu())
 
 
 @pytest.mark.gpu

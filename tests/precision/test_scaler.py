@@ -251,6 +251,19 @@ def test_the_loss_is_scaled_in_float32_at_least() -> None:
     assert LossScaler(2.0).scale(loss.double()).dtype == torch.float64
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("factor", [1000.7, 2.0**10])
+def test_a_loss_in_half_precision_is_divided_by_what_multiplied_it(dtype: torch.dtype, factor: float) -> None:
+    weight = nn.Parameter(torch.tensor([3.0, 5.0]))
+    optimizer, scaler = torch.optim.SGD([weight], lr=1.0), LossScaler(factor)
+    for loss in ((weight * weight).sum().to(dtype), (weight * weight).sum()):
+        weight.grad = None
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.testing.assert_close(weight.grad, 2 * weight.detach(), rtol=2.0**-23, atol=0.0)  # two roundings
+        scaler.update(nonfinite=torch.zeros(()))
+
+
 def test_calls_out_of_order_are_refused() -> None:
     weights = parameters()
     optimizer, scaler = torch.optim.SGD(weights), LossScaler()

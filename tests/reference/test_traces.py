@@ -15,6 +15,7 @@ from traces import (
     Difference,
     Tolerance,
     equal,
+    for_replay,
     read,
     read_differences,
     reference_folder,
@@ -128,6 +129,17 @@ def test_differences_go_to_the_cases_of_their_pattern(folder: Path) -> None:
     assert [len(case.differences) for case in read_here(folder, 3, listed)] == [1, 1, 0]
     with pytest.raises(AssertionError, match="has no case for the difference"):
         read_here(folder, 3, difference("n", 4, case="c"))
+
+
+def test_a_listed_difference_may_be_for_one_replay_of_two() -> None:
+    both, core, compat = (
+        Difference(FILE, "a", "n", number, "a test", through=through)
+        for number, through in ((4, None), (5, "core"), (6, "compat"))
+    )
+    assert for_replay([both, core, compat], "core") == [both, core]
+    assert for_replay([both, core, compat], "compat") == [both, compat]
+    with pytest.raises(AssertionError, match="through one of the two"):
+        Difference(FILE, "a", "n", 4, "a test", through="another")
 
 
 def test_arrays() -> None:

@@ -187,6 +187,7 @@ def cases(
     key: str = "cases",
     name: Callable[[Mapping[str, Any]], str] = lambda content: str(content.get("name", "case")),
     through: str = "core",
+    differ: bool = True,
 ) -> list[Any]:
     """List the cases of a trace as parameters for a test.
 
@@ -197,14 +198,20 @@ def cases(
         key: Where in the file the list of cases is.
         name: Makes the name of a case; a further case of the same name gets a number.
         through: ``"compat"`` for a replay through the originals' own names.
+        differ: Whether the list of differences is about these; of several lists in a file it is about one.
     """
     folder = reference_folder()
     if folder is None:
         reason = "no reference folder: neither LOCKSTEP_REFERENCE nor ../shared/reference"
         return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
-    differences = [each for each in read_differences() if each.through in {None, through}]
+    differences = for_replay(read_differences(), through) if differ else []
     found = read(folder, file, num_cases, given=given, key=key, name=name, differences=differences)
     return [pytest.param(case, id=case.name) for case in found]
+
+
+def for_replay(differences: Iterable[Difference], through: str) -> list[Difference]:
+    """Choose the differences that are for one of two replays, or for both."""
+    return [each for each in differences if each.through in {None, through}]
 
 
 def columns(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

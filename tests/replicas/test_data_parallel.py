@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
+import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -497,19 +499,80 @@ class Interrupted(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 3)
 
-    def forward(self, x: torch.Tensor, stop: torch.Tensor) -> torch.Tensor:
-        if bool(stop.any()):
+    def forward(self, x: torch.Tensor, stop: torch.Tensor, phase: str) -> torch.Tensor:
+        output = self.layer(x)
+        if bool(stop.any()) and phase == "forward":
             raise KeyboardInterrupt
-        return self.layer(x)
+        if bool(stop.any()) and phase == "backward":
+            output.register_hook(interrupt)
+        return output
+
+
+def interrupt(_gradient: torch.Tensor) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("at", [0, 2])
-def test_an_interrupt_leaves_it_usable(at: int) -> None:
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_interrupt_leaves_it_usable(phase: str, at: int) -> None:
     net = ls.DataParallel(Interrupted(), cpus(3))
     with pytest.raises(KeyboardInterrupt):
-        net(batch(3), torch.arange(3) == at)
-    output = net(batch(3), torch.zeros(3, dtype=torch.bool))
-    assert torch.allclose(output, net.module.layer(batch(3)))
+        net(batch(3), torch.arange(3) == at, phase).sum().backward()
+    assert net.module.layer.weight.grad is None
+    net(batch(3), torch.zeros(3, dtype=torch.bool), phase).sum().backward()
+    assert net.module.layer.bias.grad.tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_ctrl_c_leaves_it_usable(phase: str) -> None:
+    """The user interrupts while a worker is busy: the main thread gives up waiting."""
+    working, go_on = threading.Event(), threading.Event()
+
+    def wait(_gradient: torch.Tensor | None = None) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            working.set()
+            go_on.wait(60)
+
+    def busy(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        del module, args
+        if not go_on.is_set():
+            wait() if phase == "forward" else output.register_hook(wait)
+
+    def press() -> None:
+        working.wait(60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    net = ls.DataParallel(nn.Linear(4, 3), cpus(2))
+    net.module.register_forward_hook(busy)
+    presser = threading.Thread(target=press)
+    presser.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            net(batch(3)).sum().backward()
+    finally:
+        go_on.set()
+        presser.join()
+    net(batch(3)).sum().backward()
+    assert net.module.bias.grad.tolist() == [3.0] * 3
+
+
+def test_a_thread_that_hangs_is_named_and_left_behind() -> None:
+    go_on = threading.Event()
+
+    def hang(module: nn.Module, args: Any) -> None:
+        del module
+        if bool((args[0] == 7).any()):
+            go_on.wait(60)
+
+    net = ls.DataParallel(nn.Linear(4, 3), cpus(2), timeout=0.2)
+    net.module.register_forward_pre_hook(hang)
+    try:
+        with pytest.raises(ls.ReplicaError, match=r"cpu.* not done after 0.2 seconds") as caught:
+            net(torch.cat([batch(2), torch.full((2, 4), 7.0)]))
+        assert caught.value.device == "cpu"
+        assert torch.allclose(net(batch(4)), net.module(batch(4)))
+    finally:
+        go_on.set()
 
 
 @pytest.mark.parametrize(
@@ -544,6 +607,23 @@ def test_options_it_refuses(options: dict[str, Any], error: type[Exception], mes
         ls.DataParallel(**{"module": nn.Linear(4, 3), "devices": cpus(2), **options})
 
 
+def test_without_several_gpus_nccl_changes_nothing() -> None:
+    found = {
+        trained(ls.DataParallel(mixed(), cpus(2), flatten_parameters=True, use_nccl=use), batch(12))
+        for use in (True, False)
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("parallel_backward", [True, False])
+def test_a_module_without_parameters_passes_gradients_on(parallel_backward: bool) -> None:
+    net = ls.DataParallel(nn.Tanh(), cpus(2), parallel_backward=parallel_backward)
+    assert not net(batch(5)).requires_grad
+    x = batch(5).requires_grad_()
+    net(x).sum().backward()
+    assert torch.allclose(x.grad, 1 - x.detach().tanh().square())
+
+
 def test_inside_an_updater_the_devices_do_not_matter() -> None:
     found = set()
     for outer in (1, 2):
@@ -571,10 +651,13 @@ def test_inside_an_updater_the_devices_do_not_matter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, and they are not there")
+@pytest.mark.parametrize("own_stream", [True, False])
 @pytest.mark.parametrize("use_nccl", [True, False])
-def test_on_gpus_the_bits_are_those_of_one(use_nccl: bool) -> None:
+def test_on_gpus_the_bits_are_those_of_one(use_nccl: bool, own_stream: bool) -> None:
     found = set()
     for devices in (["cuda:0"], ["cuda:0", "cuda:1"]):
         net = ls.DataParallel(mixed(), devices, num_shards=4, flatten_parameters=True, use_nccl=use_nccl)
-        found.add(trained(net, batch(12)))
+        with torch.cuda.stream(torch.cuda.Stream("cuda:0") if own_stream else None):
+            found.add(trained(net, batch(12).to("cuda:0")))
+        torch.cuda.synchronize()
     assert len(found) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -168,6 +170,20 @@ def test_hooks_on_parameters_see_the_sum_once() -> None:
     assert model.bias.grad.tolist() == [14.0, 14.0, 14.0]
 
 
+def test_a_parameter_frozen_between_forward_and_backward_still_gets_its_gradient() -> None:
+    model = linear()
+    with ls.ReplicaGroup(model, THREE) as group:
+        group.forward(batch())
+        model.weight.requires_grad_(False)
+        group.backward(torch.ones(7, 3))
+        assert model.bias.grad.tolist() == [7.0, 7.0, 7.0]
+        assert model.weight.grad is not None
+        model.weight.grad = None
+        group.forward(batch())
+        group.backward(torch.ones(7, 3))
+        assert model.weight.grad is None
+
+
 def test_backward_again() -> None:
     model = linear()
     with ls.ReplicaGroup(model, THREE) as group:
@@ -182,13 +198,13 @@ def test_backward_again() -> None:
 
 def test_a_group_that_does_not_train_has_no_gradients() -> None:
     model = nn.Sequential(linear(), nn.Dropout(0.5))
-    with ls.ReplicaGroup(model, THREE, training=False, input_grads=True) as group:
+    with ls.ReplicaGroup(model, THREE, training=False) as group:
         out = group.forward(batch())
         torch.testing.assert_close(out, model[0](batch()).detach())
         assert not out.requires_grad
         with pytest.raises(ls.OrderError, match="training=False has no gradients"):
             group.backward(torch.ones(7, 3))
-        with pytest.raises(ls.OrderError, match="input_grads=True in a group that trains"):
+        with pytest.raises(ls.OrderError, match="are there with input_grads=True"):
             group.input_grads()
     assert model[0].weight.grad is None
     assert model.training
@@ -322,6 +338,28 @@ def test_an_interrupt_leaves_the_group_usable() -> None:
         torch.testing.assert_close(group.forward(batch()), model(batch()).detach())
 
 
+def test_ctrl_c_while_a_thread_computes_leaves_the_group_usable() -> None:
+    class Interrupting(nn.Linear):
+        interrupts = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.interrupts and threading.current_thread().name.startswith("lockstep-1"):
+                _thread.interrupt_main()
+                time.sleep(0.2)
+            return super().forward(x)
+
+    model = Interrupting(4, 3)
+    with ls.ReplicaGroup(model, THREE) as group:
+        group.forward(batch())
+        before = ls.digest(model)
+        model.interrupts = True
+        with pytest.raises(KeyboardInterrupt):
+            group.forward(batch())
+        model.interrupts = False
+        assert ls.digest(model) == before
+        torch.testing.assert_close(group.forward(batch()), model(batch()).detach())
+
+
 def test_autocast_of_the_caller() -> None:
     model = linear()
     with ls.ReplicaGroup(model, THREE) as group:
@@ -348,3 +386,24 @@ def test_replicas_on_one_memory_add_no_parameter_memory() -> None:
         group.forward(batch())
         addresses = {each.data_ptr() for replica in group.replicas for each in replica.parameters()}
     assert addresses == {each.data_ptr() for each in model.parameters()}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, and they are not there")
+@pytest.mark.parametrize("home", ["cpu", "cuda:0"])
+def test_several_gpus(home: str) -> None:
+    """The sum is on the model's device, outputs on the first one, gradients of inputs on the inputs'."""
+    model = nn.Sequential(linear(), nn.BatchNorm1d(3), nn.Dropout(0.5)).to(home)
+    found = []
+    for devices in (["cuda:0"], ["cuda:0", "cuda:1"], ["cuda:1", "cuda:0", "cuda:1"]):
+        torch.manual_seed(3)
+        model[1].reset_running_stats()
+        with ls.ReplicaGroup(model, devices, num_shards=3, input_grads=True) as group:
+            out = group.forward(batch())
+            group.backward(torch.ones(7, 3))
+            assert out.device == torch.device(devices[0])
+            assert group.input_grads()[0].device.type == "cpu"
+            assert model[0].weight.grad.device == torch.device(home)
+            grads = [parameter.grad for parameter in model.parameters()]
+            found.append(ls.digest(model, out, grads, group.input_grads()))
+    assert len(set(found)) == 1

@@ -155,6 +155,21 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "one number a device (2), got 1",
     ),
     "timeout": (lambda: ls.ReplicaGroup(net(), TWO, timeout=0), ValueError, "`timeout` must be above 0"),
+    "dimension": (
+        lambda: ls.ReplicaGroup(net(), TWO, batch_dim=""),  # type: ignore[arg-type]
+        TypeError,
+        "`batch_dim` must be a whole number, None, or a dict of such by name, got ''",
+    ),
+    "output dimension": (
+        lambda: ls.ReplicaGroup(net(), TWO, output_dim={"output": 0.0}),  # type: ignore[dict-item]
+        TypeError,
+        "`output_dim` must be a whole number, None, or a dict of such by name, got {'output': 0.0}",
+    ),
+    "gradients of inputs": (
+        lambda: ls.ReplicaGroup(net(), TWO, input_grads=True, training=False),
+        ValueError,
+        "`input_grads` must be False in a group with training=False",
+    ),
     "no module": (lambda: ls.ReplicaGroup(len, TWO), TypeError, "must be a torch.nn.Module"),  # type: ignore[arg-type]
     "backward first": (
         lambda: ls.ReplicaGroup(net(), TWO).backward(),

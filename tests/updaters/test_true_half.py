@@ -9,33 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import lockstep as ls
 from lockstep.errors import NonFiniteError
 from lockstep.precision import LossScaler, MasterWeights
+from tests.laws.half import DTYPES, TOO_HIGH, half, loss_of
 from tests.laws.models import MLP, TRANSFORMER, Workload
 from tests.laws.runs import OPTIMIZERS, PLACEMENTS, Placement, finalized, updater_for
 from tests.updaters.small import updater_of
-
-DTYPES = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
-# So high that the first tries overflow in the format of the gradients.
-TOO_HIGH = {
-    "bf16-true": ls.DynamicLossScale(2.0**126, backoff=2.0**-20, maximum=2.0**126, interval=3),
-    "fp16-true": ls.DynamicLossScale(2.0**20, backoff=2.0**-4, interval=3),
-}
-
-
-def loss_of(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    dtype = next(model.parameters()).dtype
-    output = model(x.to(dtype) if x.is_floating_point() else x)
-    # Exact forward; backward the gradient in between is larger by that factor, and overflows in bfloat16.
-    amplifier = 2.0**40 if dtype == torch.bfloat16 else 1.0
-    return functional.cross_entropy((output / amplifier * amplifier).float(), target)
-
-
-def half(work: Workload, precision: str) -> nn.Module:
-    return work.model().to(DTYPES[precision])
 
 
 def run(

@@ -286,6 +286,50 @@ def test_several_optimizers_are_left_out_together() -> None:
     assert found[0][1] == NUM_UPDATES - len(BAD)
 
 
+def test_an_error_of_several_optimizers_takes_back_what_nobody_has_read() -> None:
+    models = {name: MLP.model() for name in ("main", "other")}
+    optimizers = {name: FUSED["adamw"](model) for name, model in models.items()}
+    raising = {2}
+
+    def rate(epoch: int) -> float:
+        if epoch in raising:
+            raise RuntimeError("no rate")
+        return 1.0
+
+    spoiling = Spoiling({2})
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(MLP.data(18), 9),
+        optimizers,
+        models,
+        devices=["cpu"],
+        num_shards=NUM_SHARDS,
+        loss_fn=lambda nets, x, y: spoiling(lambda x: nets["main"](x) + nets["other"](x), x, y),
+        loss_scale=ls.DynamicLossScale(2.0**10, interval=1),
+        on_overflow="skip",
+        epoch_scheduler={"main": torch.optim.lr_scheduler.LambdaLR(optimizers["main"], rate)},
+    )
+    with finalized(updater):
+        assert [updater.update().applied for _ in range(3)] == [True, True, False]
+        before = ls.digest(updater.state_dict())
+        with pytest.raises(RuntimeError, match="no rate"):
+            updater.update()  # the second epoch ends
+        assert updater.why_it_waits is None
+        assert ls.digest(updater.state_dict()) == before
+        raising.clear()
+        assert updater.update().applied
+        assert (updater.iteration, updater.applied_updates) == (4, 3)
+
+
+def test_a_result_shows_what_it_says() -> None:
+    with finalized(updater_of(bad={1})) as updater:
+        assert repr(updater.update()) == (
+            "UpdateResult(applied=True, tries=1, loss_scale=1024.0, nonfinite=None)"
+        )
+        assert repr(updater.update()) == (
+            "UpdateResult(applied=False, tries=1, loss_scale=1024.0, nonfinite='0.weight')"
+        )
+
+
 def test_a_result_keeps_no_gradient_alive() -> None:
     with finalized(updater_of("sgd")) as updater:
         results = [updater.update() for _ in range(2)]

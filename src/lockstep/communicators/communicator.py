@@ -121,6 +121,16 @@ class Communicator(ABC):
         """
 
     @abstractmethod
+    def exchange_with(self, payload: bytes, bodies: Sequence[torch.Tensor]) -> list[bytes]:
+        """Exchange messages, as `exchange`, and with each a tensor, in one journey.
+
+        Args:
+            payload: The message.
+            bodies: One for every rank, on the CPU and without gaps, of lengths that all ranks know: this
+                rank's is sent, the others' are written to. Those without elements do not travel.
+        """
+
+    @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
         """Add up tensors over ranks, on every rank and in place.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from lockstep.communicators.brief import BriefPeerErrors
 from lockstep.communicators.communicator import Communicator
 from lockstep.communicators.failure import Failure
 from lockstep.communicators.local import LocalCommunicator
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds; torch's own is 30 minutes for gloo, which is how long a run would hang on a dead peer."""
+BRIEF = "LOCKSTEP_BRIEF"
+"""A variable that is there where the ranks of a machine share a console."""
 FIRST_STEP_OF_SLURM = 0xFFFF_FFF0
 """Step numbers from here on are SLURM's own: the batch script, an interactive shell."""
 
@@ -40,6 +44,7 @@ class RunEnvironment:
         rank: This process's index in 0..`size`-1.
         size: How many processes there are.
         local_rank: This process's index among those of its machine.
+        local_size: How many there are on its machine.
         address: Name or number of the machine where the ranks find each other.
         port: Where there.
         attempt: How often the launcher has started the ranks before.
@@ -51,6 +56,7 @@ class RunEnvironment:
     rank: int
     size: int
     local_rank: int = 0
+    local_size: int = 1
     address: str = ""
     port: int = 0
     attempt: int = 0
@@ -89,6 +95,7 @@ def _torchrun(variables: Mapping[str, str]) -> RunEnvironment:
         _integer(variables, "RANK"),
         size,
         local_rank=_integer(variables, "LOCAL_RANK", 0),
+        local_size=_integer(variables, "LOCAL_WORLD_SIZE", 1),
         address=_text(variables, "MASTER_ADDR"),
         port=_integer(variables, "MASTER_PORT"),
         attempt=_integer(variables, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -191,6 +198,8 @@ def _join(found: RunEnvironment, seconds: float) -> Communicator:
         explained = watch.explain()
         watch.close()
         raise (error if explained is None else explained) from error
+    if BRIEF in os.environ:
+        sys.excepthook = BriefPeerErrors(found.rank, found.local_size, sys.excepthook)
     return ProcessCommunicator(timeout=seconds, watch=watch)
 
 

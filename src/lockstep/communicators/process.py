@@ -90,6 +90,10 @@ class ProcessCommunicator(Communicator):
         """Send a message to every rank; see `Communicator.exchange`."""
         return exchange(self._channel, payload)
 
+    def exchange_with(self, payload: bytes, bodies: Sequence[torch.Tensor]) -> list[bytes]:
+        """Send a message and a tensor to every rank; see `Communicator.exchange_with`."""
+        return exchange(self._channel, payload, bodies)
+
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
         """Add up tensors over ranks; see `Communicator.all_reduce`."""
         if not ordered:

@@ -33,6 +33,11 @@ _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 class Watch:
     """Of a process that is alone: there is nobody to watch."""
 
+    @property
+    def doing(self) -> str:
+        """What this rank said last that it is doing; empty for a process that is alone."""
+        return ""
+
     def phase(self, name: str) -> None:
         """Say what this rank is doing from here on; costs next to nothing, and never raises."""
 
@@ -107,6 +112,11 @@ class PeerWatch(Watch):
         threading._register_atexit(_close_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
         self._pulse.start()
         self._judge.start()
+
+    @property
+    def doing(self) -> str:
+        """What this rank said last; see `Watch.doing`."""
+        return self._phase
 
     def phase(self, name: str) -> None:
         """Say what this rank is doing; see `Watch.phase`."""

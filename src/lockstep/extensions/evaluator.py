@@ -9,7 +9,10 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 
+from lockstep.communicators import Communicator
+from lockstep.data import Iterator as LockstepIterator
 from lockstep.data import Samples, collate
+from lockstep.extensions.deal import NOT_OWN, Deal, deal_out
 from lockstep.metrics import Average, Mean, Metric, Observed, Observers, collecting
 from lockstep.replicas.settings import OneIntraOpThread
 from lockstep.trainer import WRITER, Extension, Trainer
@@ -61,6 +64,10 @@ class Evaluator(Extension):
     A batch is a tensor, a tuple or a dict of tensors, given to the loss function as one, as
     positional or as keyword arguments; anything else, such as a list of samples, is converted first.
     A tuple is ``(*inputs, target)``, a dict is the inputs and the target by their names.
+
+    Processes of one run evaluate together, each every so-manieth batch, if all metrics can be merged (see
+    `lockstep.metrics.Mergeable`); with another metric each process evaluates all batches. The numbers are
+    the same either way, and on every process.
 
     Args:
         iterator: Yields the batches of one pass. It is reset first if it has ``reset``; else it must be
@@ -121,14 +128,18 @@ class Evaluator(Extension):
         """Evaluate, and observe the values."""
         model = self._model_of(trainer) if self.model is None else self.model
         prefix = f"{trainer.name_of(self)}/{self.model_name}"
-        for name, value in self.evaluate(model).items():
+        for name, value in self.evaluate(model, communicator=trainer.updater.communicator).items():
             trainer.observe(f"{prefix}/{name}", value)
 
-    def evaluate(self, model: torch.nn.Module | None = None) -> dict[str, Observed]:
+    def evaluate(
+        self, model: torch.nn.Module | None = None, *, communicator: Communicator | None = None
+    ) -> dict[str, Observed]:
         """Run the model over one pass of the iterator.
 
         Args:
             model: The model; the constructor's unless given.
+            communicator: Joins the processes that evaluate together, each some of the batches; all of them
+                call this. Unless given, this one does all of it.
 
         Returns:
             ``"loss"`` and the loss function's metrics, if there is one, what was reported on the way, and
@@ -144,18 +155,24 @@ class Evaluator(Extension):
             raise ValueError("`model` must be given here or to the constructor, got None.")
         for metric in self.metrics.values():
             metric.reset()
+        deal = deal_out(communicator, self.metrics)
         averages: dict[str, Average] = {}
         observers = Observers({"": model})
         with measuring(model), recorded_outputs(model) as outputs:
+            measured: list[dict[str, Mean]] = []
             num_batches = 0
-            for batch in self._batches():
-                for name, mean in self._measure(model, batch, outputs, observers).items():
-                    averages.setdefault(name, Average()).update(mean)
+            for batch in deal.own(self._batches(deal)):
                 num_batches += 1
+                if batch is not NOT_OWN:
+                    measured.append(self._measure(model, batch, outputs, observers))
             if num_batches == 0:
                 raise ValueError(
                     "`iterator` must yield at least one batch, got none. A generator is used up at once."
                 )
+            for means in deal.gathered(measured):
+                for name, mean in means.items():
+                    averages.setdefault(name, Average()).update(mean)
+            deal.merge(self.metrics)
             losses = {name: average.compute() for name, average in averages.items()}
             return {**losses, **{name: metric.compute() for name, metric in self.metrics.items()}}
 
@@ -165,9 +182,11 @@ class Evaluator(Extension):
             raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
         return models[self.model_name]
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, deal: Deal) -> Iterator[Any]:
         if isinstance(self.iterator, Resettable):
             self.iterator.reset()
+        if isinstance(self.iterator, LockstepIterator):
+            self.iterator.read_only(deal.wanted)
         return iter(self.iterator)
 
     def _measure(

@@ -29,7 +29,8 @@ class LogReport(Extension):
 
     A line is written in one piece. A run that begins or is resumed first rewrites the file from
     the entries it has in memory, so lines that a killed process wrote after the saved state, or
-    half wrote, are gone; and a fresh run in the folder of an old one begins a fresh log.
+    half wrote, are gone; and a fresh run in the folder of an old one begins a fresh log. Of several
+    processes each has the log, and rank 0 writes the file.
 
     Args:
         keys: The names to keep; all unless given.
@@ -76,14 +77,17 @@ class LogReport(Extension):
             "elapsed_time": trainer.elapsed_time,
         }
         entry.update({name: average.compute() for name, average in self._averages.items()})
-        # Unbuffered: the line leaves in one call, and a killed process leaves it whole or not at all.
-        with (trainer.out / self.filename).open("ab", buffering=0) as file:
-            file.write(_line(entry))
+        if trainer.is_main:
+            # Unbuffered: the line leaves in one call, and a killed process leaves it whole or not at all.
+            with (trainer.out / self.filename).open("ab", buffering=0) as file:
+                file.write(_line(entry))
         self._log.append(entry)
         self._averages.clear()
 
     def initialize(self, trainer: Trainer) -> None:
         """Rewrite the file from the entries in memory."""
+        if not trainer.is_main:
+            return
         path = trainer.out / self.filename
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = Path(f"{path}.new")

@@ -24,7 +24,8 @@ class PlotReport(Extension):
 
     Names that end alike share their axes: ``main/loss`` and ``validation/main/loss`` are two curves of
     one panel, ``loss``. The picture is replaced in one piece. A firing is left out where drawing would
-    take more than a twentieth of the run's time; the whole curve is drawn when the run ends.
+    take more than a twentieth of the run's time; the whole curve is drawn when the run ends. Of several
+    processes, rank 0 draws.
 
     Args:
         keys: The names to draw; all that the log has unless given.
@@ -62,12 +63,13 @@ class PlotReport(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         """Draw, unless the last drawing was just before."""
-        if time.perf_counter() >= self._next:
+        if trainer.is_main and time.perf_counter() >= self._next:
             self._draw(trainer)
 
     def finalize(self, trainer: Trainer) -> None:
         """Draw the whole curve."""
-        self._draw(trainer)
+        if trainer.is_main:
+            self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
         began = time.perf_counter()

@@ -20,7 +20,7 @@ class PrintReport(Extension):
     """Prints a line for each entry of a `LogReport`, under a heading.
 
     It comes after the log in each iteration, in whatever order the two were hung in, and
-    lifts a `ProgressBar` out of the way of its lines.
+    lifts a `ProgressBar` out of the way of its lines. Of several processes, rank 0 prints.
 
     Args:
         entries: The columns. All that the log has, unless given; when new ones turn up in the log, a
@@ -53,7 +53,7 @@ class PrintReport(Extension):
         """Print the entries that were added to the log."""
         report = find_log(trainer, self.log_report, reader=self)
         if report.num_entries > self._printed:
-            for entry in report.log[self._printed :]:
+            for entry in report.log[self._printed :] if trainer.is_main else []:
                 self._print(entry)
             self._printed = report.num_entries
 

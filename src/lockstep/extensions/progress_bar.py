@@ -20,7 +20,8 @@ class ProgressBar(Extension):
     """Shows a bar of the whole run with the epoch, the iteration and updates per second.
 
     The bar is as long as the trainer's bound; for a run that a trigger ends there is a line
-    without a bar. It is drawn at most ten times a second, and closed whenever the run ends.
+    without a bar. It is drawn at most ten times a second, and closed whenever the run ends. Of several
+    processes, rank 0 draws it.
 
     Args:
         show: True draws it always, False never, None only on a terminal: in a file every redrawing
@@ -46,7 +47,7 @@ class ProgressBar(Extension):
             total=until.bound if until else None,
             initial=min(position(trainer, self._unit), until.bound) if until else 0,
             file=self.out or sys.stderr,
-            disable=None if self.show is None else not self.show,
+            disable=True if not trainer.is_main else None if self.show is None else not self.show,
             bar_format=BOUNDED if until else UNBOUNDED,
             mininterval=0.1,
             miniters=0,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK: Final = "127.0.0.1"
-GRACE: Final = 6.0
+GRACE: Final = 10.0
 """Seconds that the other ranks have after the first failure, to notice it and to end by themselves."""
 PATIENCE: Final = 3.0
 """Seconds between a request to end and the end by force."""
@@ -58,11 +58,7 @@ def launch(
     if timeout <= 0:
         raise ValueError(f"`timeout` must be more than 0 seconds, got {timeout:g}.")
     call = _pickled_call(main, tuple(args))
-    store = _loopback_store(timeout)
-    assignments = [
-        Assignment(rank, num_processes, LOOPBACK, store.port, timeout) for rank in range(num_processes)
-    ]
-    with _Ranks(assignments, call) as ranks:
+    with _Ranks(num_processes, call, timeout) as ranks:
         outcomes = ranks.wait()
     cause = first_cause(outcomes)
     if cause is not None:
@@ -119,19 +115,23 @@ def _loopback_store(timeout: float) -> TCPStore:
 class _Ranks:
     """The processes of one launch, from their start to their end."""
 
-    def __init__(self, assignments: Sequence[Assignment], call: bytes) -> None:
-        self._assignments = assignments
+    def __init__(self, size: int, call: bytes, timeout: float) -> None:
+        self._size = size
         self._call = call
+        self._timeout = timeout
+        self._store: TCPStore | None = None
         self._processes: list[SpawnProcess] = []
         self._messages: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}
 
     def __enter__(self) -> _Ranks:
         context = get_context("spawn")
+        self._store = _loopback_store(self._timeout)
         # Held by this process alone: when it ends, however that comes, the ranks read its end and end too.
         lifeline, self._alive = context.Pipe(duplex=False)
         try:
-            for assignment in self._assignments:
+            for rank in range(self._size):
+                assignment = Assignment(rank, self._size, LOOPBACK, self._store.port, self._timeout)
                 messages, report = context.Pipe(duplex=False)
                 process = context.Process(target=run_rank, args=(assignment, self._call, lifeline, report))
                 process.start()
@@ -152,6 +152,7 @@ class _Ranks:
             _join(self._processes, PATIENCE)
         for end in (*self._messages, self._alive):
             end.close()
+        self._store = None  # which closes its port, though an error may keep this object
 
     def wait(self) -> list[Outcome]:
         """Wait for the ranks' ends; once one has failed the others have little time left."""

@@ -10,7 +10,6 @@ import threading
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +66,7 @@ def run_rank(assignment: Assignment, call: bytes, lifeline: Connection, report: 
     """
     threading.Thread(target=_end_with, args=(lifeline,), name="lockstep lifeline", daemon=True).start()
     os.environ.update(assignment.variables())
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     torch.set_num_threads(1)
     outcome, exit_code = _outcome(assignment.rank, call)
     report.send_bytes(outcome)
@@ -111,6 +110,7 @@ def _raised(rank: int, error: BaseException) -> Outcome:
     )
 
 
-def _loopback_interface() -> str:
-    names: list[Any] = [name for _, name in socket.if_nameindex()]
+def loopback_interface() -> str:
+    """Give the name of the interface that no other machine can reach."""
+    names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name in {"lo", "lo0"}), "lo")

@@ -4,6 +4,7 @@ from lockstep.metrics.accuracy import Accuracy as Accuracy
 from lockstep.metrics.average import Average as Average
 from lockstep.metrics.mean import Mean as Mean
 from lockstep.metrics.mean import merge as merge
+from lockstep.metrics.metric import Mergeable as Mergeable
 from lockstep.metrics.metric import Metric as Metric
 from lockstep.metrics.observed import Observed as Observed
 from lockstep.metrics.observed import as_mean as as_mean

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -87,6 +87,24 @@ class Accuracy:
         correct, count = state["correct"], state["count"]
         if not (isinstance(correct, int) and isinstance(count, int)):
             raise TypeError(f"The state of Accuracy must hold two whole numbers, got {state}.")
+        self._correct, self._count = correct, count
+
+    def merge(self, states: Sequence[Mapping[str, object]]) -> None:
+        """Become the accuracy over all batches that went into some states, its own among them.
+
+        Raises:
+            StateError: A key is missing or unknown.
+            TypeError: A count is not a whole number.
+
+        >>> accuracy = Accuracy()
+        >>> accuracy.merge([{"correct": 2, "count": 3}, {"correct": 1, "count": 1}])
+        >>> accuracy.compute()
+        0.75
+        """
+        correct = count = 0
+        for state in states:
+            self.load_state_dict(state)
+            correct, count = correct + int(self._correct), count + int(self._count)
         self._correct, self._count = correct, count
 
     def _counted(self, target: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -22,3 +23,18 @@ class Metric(Protocol):
 
     def reset(self) -> Any:
         """Forget all batches."""
+
+
+@runtime_checkable
+class Mergeable(Metric, Protocol):
+    """A metric that processes can compute together, each on some of the batches."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what was counted, as numbers."""
+
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> Any:
+        """Become the metric of all batches that these states are of.
+
+        Args:
+            states: What `state_dict` of metrics like this one returned, its own among them.
+        """

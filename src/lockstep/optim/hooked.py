@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from lockstep.errors import OrderError, StateError
 from lockstep.optim.hook_list import TIMINGS, HookList, describe
-from lockstep.precision import LossScale, LossScaler, MasterWeights, RampLossScale
+from lockstep.precision import HasMasters, LossScale, LossScaler, MasterWeights, RampLossScale
 
 Self = TypeVar("Self", bound="HookedOptimizer")
 
@@ -22,7 +22,7 @@ _COUNTERS = ("t", "epoch")
 _OWN = ("use_auto_new_epoch", "_hooks", "_scaler", "_masters")
 
 
-class HookedOptimizer(Optimizer):
+class HookedOptimizer(Optimizer, HasMasters):
     """An optimizer in torch's conventions with hooks around its arithmetic.
 
     `step` is, in this order: the closure, the hooks of timing "pre", `advance`, the count, the hooks

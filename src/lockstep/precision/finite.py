@@ -55,10 +55,25 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
 
 def divide_(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
     """Do the first half of `unscale_`: divide, and tell nothing."""
-    if isinstance(factor, Tensor) or factor != 1.0:
-        for (device, _), values in _by_kind(map(_elements, gradients)).items():
-            divisor = sent(factor, device) if isinstance(factor, Tensor) else factor
-            torch._foreach_div_(values, divisor)
+    if isinstance(factor, Tensor):
+        for (device, dtype), values in _by_kind(map(_elements, gradients)).items():
+            _divide_on_device_(values, sent(factor, device), dtype)
+    elif factor != 1.0:
+        for values in _by_kind(map(_elements, gradients)).values():
+            torch._foreach_div_(values, factor)
+
+
+def _divide_on_device_(values: list[Tensor], factor: Tensor, dtype: torch.dtype) -> None:
+    """Divide by a tensor in its own format, without which CUDA's kernel goes through values one by one.
+
+    In half precision a GPU would round the factor to the format, past its largest number to infinity.
+    """
+    if dtype.itemsize >= torch.float32.itemsize:
+        torch._foreach_div_(values, factor.to(dtype))
+        return
+    wide = [value.float() for value in values]
+    torch._foreach_div_(wide, factor.float())
+    torch._foreach_copy_(values, wide)
 
 
 def nonfinite_flag(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

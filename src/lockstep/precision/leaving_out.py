@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
@@ -14,16 +14,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lockstep.precision.masters import MasterWeights
 
 
-@runtime_checkable
-class ChangesOnlyGradients(Protocol):
-    """A hook of a step that does the same whenever it is called, to gradients and nothing else.
+class ChangesOnlyGradients:
+    """The promise of a hook of a step to change gradients and nothing else; inherit from it to give it.
 
-    Attributes:
-        changes_only_gradients: Whether that is so of this one. Then it does no harm where a step that it was
-            called for is left out.
+    Such a hook remembers nothing, draws nothing and writes nothing, so it does no harm where the step that it
+    was called for is left out on the device, and nobody needs to know there whether it was.
     """
-
-    changes_only_gradients: bool
 
 
 def why_it_waits(optimizer: Optimizer, masters: MasterWeights | None = None) -> str | None:
@@ -42,7 +38,7 @@ def why_it_waits(optimizer: Optimizer, masters: MasterWeights | None = None) -> 
     name = type(optimizer).__name__
     if not vars(optimizer).get("_step_supports_amp_scaling", False):
         return f"{name} takes no flag; torch's fused optimizers (fused=True) do"
-    if not all(map(_does_no_harm, _hooks(optimizer))):
+    if not all(isinstance(hook, ChangesOnlyGradients) for hook in _hooks(optimizer)):
         return f"{name} has a hook of its step that may do more than change gradients"
     if isinstance(optimizer, SGD) and _lacks_velocity(optimizer, masters):
         # Left out on the device, the step would leave velocities uninitialised, which move the weights later.
@@ -73,10 +69,6 @@ def _hooks(optimizer: Optimizer) -> Iterator[object]:
         optimizer._optimizer_step_post_hooks.values(),
         _global_optimizer_post_hooks.values(),
     )
-
-
-def _does_no_harm(hook: object) -> bool:
-    return isinstance(hook, ChangesOnlyGradients) and hook.changes_only_gradients
 
 
 def _lacks_velocity(optimizer: SGD, masters: MasterWeights | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,13 +20,13 @@ from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_sc
 from lockstep.state import check_keys
 
 
-@runtime_checkable
-class HasMasters(Protocol):
-    """An optimizer that may hold master weights of its own."""
+class HasMasters:
+    """What an optimizer inherits from that may hold master weights of its own."""
 
     @property
     def masters(self) -> MasterWeights | None:
         """The masters, or None."""
+        return None
 
 
 Steppable: TypeAlias = Optimizer | MasterWeights
@@ -92,6 +92,7 @@ class LossScaler:
     def __init__(self, scale: LossScale | float | None = None) -> None:
         self._scale = MovingScale(DynamicLossScale() if scale is None else parse_loss_scale(scale))
         self._device = torch.device("cpu")
+        self._formats: set[torch.dtype] = set()
         self._checked: dict[int, _Checked] = {}
 
     @property
@@ -117,10 +118,15 @@ class LossScaler:
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply a loss by the factor, in float32 at least, on the loss's device.
 
+        A loss in half precision hands backward the factor rounded to its format, by which gradients are then
+        divided. Where losses of several formats are scaled between two calls of `update`, they are divided by
+        the factor itself, so let it be a power of two there.
+
         Args:
             loss: Left untouched; any shape.
         """
         self._device = loss.device
+        self._formats.add(loss.dtype)
         wide = loss.float() if loss.dtype in HALF_PRECISION else loss
         return wide * self._scale.factor_on(loss.device).to(wide.dtype)
 
@@ -171,7 +177,7 @@ class LossScaler:
             raise OrderError("`step` must be called once for each optimizer between two calls of `update`.")
         checked.stepped = True
         inner = _inner(optimizer)
-        on_device = self.skips_on_device(optimizer)
+        on_device = why_it_waits(inner, checked.masters) is None
         if not on_device and bool(checked.nonfinite):
             if checked.masters is not None:
                 checked.masters.drop_gradients()
@@ -201,6 +207,7 @@ class LossScaler:
             if checked.masters is not None:
                 checked.masters.drop_gradients()
         self._checked.clear()
+        self._formats.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Give the scale's class and fields; waits for the device."""
@@ -229,8 +236,10 @@ class LossScaler:
         return self.loss_scale.restored(state["scale"])
 
     def _divisor(self) -> float | Tensor:
-        """Give the factor as a number where looking at it is free, which saves `unscale_` a pass."""
+        """Give what gradients are divided by: as a number where looking is free, which saves a pass."""
         factor = self._scale.factor_on(self._device)
+        if len(self._formats) == 1 and self._formats <= HALF_PRECISION:
+            factor = factor.to(next(iter(self._formats))).double()
         return factor.item() if self._device.type == "cpu" else factor
 
 

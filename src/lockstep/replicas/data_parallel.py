@@ -74,6 +74,7 @@ class DataParallel(Wrapping):
             where it can be differentiated again (``create_graph=True``) and whose number of intra-op threads
             its bits depend on: with one they are the same both ways.
         buffers: How buffers are combined over shards, ``"mean"`` or ``"first"``.
+        timeout: Seconds after which a device's thread that is still at work counts as hung; None for never.
 
     Raises:
         TypeError: `module` is no module, or cannot be copied.
@@ -104,6 +105,7 @@ class DataParallel(Wrapping):
         worker_init_fn: Callable[[int], None] | None = None,
         parallel_backward: bool = True,
         buffers: BufferRule = "mean",
+        timeout: float | None = None,
     ) -> None:
         super().__init__(module)
         if num_shards is not None and num_shards < 1:
@@ -118,6 +120,7 @@ class DataParallel(Wrapping):
         self.use_nccl = use_nccl
         self.worker_init_fn = worker_init_fn
         self.parallel_backward = parallel_backward
+        self.timeout = timeout
         self._buffer_rule: BufferRule = buffers
         self._running: Running | None = None
         self._flat: Flattened | None = None
@@ -138,7 +141,7 @@ class DataParallel(Wrapping):
         Raises:
             ValueError: A device or a workload is not what it must be; nothing has changed.
         """
-        replicas = ReplicaSet(self.module, devices, workloads=workloads)
+        replicas = ReplicaSet(self.module, devices, workloads=workloads, timeout=self.timeout)
         self.release()
         self.devices, self.workloads = replicas.devices, replicas.workloads
         self.module.to(self.devices[0])
@@ -155,24 +158,23 @@ class DataParallel(Wrapping):
             What the module returns, each tensor that of the whole batch, on the first device.
 
         Raises:
-            ReplicaError: The module raised in a shard; the device and the samples are named.
+            ReplicaError: The module raised in a shard, or its thread hung; the device is named.
             TypeError: The module returned something that cannot be put together.
             ValueError: The inputs or outputs are not as long as each other, or hold no sample.
         """
         running = self._follow()
         inputs = self._read(args, kwargs)
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        has_graph = torch.is_grad_enabled() and (bool(trained) or any(inputs.wanted))
         main = self.devices[0]
-        if has_graph and not self.parallel_backward:
+        if torch.is_grad_enabled() and not self.parallel_backward:
+            trained = [each for each in self.module.parameters() if each.requires_grad]
             forward = attached_forward(running.passes, inputs, trained, self, flat=self._flat)
             return forward.outputs.nest(forward.outputs.merged(main, attached=True))
         with _own_saved_tensors():
             forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
-        if not has_graph:
+        trained = [each for _, each in forward.parameters] if forward.has_graph else []
+        if not trained and not any(inputs.wanted):
             return forward.outputs.nest(forward.outputs.merged(main))
-        link = Link(running.passes, forward, trained, main, self._flat)
-        return forward.outputs.nest(link.outputs())
+        return forward.outputs.nest(Link(running.passes, forward, trained, main, self._flat).outputs())
 
     @property
     def model(self) -> nn.Module:
@@ -252,7 +254,7 @@ class DataParallel(Wrapping):
     def _start(self) -> Running:
         """Begin anew with no replicas, which come with the first forward."""
         kind = BroadcastingSet if self.use_nccl else ReplicaSet
-        replicas = kind(self.module, self.devices, workloads=self.workloads)
+        replicas = kind(self.module, self.devices, workloads=self.workloads, timeout=self.timeout)
         passes = Passes(replicas, buffers=self._buffer_rule)
         passes.watch = self._monitor
         return Running(replicas, passes)

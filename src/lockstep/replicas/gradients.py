@@ -86,7 +86,9 @@ class GradientStore:
         """
         before: Tensors = self.parts(parameter, len(parts)) if add else [None for _ in parts]
         if total is not None:
-            total = _hooked(parameter, total.to(parameter))
+            total = total.to(parameter)
+            if parameter._backward_hooks:
+                total = _hooked(parameter, total)
         if add and parameter.grad is not None:
             if total is not None:
                 with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from lockstep.replicas.devices import Devices
 from lockstep.replicas.gradients import GradientStore, GradMode, read_grad_modes
 from lockstep.replicas.input_gradients import InputGradients
 from lockstep.replicas.measuring import Updatable, portions
+from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.output_gradients import read_output_grads
 from lockstep.replicas.parameters import read_parameters, share_parameters, write_parameters
 from lockstep.replicas.passes import Backward, Forward, Passes, schedule
 from lockstep.replicas.replica_set import ReplicaSet
-from lockstep.replicas.scatter import BatchDim
+from lockstep.replicas.scatter import BatchDim, check_dims
 from lockstep.replicas.signature import Signature
 from lockstep.tree import Tensors
 
@@ -62,8 +64,9 @@ class ReplicaGroup(ReplicaSet):
         timeout: Seconds after which a device's thread that is still at work counts as hung; None for never.
 
     Raises:
-        TypeError: The model is no module or cannot be copied, or `fixed` is a string.
-        ValueError: A device, workload, name or number is not what it must be.
+        TypeError: The model is no module or cannot be copied, `fixed` is a string, or a dimension no number.
+        ValueError: A device, workload, name or number is not what it must be, or gradients of inputs are
+            asked for in a group that does not train.
 
     Determinism: with `num_shards` the bits of outputs, gradients and buffers depend on the model, the batch,
     that number and one draw of each forward from the default generator; not on devices and workloads.
@@ -96,6 +99,10 @@ class ReplicaGroup(ReplicaSet):
     ) -> None:
         if num_shards is not None and num_shards < 1:
             raise ValueError(f"`num_shards` must be at least 1, got {num_shards}.")
+        if input_grads and not training:
+            raise ValueError("`input_grads` must be False in a group with training=False, got True.")
+        check_dims(batch_dim, "batch_dim")
+        check_dims(output_dim, "output_dim")
         super().__init__(model, devices, workloads=workloads, timeout=timeout)
         self._modes = read_grad_modes(model, grad_mode, fixed)
         self._frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
@@ -107,7 +114,7 @@ class ReplicaGroup(ReplicaSet):
         self._output_dim = output_dim
         self._num_shards = num_shards
         self._trains = training
-        self._wants_input_grads = input_grads and training and grad_mode != "null"
+        self._wants_input_grads = input_grads and grad_mode != "null"
         self._inputs_add = grad_mode == "add"
         self._forward: Forward | None = None
         self._merged: list[torch.Tensor] = []
@@ -165,8 +172,8 @@ class ReplicaGroup(ReplicaSet):
             OrderError: Inputs are not bound, and there was no forward.
         """
         shards = schedule(self.batch_size, self._num_shards, tuple(self.workloads))
-        runs = [(run[0].samples.start, run[-1].samples.stop) if run else None for run in shards]
-        return [slice(0, 0) if run is None else slice(*run) for run in runs]
+        stops = list(accumulate((sum(len(shard.samples) for shard in run) for run in shards), initial=0))
+        return [slice(start, stop) for start, stop in pairwise(stops)]
 
     def forward(self, batch: Any, training: bool | None = None) -> Any:
         """Run forward on all devices.
@@ -178,7 +185,8 @@ class ReplicaGroup(ReplicaSet):
                 False for evaluation mode. None takes what the group was made with.
 
         Returns:
-            What the model returns, of the whole batch, without a graph.
+            What the model returns, of the whole batch, without a graph. The graphs for `backward` are kept
+            until then, or until the next forward; under ``torch.no_grad()`` there are none.
 
         Raises:
             OrderError: The group is closed.
@@ -269,7 +277,9 @@ class ReplicaGroup(ReplicaSet):
             OrderError: They were not asked for, or there was no backward.
         """
         if not self._wants_input_grads:
-            raise OrderError("Gradients of inputs are there with input_grads=True in a group that trains.")
+            raise OrderError(
+                "Gradients of inputs are there with input_grads=True, and a `grad_mode` not 'null'."
+            )
         if self._input_gradients is None:
             raise OrderError("Gradients of inputs must follow a backward.")
         if merge:
@@ -337,7 +347,8 @@ class ReplicaGroup(ReplicaSet):
             labels: A tensor or nest with one entry a sample, cut as the bound labels are.
             per_device: One call for each device with its own samples; else one call for all, so that the
                 result is that of one device whatever the metric counts.
-            pad: How many samples at the end of the batch are padding, which is not counted.
+            pad: How many samples at the end of the batch are padding, which is not counted; an output that is
+                one value for all samples comes as it is.
 
         Raises:
             OrderError: There was no forward.
@@ -347,6 +358,16 @@ class ReplicaGroup(ReplicaSet):
         read = self._signature.read_labels(labels, forward.inputs.num_samples)
         for outputs, target in portions(forward, self.devices, read, per_device=per_device, pad=pad):
             metric.update(outputs, target)
+
+    def install_monitor(self, monitor: Monitor | None) -> None:
+        """Let a monitor watch the replicas at work; None takes away the one that is there.
+
+        Args:
+            monitor: Also reports the parameters and buffers of this group; may watch several groups.
+        """
+        if monitor is not None:
+            monitor.attach(self)
+        self._passes.watch = monitor
 
     def release(self) -> None:
         """Let go of threads and replicas until they are needed again; the model is left as it is."""
@@ -367,12 +388,9 @@ class ReplicaGroup(ReplicaSet):
     def _keep(self, forward: Forward, backward: Backward) -> None:
         """Write or add what backward gave."""
         parts = [backward.device_total(place) for place in range(len(self.devices))]
-        asking = [pair for pair in self.model.named_parameters() if pair[1].requires_grad]
-        asking = [pair for pair in asking if self._modes.get(pair[0]) != "null"]
-        for index, ((name, parameter), total) in enumerate(
-            zip(asking, backward.total(keep=True), strict=True)
-        ):
+        totals = backward.total(keep=True)
+        for index, (name, parameter) in enumerate(forward.parameters):
             own: Tensors = [part[index] if part else None for part in parts]
-            self._store.put(parameter, total, own, add=self._modes.get(name) == "add")
+            self._store.put(parameter, totals[index], own, add=self._modes.get(name) == "add")
         gradients = InputGradients(forward.inputs, forward.shards, backward.inputs)
         self._input_gradients = gradients.plus(self._input_gradients if self._inputs_add else None)

@@ -11,9 +11,9 @@ from torch import nn
 
 from lockstep.errors import OrderError
 from lockstep.replicas.flat_parameters import Flattened
-from lockstep.replicas.passes import Backward, Forward, Passes
-from lockstep.replicas.scatter import Inputs
-from lockstep.tree import PartialSum, Tensors, total
+from lockstep.replicas.input_gradients import InputGradients
+from lockstep.replicas.passes import Forward, Passes
+from lockstep.tree import Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class Link:
             self.flat.gather_gradients()
         backward = self.passes.backward(self.forward, output_grads, retain_graph=retain_graph)
         totals = backward.total(keep=False) or [None] * len(self.parameters)
-        return input_gradients(self.forward.inputs, backward, self.forward) + [
+        inputs = InputGradients(self.forward.inputs, self.forward.shards, backward.inputs)
+        return inputs.merged() + [
             None if gradient is None else gradient.to(parameter)
             for gradient, parameter in zip(totals, self.parameters, strict=True)
         ]
@@ -90,45 +91,3 @@ class MergedOutput(torch.autograd.Function):
         if not keep:
             ctx.link = None  # as torch does, so that the memory is free before the next forward
         return None, *link.gradients(output_grads, retain_graph=keep)
-
-
-def input_gradients(inputs: Inputs, backward: Backward, forward: Forward) -> Tensors:
-    """Put the gradients of the inputs' parts together; each is on its own input's device.
-
-    The gradient of an input that was cut is laid end to end; that of one given whole to every shard is summed
-    over shards in the tree's order. Parts that backward did not reach count as zeros.
-    """
-    samples = {each.shard.index: len(each.shard.samples) for each in forward.outputs.shards}
-    return [
-        _input_gradient(
-            tensor, dim, {shard: backward.inputs[shard][index] for shard in sorted(samples)}, samples
-        )
-        if wanted
-        else None
-        for index, (tensor, dim, wanted) in enumerate(
-            zip(inputs.tensors, inputs.dims, inputs.wanted, strict=True)
-        )
-    ]
-
-
-def _input_gradient(
-    tensor: torch.Tensor, dim: int | None, parts: dict[int, torch.Tensor | None], samples: dict[int, int]
-) -> torch.Tensor | None:
-    """Put the gradient of one input together; None where no shard has one."""
-    there = {shard: part.to(tensor.device) for shard, part in parts.items() if part is not None}
-    if not there:
-        return None
-    if dim is None:
-        return total([PartialSum(shard, [part]) for shard, part in there.items()])[0]
-    if len(parts) == 1:
-        return next(iter(there.values()))
-    shape = list(tensor.shape)
-    return torch.cat(
-        [
-            there[shard]
-            if shard in there
-            else tensor.new_zeros([*shape[:dim], samples[shard], *shape[dim + 1 :]])
-            for shard in parts
-        ],
-        dim,
-    )

@@ -18,6 +18,7 @@ from torch import nn
 from lockstep import nest
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
+from lockstep.replicas.scatter import argument_names
 from lockstep.state import check_keys
 
 NOTHING: Final = nullcontext()
@@ -44,8 +45,8 @@ class MonitorRow:
     Attributes:
         step: Which step it belongs to, counted from 1 by `Monitor.tic`.
         name: ``"fc1.output"`` for what a module returned, ``"fc1.weight"`` for a parameter or buffer,
-            ``"input[0]"`` or a keyword for what was given to the model; with ``".grad"`` the gradient there.
-            A nest is taken apart: ``"lstm.output[1][0]"``. The model's own output is ``"output"``.
+            an argument's name for what was given to the model; with ``".grad"`` the gradient there. A nest
+            is taken apart: ``"lstm.output[1][0]"``. The model's own output is ``"output"``.
         value: The statistic.
         nonfinite: How many elements are infinite or no number.
         replica: Which replica, in the order of devices; None for a buffer, which is the model's own.
@@ -236,7 +237,8 @@ class Monitor:
     @contextmanager
     def _forward(self, taken: list[_Taken], spot: _Spot, replica: nn.Module) -> Iterator[None]:
         def given(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            for name, value in {"input": args, **kwargs}.items():
+            names = argument_names(replica.forward, len(args))
+            for name, value in {**dict(zip(names, args, strict=True)), **kwargs}.items():
                 self._look(taken, spot, name, value)
 
         def returned(name: str) -> Callable[[nn.Module, Any, Any], None]:

@@ -8,20 +8,21 @@ stream and from the same buffers, as in an update. What an update does in one go
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
+from torch import nn
 
 from lockstep import plan
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
-from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, buffer_slots, combine
+from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots, combine
 from lockstep.replicas.gather import Outputs, read_outputs
 from lockstep.replicas.replica_passes import Mode, ReplicaPasses, ShardForward, Watch
 from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.replicas.scatter import BatchDim, Inputs
-from lockstep.replicas.settings import Carried, Computing, ThreadSettings
+from lockstep.replicas.settings import ALONE, Carried, Computing, ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum, ShardSum, Tensors, merge_order, total
@@ -38,6 +39,8 @@ class Forward:
         mode: How modules ran.
         settings: Under which the threads computed.
         replicas: Where they ran.
+        parameters: The model's parameters that ask for a gradient, with their names, in the order of the
+            replicas'.
         has_graph: Whether backward can be run.
         done: What each shard left behind, by device.
     """
@@ -48,6 +51,7 @@ class Forward:
     mode: Mode
     settings: ThreadSettings
     replicas: list[ReplicaPasses]
+    parameters: list[tuple[str, nn.Parameter]]
     has_graph: bool
     done: list[list[ShardForward]] = field(default_factory=list)
     outputs: Outputs = field(init=False)
@@ -101,6 +105,8 @@ class Passes:
         self._rule: BufferRule = buffers
         self._streams = ShardStreams(replicas.devices)
         self._replicas: list[ReplicaPasses] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._slots: list[Slot] = []
         self.watch: Watch | None = None
         """Entered around the forward and the backward of each shard; None costs nothing."""
 
@@ -133,7 +139,7 @@ class Passes:
         Determinism: with a number of shards the bits of all outputs and buffers depend on the batch, the
         model, that number and the key; not on devices or workloads.
         """
-        with Computing(ThreadSettings.capture(self._set.device_types)) as settings:
+        with Computing(self._settings()) as settings:
             self._follow()
             forward = Forward(
                 inputs,
@@ -142,6 +148,7 @@ class Passes:
                 Mode.wanted(self._set.model, training=training),
                 settings,
                 self._replicas,
+                self._parameters,
                 has_graph=settings.grad,
             )
 
@@ -187,7 +194,7 @@ class Passes:
             spent = True
             return self._backward(forward, output_grads, streams, settings, retain_graph, at_once=at_once)
 
-        with Computing(ThreadSettings.capture(self._set.device_types)) as settings:
+        with Computing(self._settings()) as settings:
             results = self._streams.compute(run, _seeds(forward.key), several=_several(forward.shards))
         inputs = {index: grads for _, by_shard in results for index, grads in by_shard.items()}
         _check_complete(len(inputs), forward.shards)
@@ -198,11 +205,20 @@ class Passes:
         self._replicas = []
         self._streams.release()
 
+    def _settings(self) -> ThreadSettings:
+        """Take what the calling thread computes under, as far as other threads have to know it."""
+        if len(self._set.devices) > 1:
+            return ThreadSettings.capture(self._set.device_types)
+        return replace(ALONE, grad=torch.is_grad_enabled(), inference=torch.is_inference_mode_enabled())
+
     def _follow(self) -> None:
         """Follow the model where it has changed since the last time."""
         if not self._set.refresh() and self._replicas:
             return
         model, replicas, devices = self._set.model, self._set.replicas, self._set.devices
+        pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
+        self._parameters = [named for named, copied in pairs if copied.requires_grad]
+        self._slots = buffer_slots(model)
         self._replicas = [
             ReplicaPasses(
                 place,
@@ -267,9 +283,8 @@ class Passes:
     @torch.no_grad()
     def _combine(self, sums: Sequence[BufferSum], weight: float) -> None:
         """Make what the shards made of the buffers the model's."""
-        slots = buffer_slots(self._set.model)
-        if slots:
-            combine(sums, slots, weight=weight)
+        if self._slots:
+            combine(sums, self._slots, weight=weight)
 
 
 @lru_cache(maxsize=64)
@@ -300,6 +315,8 @@ def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:
 
 def _own(partials: Sequence[PartialSum]) -> list[PartialSum]:
     """Copy those partial sums that others will be added to."""
+    if len(partials) == 1:
+        return list(partials)
     added_to = {into for into, _ in merge_order([partial.shard for partial in partials])}
     present = [[tensor is not None for tensor in partial.tensors] for partial in partials]
     # What is absent takes the other's tensor over, and is added to in its turn.

@@ -81,6 +81,7 @@ def read_inputs(
     *,
     wanted: Callable[[str, torch.Tensor], bool],
     absent: Collection[str] = (),
+    argument: str = "batch",
 ) -> Inputs:
     """Find the inputs of a call, the dimension of each that counts samples, and the number of samples.
 
@@ -91,6 +92,7 @@ def read_inputs(
         batch_dim: The dimensions.
         wanted: Says for the path of an input, and the input, whether a gradient is wanted.
         absent: Paths that `batch_dim` may name beside those of this call.
+        argument: What errors call all inputs together.
 
     Raises:
         ValueError: No input is cut, one lacks its dimension, two differ in length, there is no sample, or
@@ -104,7 +106,7 @@ def read_inputs(
         None if dim is None else positive_dim(path, tensor, dim)
         for (path, tensor), dim in zip(found, given, strict=False)
     ]
-    num_samples = count_samples(paths, tensors, dims)
+    num_samples = count_samples(paths, tensors, dims, argument)
     asked = [wanted(path, tensor) for path, tensor in found]
     return Inputs(tuple(args), dict(kwargs), paths, tensors, dims, asked, num_samples)
 
@@ -130,13 +132,39 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:
     """Name the positions of a call as the function does; those it takes as ``*args`` by their number."""
+    return with_numbers(positional_names(forward), num_args)
+
+
+def with_numbers(names: Sequence[str], num_args: int) -> list[str]:
+    """Name so many positions; those past the names by their number.
+
+    >>> with_numbers(["x"], 2)
+    ['x', 'args[1]']
+    """
+    return [*names[:num_args], *(f"args[{index}]" for index in range(len(names), num_args))]
+
+
+def positional_names(forward: Callable[..., Any]) -> list[str]:
+    """List the names of the arguments that a function takes by position; none if it does not say."""
     try:
         parameters = inspect.signature(forward).parameters.values()
     except (TypeError, ValueError):  # a function without a signature, such as one made in C
-        parameters = ()  # type: ignore[assignment]
+        return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds][:num_args]
-    return names + [f"args[{index}]" for index in range(len(names), num_args)]
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+def check_dims(dims: BatchDim, argument: str) -> None:
+    """Refuse what names no dimension.
+
+    Raises:
+        TypeError: It is neither a whole number nor None nor a dict of such.
+    """
+    each = list(dims.values()) if isinstance(dims, Mapping) else [dims]
+    if not all(dim is None or type(dim) is int for dim in each):
+        raise TypeError(
+            f"`{argument}` must be a whole number, None, or a dict of such by name, got {dims!r}."
+        )
 
 
 def given_dims(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int | None]:
@@ -173,7 +201,12 @@ def positive_dim(path: str, tensor: torch.Tensor, dim: int) -> int:
     return dim % tensor.dim()
 
 
-def count_samples(paths: Collection[str], tensors: Sequence[torch.Tensor], dims: Sequence[int | None]) -> int:
+def count_samples(
+    paths: Collection[str],
+    tensors: Sequence[torch.Tensor],
+    dims: Sequence[int | None],
+    argument: str = "batch",
+) -> int:
     """Count the samples of inputs.
 
     Raises:
@@ -189,7 +222,7 @@ def count_samples(paths: Collection[str], tensors: Sequence[torch.Tensor], dims:
             rule = f"must hold as many samples as `{first}` ({length})"
             raise ValueError(f"`{path}` {rule} along dimension {dim}, got {tensor.shape[dim]}.")
     if length < 0:
-        raise ValueError("`batch` must hold a tensor with a dimension that counts samples, got none.")
+        raise ValueError(f"`{argument}` must hold a tensor with a dimension that counts samples, got none.")
     if length == 0:
-        raise ValueError("`batch` must hold at least one sample, got none.")
+        raise ValueError(f"`{argument}` must hold at least one sample, got none.")
     return length

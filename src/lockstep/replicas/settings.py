@@ -39,6 +39,8 @@ class ThreadSettings:
             use it.
         default_device: Where factory functions without a `device` make tensors; None for the usual place.
         flush_denormal: Whether the processor rounds denormal numbers to zero.
+        streams: The CUDA stream that is current on each GPU, so that what a worker reads has been written,
+            and what it writes is read afterwards.
     """
 
     grad: bool
@@ -46,6 +48,7 @@ class ThreadSettings:
     autocast: tuple[Autocast, ...]
     default_device: torch.device | None
     flush_denormal: bool
+    streams: tuple[torch.cuda.Stream, ...] = ()
 
     @classmethod
     def capture(cls, device_types: Sequence[str], *, training: bool = False) -> ThreadSettings:
@@ -62,6 +65,7 @@ class ThreadSettings:
             autocast=tuple(_autocast(kind) for kind in device_types),
             default_device=None if default_device.type == "cpu" else default_device,
             flush_denormal=_flushes_denormals(),
+            streams=_current_streams() if "cuda" in device_types else (),
         )
 
 
@@ -136,7 +140,7 @@ class Carried:
         settings: Of the thread that asks for the work.
     """
 
-    __slots__ = ("_autocast", "_computing", "_device", "_flush", "_settings")
+    __slots__ = ("_autocast", "_computing", "_device", "_flush", "_settings", "_streams")
 
     def __init__(self, settings: ThreadSettings) -> None:
         self._settings = settings
@@ -147,6 +151,8 @@ class Carried:
         self._autocast = tuple(_autocast(cast.device_type) for cast in settings.autocast)
         self._flush = _flushes_denormals()
         self._device: AbstractContextManager[object] = settings.default_device or nullcontext()
+        self._streams = _current_streams() if settings.streams else ()
+        _set_streams(settings.streams)
         self._computing.__enter__()
         _set_autocast(settings.autocast)
         if settings.flush_denormal != self._flush:
@@ -161,6 +167,7 @@ class Carried:
             torch.set_flush_denormal(self._flush)
         _set_autocast(self._autocast)
         self._computing.__exit__(kind, error, trace)
+        _set_streams(self._streams)
 
 
 def _autocast(device_type: str) -> Autocast:
@@ -178,3 +185,13 @@ def _set_autocast(states: Iterable[Autocast]) -> None:
 def _flushes_denormals() -> bool:
     """Ask this thread's floating-point unit; PyTorch sets the switch but cannot read it."""
     return SMALLEST_DENORMAL * 1.0 == 0.0
+
+
+def _current_streams() -> tuple[torch.cuda.Stream, ...]:
+    return tuple(torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()))
+
+
+def _set_streams(streams: Iterable[torch.cuda.Stream]) -> None:
+    """Make each stream the current one of its GPU; which GPU is current afterwards is not promised."""
+    for stream in streams:
+        torch.cuda.set_stream(stream)

@@ -9,7 +9,15 @@ import torch
 
 from lockstep.errors import OrderError
 from lockstep.replicas.binding import Binding, Description, bind, check_same_inputs
-from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, as_call, named_inputs, read_inputs
+from lockstep.replicas.scatter import (
+    BatchDim,
+    Inputs,
+    as_call,
+    named_inputs,
+    positional_names,
+    read_inputs,
+    with_numbers,
+)
 
 
 class Signature:
@@ -21,7 +29,7 @@ class Signature:
     """
 
     def __init__(self, forward: Callable[..., Any], batch_dim: BatchDim) -> None:
-        self._function = forward
+        self._names = positional_names(forward)
         self._batch_dim = batch_dim
         self.bound: Binding | None = None
         """The names and shapes that are bound."""
@@ -59,7 +67,7 @@ class Signature:
             return input_grads and numbers and (self.bound is None or path in self.bound.data)
 
         if self.bound is None:
-            names = argument_names(self._function, len(args))
+            names = with_numbers(self._names, len(args))
             return read_inputs(args, kwargs, names, self._batch_dim, wanted=wanted)
         names = self.bound.arguments[: len(args)]
         if len(args) > len(names):
@@ -83,6 +91,7 @@ class Signature:
             self._batch_dim if bound else 0,
             wanted=lambda *_: False,
             absent=[] if self.bound is None else self.bound.paths,
+            argument="labels",
         )
         if read.num_samples != num_samples:
             raise ValueError(

@@ -19,8 +19,10 @@ from lockstep.errors import OrderError, StateError
 from lockstep.metrics import Mean, Observed, as_mean, read
 from lockstep.replicas.settings import OneIntraOpThread
 from lockstep.state import check_keys
+from lockstep.trainer.agreed import AgreedProgress
 from lockstep.trainer.extension import Action, Extension, FunctionExtension
 from lockstep.triggers import Trigger, TriggerSpec, get_trigger, get_until
+from lockstep.triggers.trigger import Progress
 from lockstep.updaters import Updater
 
 KEYS = ("updater", "until", "triggers", "extensions", "elapsed_time", "observation", "due", "pending")
@@ -63,6 +65,9 @@ class Trainer:
         out: The folder for files.
         observation: What the last update and the extensions after it observed, by name.
 
+    Over several processes every one runs all extensions at the same iterations: triggers see the numbers of
+    the whole batch, and rank 0's clock. What prints or writes does so on rank 0 (`is_main`).
+
     Determinism: the order of everything depends on priorities and on the order of `extend` alone.
     """
 
@@ -85,9 +90,20 @@ class Trainer:
         self._begun = False
         self._elapsed = 0.0
         self._started: float | None = None
+        self._agreed = AgreedProgress(self) if updater.communicator.size > 1 else None
         for extension in extensions:
             self.extend(extension)
         updater.connect_trainer(self)
+
+    @property
+    def _progress(self) -> Progress:
+        """The run as triggers see it."""
+        return self if self._agreed is None else self._agreed
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes for the run: a process that is alone, or rank 0."""
+        return self.updater.communicator.rank == 0
 
     @property
     def elapsed_time(self) -> float:
@@ -186,7 +202,7 @@ class Trainer:
         """
         if self._started is not None:
             raise OrderError("`run` must not be called while the run is under way.")
-        self.until.initialize(self)
+        self.until.initialize(self._progress)
         if self._finished():
             return
         self.out.mkdir(parents=True, exist_ok=True)
@@ -196,7 +212,7 @@ class Trainer:
             with OneIntraOpThread():
                 self._initialize()
                 self._finish_iteration()
-                while not self.until(self):
+                while not self.until(self._progress):
                     self._update()
                     self._finish_iteration()
         except BaseException as error:
@@ -286,12 +302,12 @@ class Trainer:
         return free
 
     def _finished(self) -> bool:
-        return self._due is None and not self._pending and self.until(self)
+        return self._due is None and not self._pending and self.until(self._progress)
 
     def _initialize(self) -> None:
         """Get everything ready; before the first update also call those that asked for it."""
         for entry in self._order:
-            entry.trigger.initialize(self)
+            entry.trigger.initialize(self._progress)
             if not entry.trigger.finished or entry is self._due:
                 entry.extension.initialize(self)
                 self._initialized.append(entry)
@@ -312,7 +328,7 @@ class Trainer:
             if self._due is None:
                 entry = self._pending.popleft()
                 entry.extension.collect(self)
-                if entry.trigger(self):
+                if entry.trigger(self._progress):
                     self._due = entry
             else:
                 self._call_due(self._due)

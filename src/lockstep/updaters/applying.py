@@ -113,6 +113,7 @@ class Applier:
         Raises:
             BaseException: What was raised before the first weight moved, or in the middle.
         """
+        self._engine.phase("optimizer")
         places = len(self._engine.group.devices) if self._engine.side_by_side else 1
         run = partial(self._engine.group.run, settings=settings)
         late: list[BaseException] = []
@@ -136,6 +137,7 @@ class Applier:
         Returns:
             What user code raised on the way; the rest was done all the same.
         """
+        self._engine.phase("end")
         training = self._training
         training.iteration += 1
         if applied:

@@ -86,6 +86,7 @@ class GradientEngine:
         strided: Whether the samples of a batch are dealt to its shards round robin.
         flat: Whether to lay the gradients end to end in one tensor.
         timing: Told how long places work, if workloads are to be measured.
+        phase: Told what is being done.
         ranks: Adds up over the ranks of the run, if there are others.
     """
 
@@ -101,10 +102,12 @@ class GradientEngine:
         mean: bool = True,
         strided: bool = False,
         flat: bool = False,
+        phase: Callable[[str], None],
         timing: PlaceTimes | None = None,
         ranks: RankReduction | None = None,
     ) -> None:
         self.group = group
+        self.phase = phase
         self._ranks = ranks
         self._mean = mean
         self._strided = strided
@@ -290,6 +293,7 @@ class GradientEngine:
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
                 ReplicaBuffers(model, replica, self._buffer_rule),
                 Observers({"": replica}),
+                self.phase,
             )
             for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
         ]
@@ -366,11 +370,14 @@ class GradientEngine:
 
     def _verdict(self, gradients: Tensors, flags: Sequence[torch.Tensor | None]) -> Verdict:
         """Read the flags and name the parameter they are about; where there are none, read nothing."""
-        named = dict(zip(self._named, gradients, strict=True))
-        present = {name: gradient for name, gradient in named.items() if gradient is not None}
-        if present and None in flags:
+        unread = any(flag is None for flag in flags)
+        if not unread and not any(map(bool, flags)):
+            return Verdict()
+        named = zip(self._named, gradients, strict=True)
+        present = {name: gradient for name, gradient in named if gradient is not None}
+        if unread and present:
             return Verdict.unread(list(present), nonfinite_flags(list(present.values())))
-        return Verdict(first_nonfinite(named) if any(map(bool, flags)) else None)
+        return Verdict(first_nonfinite(present))
 
     def _sum(
         self, partials: list[PartialSum], finish: Finish[torch.Tensor | None], settings: ThreadSettings

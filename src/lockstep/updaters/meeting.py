@@ -17,6 +17,7 @@ from lockstep.communicators import Communicator
 from lockstep.errors import DisagreementError, PeerError
 from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.interrupts import HeldInterrupts
+from lockstep.updaters.riding import Riders
 
 LONGEST_TRACEBACK: Final = 20_000
 """Characters of a traceback that travel: its end, which says most."""
@@ -91,6 +92,8 @@ class RankMeeting(Meeting):
         self._communicator = communicator
         self._alike = alike
         self._failed = False
+        self.riders = Riders(communicator.rank, communicator.size)
+        """What travels with the messages."""
 
     def begin(self) -> None:
         """Forget how the last update ended; before the first one compare the ranks.
@@ -125,6 +128,8 @@ class RankMeeting(Meeting):
             account: Anything that JSON knows.
             again: Whether this rank's part has to be made anew.
 
+        What the ranks do together because of it is part of the meeting, until `part`.
+
         Returns:
             The accounts of all ranks in order; None where a rank has to make its part anew, and so all do.
 
@@ -141,13 +146,17 @@ class RankMeeting(Meeting):
             _raise_if_failed(rank, each)
         _check_positions([each["position"] for each in said])
         self._alike.check([each["state"] for each in said])
-        self._failed = False
         return None if any(each["again"] for each in said) else [each["account"] for each in said]
+
+    def part(self) -> None:
+        """End a meeting: what a rank raises from here on, it has to tell the others at the next."""
+        self._failed = False
 
     def agree(self, position: Position, interrupts: HeldInterrupts) -> None:
         """Meet without an account; see `Meeting.agree`."""
         interrupts.check()
         self.meet(position, {})
+        self.part()
         interrupts.hold()
 
     def commit(self, interrupts: HeldInterrupts) -> None:
@@ -163,6 +172,7 @@ class RankMeeting(Meeting):
             {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": text[-LONGEST_TRACEBACK:],
+                "phase": self._communicator.watch.doing,
                 "interrupt": isinstance(error, KeyboardInterrupt),
                 "ended": ended,
             }
@@ -172,7 +182,8 @@ class RankMeeting(Meeting):
 
     def _exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         payload = json.dumps(message, separators=(",", ":")).encode()
-        return [json.loads(each) for each in self._communicator.exchange(payload)]
+        # Room for riders also travels where there are none, or a rank would wait for what does not come.
+        return [json.loads(each) for each in self._communicator.exchange_with(payload, self.riders.rooms)]
 
 
 def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:
@@ -186,6 +197,7 @@ def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:
     raise PeerError(
         f"Rank {rank} raised {said['error']}\nIts own traceback:\n{said['traceback'].rstrip()}",
         rank=rank,
+        phase=said["phase"],
         traceback=said["traceback"],
     )
 

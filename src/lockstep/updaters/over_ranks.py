@@ -103,19 +103,23 @@ class RankReduction:
             buffers.weights,
             workloads,
         )
+        self._communicator.watch.phase("reduce")
+        self.meeting.riders.board(partials)
         plain = self.meeting.meet(position, account.to_plain(), again=again)
         if plain is None:
+            self.meeting.part()
             return None
         accounts = [Account.from_plain(each) for each in plain]
         self._take([each.workloads for each in accounts])
         reports = [report for each in accounts for report in each.reports]
         # Not divided on the way: every rank divides and checks in one pass over the memory.
-        return WholeBatch(
-            self._communicator.sum_partials(partials, [each.gradients for each in accounts], like),
-            [self._sum_buffers(buffers, accounts, slots)],
-            sum(each.samples for each in accounts),
-            reports,
-        )
+        contributions = [each.gradients for each in accounts]
+        gradients = self.meeting.riders.total(partials, contributions, like)
+        if gradients is None:
+            gradients = self._communicator.sum_partials(partials, contributions, like)
+        new_buffers = self._sum_buffers(buffers, accounts, slots)
+        self.meeting.part()
+        return WholeBatch(gradients, [new_buffers], sum(each.samples for each in accounts), reports)
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Give every rank what each found."""
@@ -136,7 +140,7 @@ class RankReduction:
         contributions = _first_only([account.buffers for account in accounts], count)
         _drop(own.partials, contributions[self._communicator.rank])
         like = [buffer for slot in slots if (buffer := slot.get()) is not None]
-        summed = self._communicator.sum_partials(own.partials, contributions, [*like, *like])
+        summed = self._communicator.sum_partials(own.partials, contributions, [*like, *like], compress=False)
         return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
 
 

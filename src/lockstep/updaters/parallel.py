@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -192,6 +193,8 @@ class ParallelUpdater(Updater):
         )
         group = training.group
         self._communicator = find_communicator() if communicator is None else communicator
+        if communicator is None:
+            weakref.finalize(self, self._communicator.close).atexit = False
         recipe = {
             "num_shards": num_shards,
             "seed": seed,
@@ -229,6 +232,7 @@ class ParallelUpdater(Updater):
             strided=split == "strided",
             flat=flat_gradients,
             timing=PlaceTimes(group.devices) if arranged.workloads == "auto" else None,
+            phase=self._communicator.watch.phase,
             ranks=ranks,
         )
         group.model.to(group.devices[0])

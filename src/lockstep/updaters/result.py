@@ -86,6 +86,10 @@ class UpdateResult:
         self.reports = reports
         self.parts = parts
 
+    def __repr__(self) -> str:
+        names = ("applied", "tries", "loss_scale", "nonfinite")
+        return f"UpdateResult({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
     @cached_property
     def applied(self) -> bool:
         """Whether the weights moved; waits for the device if that is decided there."""

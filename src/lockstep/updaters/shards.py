@@ -88,6 +88,7 @@ class Place:
         parameters: Those of its parameters that ask for a gradient.
         buffers: Its buffers.
         observers: Knows its modules by the names under which they report.
+        phase: Told what is being done.
     """
 
     device: torch.device
@@ -95,6 +96,7 @@ class Place:
     parameters: list[nn.Parameter]
     buffers: ReplicaBuffers
     observers: Observers
+    phase: Callable[[str], None]
 
     def run(
         self,
@@ -155,6 +157,7 @@ class Place:
             What was measured, and what the gradients are yet to be multiplied by, if anything.
         """
         args, kwargs = call_arguments(arrays)
+        self.phase("forward")
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.
             with (
@@ -169,6 +172,7 @@ class Place:
         rest = None
         if weight > 0:
             first, rest = first_gradient(loss.value, recipe.factor(weight))
+            self.phase("backward")
             try:
                 _backward(loss.value, first)
             except Exception as error:

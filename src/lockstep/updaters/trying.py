@@ -234,6 +234,7 @@ class Trier:
             )
 
     def _pending(self, passed: int) -> list[Any]:
+        self._engine.phase("data loading")
         with self._meeting.telling():
             batches = self._next_batches(passed)
             if not batches:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.metrics import Mean
 
 
@@ -37,6 +38,11 @@ class Updater(ABC):
 
         An exception leaves the state of the last update, and a later call goes on from it.
         """
+
+    @property
+    def communicator(self) -> Communicator:
+        """What joins the processes of the run; unless a subclass says otherwise, this one is alone."""
+        return LocalCommunicator()
 
     @property
     @abstractmethod

@@ -102,13 +102,13 @@ class GradientMethod(optim.HookedOptimizer):
             KeyError: The name is taken.
         """
         self._check_set_up()
-        super().add_hook(_PerParameter(hook) if _is_for_each(hook) else hook, name, timing, group=group)
+        super().add_hook(_in_our_words(hook), name, timing, group=group)
 
     @torch.no_grad()
     def call_hook(self, hook: Callable[..., object]) -> None:
         """Call one hook now, registered or not, once or for each parameter as it says."""
         self.fill_missing_grads()
-        if not _is_for_each(hook):
+        if not getattr(_in_our_words(hook), "per_parameter", False):
             hook(self)
             return
         for parameter in self.moving_parameters():
@@ -228,13 +228,13 @@ class _PerParameter:
 
     def __init__(self, hook: Any) -> None:
         self.hook = hook
-        self.name = getattr(hook, "name", None) or type(hook).__name__
+        self.name = getattr(hook, "name", None) or getattr(hook, "__name__", None)
         self.timing = getattr(hook, "timing", "pre")
 
     def __call__(self, optimizer: optim.HookedOptimizer, parameter: Tensor) -> None:
         self.hook(optimizer, parameter)
 
 
-def _is_for_each(hook: object) -> bool:
-    """Tell whether a hook asks to be called for each parameter, in Chainer's words or the core's."""
-    return bool(getattr(hook, "call_for_each_param", False) or getattr(hook, "per_parameter", False))
+def _in_our_words(hook: Callable[..., object]) -> Callable[..., object]:
+    """Have a hook say in the core's words that it is called for each parameter, if it does in Chainer's."""
+    return _PerParameter(hook) if getattr(hook, "call_for_each_param", False) else hook

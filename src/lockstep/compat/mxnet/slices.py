@@ -36,7 +36,8 @@ def split_input_slice(
     shares = _half_up if rule == "scala" else _half_even
     lengths = shares(batch_size, work_load_list)
     lengths[-1] += max(batch_size - sum(lengths), 0)
-    slices, begin = [], 0
+    slices: list[slice] = []
+    begin = 0
     for length in lengths:
         end = min(begin + length, batch_size)
         if begin >= end:
@@ -48,6 +49,18 @@ def split_input_slice(
         slices.append(slice(begin, end))
         begin = end
     return slices
+
+
+def loads_of(num_devices: int, work_load_list: Sequence[float] | None) -> list[float]:
+    """Give one load a device, equal ones where none are given.
+
+    Raises:
+        ValueError: There is another number of loads than of devices.
+    """
+    loads = [1.0] * num_devices if work_load_list is None else list(work_load_list)
+    if len(loads) != num_devices:
+        raise ValueError(f"`workload` must hold one load a device ({num_devices}), got {len(loads)}.")
+    return loads
 
 
 def _half_even(batch_size: int, loads: Sequence[float]) -> list[int]:

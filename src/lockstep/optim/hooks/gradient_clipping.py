@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lockstep.optim.hooks.gradient_hook import GradientHook
 from lockstep.optim.norm import global_norm
+from lockstep.precision import ChangesOnlyGradients
 
 
 @dataclass(frozen=True)
-class GradientClipping(GradientHook):
+class GradientClipping(GradientHook, ChangesOnlyGradients):
     """Scale all gradients by one number so that their joint norm is at most a threshold.
 
     With the norm n of all gradients as one vector: g ← g · min(1, threshold/n). Directions stay, and
@@ -35,8 +35,6 @@ class GradientClipping(GradientHook):
     >>> weight.grad
     tensor([1.5000, 2.0000])
     """
-
-    changes_only_gradients: ClassVar[bool] = True
 
     threshold: float
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lockstep.optim.hooks.gradient_hook import GradientHook
+from lockstep.precision import ChangesOnlyGradients
 
 
 @dataclass(frozen=True)
-class GradientHardClipping(GradientHook):
+class GradientHardClipping(GradientHook, ChangesOnlyGradients):
     """Put every element of the gradients between two bounds: g ← min(max(g, lower), upper).
 
     Args:
@@ -28,8 +28,6 @@ class GradientHardClipping(GradientHook):
     >>> weight.grad
     tensor([-1.0000,  0.5000,  2.0000])
     """
-
-    changes_only_gradients: ClassVar[bool] = True
 
     lower: float
     upper: float

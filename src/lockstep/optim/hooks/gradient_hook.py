@@ -19,15 +19,10 @@ class GradientHook(ABC):
     has made new gradients; lockstep's optimizers call after it.)
 
     Parameters without gradient take no part, nor do groups whose option ``frozen`` is true.
-
-    Attributes:
-        changes_only_gradients: Whether it remembers nothing, draws nothing and does nothing else, so that it
-            does no harm where the step it was called for is left out on the device.
     """
 
     timing: ClassVar[str] = "pre"
     per_parameter: ClassVar[bool] = False
-    changes_only_gradients: ClassVar[bool] = False
 
     @property
     def name(self) -> str:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lockstep.optim.hooks.gradient_hook import GradientHook
 from lockstep.optim.norm import norms
+from lockstep.precision import ChangesOnlyGradients
 
 
 @dataclass(frozen=True)
-class GradientLARS(GradientHook):
+class GradientLARS(GradientHook, ChangesOnlyGradients):
     """Scale each parameter's gradient so that its step is in proportion to the parameter's norm.
 
     With ‖·‖ the Euclidean norm of one parameter or its gradient, and λ the weight decay::
@@ -44,8 +44,6 @@ class GradientLARS(GradientHook):
     >>> weight.grad
     tensor([ 0., 10.])
     """
-
-    changes_only_gradients: ClassVar[bool] = True
 
     threshold: float = 1e-2
     weight_decay: float = 0.0

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lockstep.optim.hooks.gradient_hook import GradientHook
+from lockstep.precision import ChangesOnlyGradients
 
 
 @dataclass(frozen=True)
-class Lasso(GradientHook):
+class Lasso(GradientHook, ChangesOnlyGradients):
     """Add the gradient of the sum of the weights' absolute values, times a rate: g ← g + rate·sign(w).
 
     Args:
@@ -28,8 +28,6 @@ class Lasso(GradientHook):
     >>> weight.grad
     tensor([1.2500, 1.0000, 0.7500])
     """
-
-    changes_only_gradients: ClassVar[bool] = True
 
     rate: float
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from lockstep.optim.hooks.gradient_hook import GradientHook
+from lockstep.precision import ChangesOnlyGradients
 
 
 @dataclass(frozen=True)
-class WeightDecay(GradientHook):
+class WeightDecay(GradientHook, ChangesOnlyGradients):
     """Add the gradient of half the weights' squared norm, times a rate: g ← g + rate·w.
 
     Args:
@@ -28,8 +28,6 @@ class WeightDecay(GradientHook):
     >>> weight.grad
     tensor([1.5000])
     """
-
-    changes_only_gradients: ClassVar[bool] = True
 
     rate: float
 

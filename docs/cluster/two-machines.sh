@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Train on two machines: run this on both, with the name of one of them, at which the other reaches it.
+#
+#     bash two-machines.sh node0
+#
+# Port 29400 of that machine must be open to the other, and the ports that gloo or NCCL choose between both.
+set -euo pipefail
+
+# The network interface towards the other machine, where a machine has several:
+# export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0
+
+exec lockstep run -n 2 --nnodes 2 --rdzv "$1:29400" --max-restarts 3 train.py

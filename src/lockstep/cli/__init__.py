@@ -1,0 +1,3 @@
+"""The `lockstep` command."""
+
+from lockstep.cli.command import main as main

@@ -1,0 +1,35 @@
+"""Read the command line, and hand it to the part it names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from lockstep.cli import run
+
+COMMANDS = (run,)
+"""Each adds its parser, which sets `call`: a function of the options that gives the exit code."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the `lockstep` command.
+
+    Args:
+        arguments: By default those of this process.
+
+    Returns:
+        The exit code.
+    """
+    options = parser().parse_args(arguments)
+    exit_code: int = options.call(options)
+    return exit_code
+
+
+def parser() -> argparse.ArgumentParser:
+    """Make the parser of all commands."""
+    purpose = "Synchronous data-parallel training, the same bits on any placement."
+    made = argparse.ArgumentParser(prog="lockstep", description=purpose)
+    commands = made.add_subparsers(required=True, metavar="command")
+    for command in COMMANDS:
+        command.add_parser(commands)
+    return made

@@ -1,0 +1,149 @@
+"""`lockstep run`: scripts on several processes by torchrun's agent, and torchrun itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from launch.processes import descendants
+from lockstep.cli import main
+from lockstep.launch.agent import Run
+
+RUN = [sys.executable, "-m", "lockstep", "run"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+SCRIPT = """
+import os, sys, time
+import lockstep as ls
+
+communicator = ls.find_communicator()
+communicator.barrier()
+attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+if "fail-first" in sys.argv and communicator.rank == 1 and attempt == 0:
+    raise ArithmeticError("the first attempt")
+if "exit" in sys.argv and communicator.rank == 1:
+    sys.exit(5)
+if "wait" in sys.argv:
+    open(sys.argv[2] + f"/{communicator.rank}", "w").close()
+    time.sleep(300)
+communicator.barrier()
+print(f"<{communicator.rank} of {communicator.size}, attempt {attempt}, {sys.argv[1:]}>", flush=True)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def finished(
+    command: Sequence[object], environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | (environment or {}),
+    )
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return sorted(re.findall("<[^>]*>", done.stdout))  # two ranks may write into one line
+
+
+@pytest.mark.parametrize("launcher", [[*RUN, "-n", "2"], [*TORCHRUN, "--nproc-per-node", "2"]])
+def test_a_script_runs_on_two_processes(launcher: list[str], script: Path) -> None:
+    done = finished([*launcher, script, "--option", "value"])
+    assert done.returncode == 0, done.stderr
+    assert lines(done) == [f"<{rank} of 2, attempt 0, ['--option', 'value']>" for rank in range(2)]
+
+
+def test_the_same_script_runs_alone(script: Path) -> None:
+    assert lines(finished([sys.executable, script])) == ["<0 of 1, attempt 0, []>"]
+
+
+def test_the_exit_code_and_the_traceback_are_those_of_the_rank_that_failed(script: Path) -> None:
+    done = finished([*RUN, "-n", "2", script, "fail-first"])
+    assert done.returncode == 1
+    assert done.stderr.count('raise ArithmeticError("the first attempt")') == 1
+    assert "lockstep run: rank 1 exited with code 1" in done.stderr
+    assert finished([*RUN, "-n", "2", script, "exit"]).returncode == 5
+
+
+def test_four_workers_restart(script: Path) -> None:
+    done = finished([*RUN, "-n", "4", "--max-restarts", "1", script, "fail-first"])
+    assert done.returncode == 0, done.stderr
+    assert lines(done) == [f"<{rank} of 4, attempt 1, ['fail-first']>" for rank in range(4)]
+
+
+def test_one_bare_torchrun_restarts_too(script: Path) -> None:
+    done = finished([*TORCHRUN, "--nproc-per-node", "4", "--max-restarts", "1", script, "fail-first"])
+    assert done.returncode == 0, done.stderr
+    assert lines(done) == [f"<{rank} of 4, attempt 1, ['fail-first']>" for rank in range(4)]
+
+
+def test_several_bare_torchruns_say_what_their_restart_lacks(script: Path) -> None:
+    # Told apart from one agent by the number of groups, which the second line of the script claims to be 2.
+    script.write_text(f"import os\nos.environ['GROUP_WORLD_SIZE'] = '2'\n{SCRIPT}")
+    done = finished([*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", script, "fail-first"])
+    assert done.returncode != 0
+    assert "has been started before with the same store of addresses" in done.stderr
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "began"
+    folder.mkdir()
+    with subprocess.Popen([*RUN, "-n", "2", script, "wait", folder], stderr=subprocess.PIPE) as agent:
+        await_true(lambda: len(list(folder.iterdir())) == 2)
+        ranks = descendants(agent.pid)
+        assert len(ranks) >= 2
+        agent.send_signal(number)
+        assert agent.wait(timeout=60) == 128 + number
+    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+
+
+def await_true(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_the_agent_is_told() -> None:
+    settings = Run("train.py", ["-x"], num_processes="3", nodes="2", rendezvous="node0:29400", max_restarts=1)
+    variables = {"OMP_NUM_THREADS": "4"}
+    settings.prepare(variables)
+    assert variables["OMP_NUM_THREADS"] == "4", "the user's own word stands"
+    assert variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert variables["LOCKSTEP_TIMEOUT"] == "60"
+    assert "GLOO_SOCKET_IFNAME" not in variables, "the loopback would not reach the other machine"
+    assert settings.command_line()[-2:] == ["train.py", "-x"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--nnodes", "2", "train.py"], "`rendezvous` must be host:port"),
+        (["--max-restarts", "-1", "train.py"], "`max_restarts` must be at least 0, got -1"),
+        (["--timeout", "0", "train.py"], "`timeout` must be more than 0 seconds, got 0"),
+    ],
+)
+def test_options_out_of_range(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *options])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

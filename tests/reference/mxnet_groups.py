@@ -1,0 +1,189 @@
+"""Replay what was done to an executor group of MXNet on a ReplicaGroup, and record what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from mxnet_metrics import metric
+from mxnet_nets import arrays, build
+from torch import nn
+from traces import Case, tensor
+
+import lockstep as ls
+from lockstep import nest
+
+GIVEN = ["contexts", "work_load_list", "data_descs", "label_descs", "param_names", "arg_names", "aux_names"]
+GIVEN += ["output_names", "for_training", "inputs_need_grad", "grad_req_given", "fixed_param_names"]
+GIVEN += ["steps.*.op", "steps.*.is_train", "steps.*.data", "steps.*.label", "steps.*.out_grads"]
+GIVEN += ["steps.*.data_descs", "steps.*.label_descs", "steps.*.values", "data_axes", "output_axes"]
+
+
+def batch_axis(layout: str | None) -> int | None:
+    """Read an axis from a layout as the original does: the first where there is none, None without an N."""
+    if layout is None:
+        return 0
+    return layout.index("N") if "N" in layout else None
+
+
+def described(descs: Any) -> list[tuple[str, list[int]]]:
+    return [(desc["name"], desc["shape"]) for desc in descs or ()]
+
+
+class Replay:
+    """One case.
+
+    The slices are the original's: each device's workload is the length of the slice it had there. How
+    slices are cut is replayed in `test_mxnet_slices.py`.
+
+    Args:
+        case: As recorded.
+        model: With parameters by the original's names.
+        shared: A replay whose parameters and gradients are used.
+    """
+
+    def __init__(self, case: Case, model: nn.Module, shared: Replay | None = None) -> None:
+        self.case = case
+        self.model = model
+        self.names = [desc["name"] for desc in case["data_descs"]]
+        self.metrics: dict[str, Any] = {}
+        self.refused: str | None = None
+        self.seen: dict[str, Any] = {}
+        descs = [*case["data_descs"], *(case["label_descs"] or ())]
+        axes = case.content.get("output_axes", [batch_axis(case["data_descs"][0]["layout"])])
+        axes = [None if axis == -1 else axis for axis in axes]
+        names = ["output"] if len(axes) == 1 else [f"output[{index}]" for index in range(len(axes))]
+        modes, inputs = self.grad_modes()
+        self.group = ls.ReplicaGroup(
+            model,
+            ["cpu"] * case["contexts"],
+            batch_dim={desc["name"]: batch_axis(desc["layout"]) for desc in descs},
+            output_dim=dict(zip(names, axes, strict=True)),
+            grad_mode=modes,
+            fixed=case["fixed_param_names"] or (),
+            input_grads=inputs,
+            training=case["for_training"],
+            shared_group=None if shared is None else shared.group,
+        )
+        self.group.bind(described(case["data_descs"]), described(case["label_descs"]))
+        self.step = -1
+        self.take_slices()
+
+    def grad_modes(self) -> tuple[Any, bool]:
+        """Read what was asked for; a list is by argument, and says it for inputs too."""
+        given, inputs = self.case["grad_req_given"], self.case["inputs_need_grad"]
+        if not isinstance(given, list):
+            return given, inputs
+        by_name = dict(zip(self.case["arg_names"], given, strict=True))
+        parameters = {name: word for name, word in by_name.items() if name in self.case["param_names"]}
+        return parameters, by_name[self.names[0]] != "null"
+
+    def effective(self) -> dict[str, str]:
+        """Say what becomes of the gradient of each argument."""
+        data = "null" if not self.group._wants_input_grads else "add" if self.group._inputs_add else "write"
+        words = {**dict.fromkeys(self.names, data), **self.group._modes}
+        return {name: words.get(name, "null") for name in self.case["arg_names"]}
+
+    def take_slices(self) -> None:
+        """Give the devices the original's slices up to the next time they change."""
+        later = self.case["steps"][self.step + 1 :]
+        slices = next(step["slices"] for step in later if step["op"] == "observe")
+        self.group.workloads = [float(stop - start) for start, stop in slices]
+
+    def run(self) -> list[dict[str, Any]]:
+        """Do all steps; give what each came to."""
+        records = []
+        with self.group:
+            for number, step in enumerate(self.case["steps"]):
+                self.step = number
+                records.append(getattr(self, step["op"])(step))
+        return records
+
+    def set_params(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        self.group.set_parameters(arrays(step["arg_params"]), arrays(step["aux_params"]))
+        return {"arg_params": step["arg_params"], "aux_params": step["aux_params"]}
+
+    def set_params_per_device(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        values: Any = {name: [tensor(each) for each in parts] for name, parts in step["values"].items()}
+        try:
+            self.group.set_parameters(values)
+        except TypeError as error:
+            self.refused = f"TypeError: {error}"
+        return {}
+
+    def get_params(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        parameters, buffers = self.group.get_parameters()
+        ours: Any = parameters if self.refused is None else self.refused
+        return {"arg_params": ours, "aux_params": buffers if step["aux_params"] else {}}
+
+    def forward(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        batch = [tensor(array) for array in [*step["data"], *(step["label"] or ())]]
+        self.labels = batch[len(step["data"]) :]
+        self.group.forward(tuple(batch), training=step["is_train"])
+        return {}
+
+    def backward(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        # The loss layers of the original pass over what comes.
+        grads = [tensor(each) for each in step["out_grads"] or ()]
+        self.group.backward(grads or [torch.ones_like(each) for each in self.group.outputs()])
+        return {}
+
+    def reshape(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        done = self.group.reshape(described(step["data_descs"]), described(step["label_descs"]))
+        self.take_slices()
+        return {"rebuilt": done}
+
+    def update_metric(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name in step["metrics"]:
+            counted = metric(name, None, 3)
+            self.group.update_metric(counted, self.labels[0], per_device=True)
+            record = counted.record()
+            found[name] = {
+                "get": [record["name"], record["value"]],
+                "sum_metric": record["sum_metric"],
+                "num_inst": record["num_inst"],
+            }
+        return {"metrics": found}
+
+    def observe(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        ways = {
+            "batch_size": lambda: self.group.batch_size,
+            "slices": lambda: [[run.start, run.stop] for run in self.group.slices],
+            "output_shapes": self.output_shapes,
+            "outputs_per_device": lambda: self.group.outputs(merge=False),
+            "outputs_merged": self.group.outputs,
+            "param_grads_per_device": lambda: self.gradients(merge=False),
+            "param_grads_sum": lambda: self.gradients(merge=True),
+            "input_grads_per_device": lambda: self.data_grads(merge=False),
+            "input_grads_merged": lambda: self.data_grads(merge=True),
+            "aux_per_device": lambda: {
+                name: [buffer] * len(self.group.devices)
+                for name, buffer in self.group.get_parameters()[1].items()
+            },
+        }
+        found = {key: ways[key]() for key in step if key != "op"}
+        return {key: nest.map_tensors(torch.clone, value) for key, value in found.items()}
+
+    def output_shapes(self) -> list[Any]:
+        names = self.case["output_names"]
+        return [
+            [name, list(shape)] for name, (_, shape) in zip(names, self.group.output_shapes(), strict=True)
+        ]
+
+    def gradients(self, *, merge: bool) -> dict[str, Any]:
+        found = self.group.gradients(merge=merge)
+        return {name: found[name] for name in self.case["param_names"]}
+
+    def data_grads(self, *, merge: bool) -> list[Any]:
+        return self.group.input_grads(merge=merge)[: len(self.names)]
+
+
+def replay(case: Case, model: nn.Module | None = None) -> dict[str, Any]:
+    """Run a case, on the network it names unless there is a model, and record it."""
+    if model is None:
+        init = next(step["arg_params"] for step in case["steps"] if step["op"] == "set_params")
+        model = build(case["name"], init)
+    run = Replay(case, model)
+    return {"steps": run.run(), "grad_req_effective": run.effective()}
