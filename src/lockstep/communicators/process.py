@@ -16,9 +16,10 @@ from lockstep.communicators.channel import Channel
 from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
 from lockstep.communicators.environment import timeout_for
 from lockstep.communicators.joining import join_run
-from lockstep.communicators.messages import exchange
+from lockstep.communicators.messages import Table, exchange
 from lockstep.communicators.ordered import Extent, Sizes, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
+from lockstep.communicators.pair import is_pair, sum_pair
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
 from lockstep.communicators.sparse import split_sparse, sum_sparse
@@ -65,7 +66,7 @@ class ProcessCommunicator(Communicator):
             watch = join_run(seconds)
         found = dist.distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 - WORLD may be None
         self._channel = Channel(found, seconds, watch_group(found, seconds) if watch is None else watch)
-        self._wire = wire_format(compression)
+        self._wire = PLAIN if compression is None else wire_format(compression)
         self._sizes = Sizes()
         self._arenas: dict[torch.device, list[Arena]] = {}
 
@@ -93,9 +94,9 @@ class ProcessCommunicator(Communicator):
         """Send a message to every rank; see `Communicator.exchange`."""
         return exchange(self._channel, payload)
 
-    def exchange_with(self, payload: bytes, bodies: Sequence[torch.Tensor]) -> list[bytes]:
-        """Send a message and a tensor to every rank; see `Communicator.exchange_with`."""
-        return exchange(self._channel, payload, bodies)
+    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
+        """Send a message and numbers to every rank; see `Communicator.exchange_with`."""
+        return exchange(self._channel, payload, table)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
         """Add up tensors over ranks; see `Communicator.all_reduce`."""
@@ -117,8 +118,10 @@ class ProcessCommunicator(Communicator):
         compress: bool = True,
     ) -> Tensors:
         """Add up partial sums over ranks; see `Communicator.sum_partials`."""
-        dense, sparse = split_sparse(contributions)
         wire = self._wire if compress else PLAIN
+        if wire is PLAIN and is_pair(contributions, like):
+            return sum_pair(self._channel, partials[0], divisor)
+        dense, sparse = split_sparse(contributions)
         reduction = self._reduction(dense, like, divisor, wire, self._sizes, background=False)
         for index in reversed(range(len(like))):
             tensors = [None if index in sparse else partial.tensors[index] for partial in partials]
