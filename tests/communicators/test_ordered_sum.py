@@ -140,7 +140,7 @@ def count_bytes(communicator: ProcessCommunicator, nodes: int, size: int) -> int
     ]
     partials = [PartialSum(first + node, [torch.ones(size)]) for node in range(nodes)]
     before = communicator.bytes_sent
-    communicator.sum_partials(partials, contributions, [torch.empty(size)])
+    piecemeal(communicator.begin_sum(contributions, [torch.empty(size)]), partials, 1)
     return communicator.bytes_sent - before
 
 
@@ -260,6 +260,10 @@ def test_a_rank_that_gives_up_holds_nobody_up(seen: dict[int, list[Seen]], size:
         str(float(size)),
     ]
     assert all(rank.told == [str(float(size))] for rank in seen[size][1:])
+
+
+def test_two_ranks_may_add_in_any_order(seen: dict[int, list[Seen]]) -> None:
+    assert [rank.orders for rank in seen[2]] == [{"ordered": True, "unordered": True, "left fold": True}] * 2
 
 
 @pytest.mark.parametrize("size", [3, 4, 5, 6])

@@ -159,3 +159,16 @@ def wait_for(look, *, count: int) -> list[int]:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)
     return found
+
+
+def by_name() -> tuple[int, int, list[float]]:
+    communicator = ls.ProcessCommunicator()
+    numbers = torch.tensor([1.0 + communicator.rank])
+    communicator.all_reduce([numbers])
+    return communicator.rank, communicator.size, numbers.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_communicator_made_by_name_joins_the_others_too(size: int) -> None:
+    total = [1.0] if size == 1 else [3.0]
+    assert ls.launch(by_name, size) == [(rank, size, total) for rank in range(size)]

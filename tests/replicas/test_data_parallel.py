@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -526,12 +527,14 @@ def test_an_interrupt_leaves_it_usable(phase: str, at: int) -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_ctrl_c_leaves_it_usable(phase: str) -> None:
     """The user interrupts while a worker is busy: the main thread gives up waiting."""
-    working, go_on = threading.Event(), threading.Event()
+    through, working, go_on = (threading.Event() for _ in range(3))
 
     def wait(_gradient: torch.Tensor | None = None) -> None:
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
+            through.set()
+        else:
             working.set()
-            go_on.wait(60)
+            go_on.wait(10)  # where Ctrl-C comes while the main thread has work of its own, it waits for ours
 
     def busy(module: nn.Module, args: Any, output: torch.Tensor) -> None:
         del module, args
@@ -539,7 +542,9 @@ def test_ctrl_c_leaves_it_usable(phase: str) -> None:
             wait() if phase == "forward" else output.register_hook(wait)
 
     def press() -> None:
+        through.wait(60)
         working.wait(60)
+        time.sleep(0.1)  # by then the main thread waits
         os.kill(os.getpid(), signal.SIGINT)
 
     net = ls.DataParallel(nn.Linear(4, 3), cpus(2))

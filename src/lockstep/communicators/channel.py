@@ -56,6 +56,11 @@ class Channel:
         self._timeout = timedelta(seconds=timeout)
 
     @property
+    def is_in_order(self) -> bool:
+        """Whether all ranks must post what belongs together at the same time, as NCCL demands."""
+        return dist.get_backend(self.group) != "gloo"
+
+    @property
     def message_device(self) -> torch.device:
         """A device whose tensors the group can send: the CPU where it can, else this process's GPU."""
         if "cpu:" in dist.get_backend_config(self.group):

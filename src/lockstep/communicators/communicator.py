@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.communicators.messages import Table
 from lockstep.communicators.watch import Watch
 from lockstep.tree import PartialSum, Tensors
 
@@ -121,13 +122,12 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def exchange_with(self, payload: bytes, bodies: Sequence[torch.Tensor]) -> list[bytes]:
-        """Exchange messages, as `exchange`, and with each a tensor, in one journey.
+    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
+        """Exchange messages, as `exchange`, and with each of them numbers, in one journey.
 
         Args:
             payload: The message.
-            bodies: One for every rank, on the CPU and without gaps, of lengths that all ranks know: this
-                rank's is sent, the others' are written to. Those without elements do not travel.
+            table: Of the same size on every rank. The body of this rank is sent, the others' are written to.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Find out from the environment whether this process is one of several, and join them.
+"""Find out from the environment whether this process is one of several.
 
 torchrun and `lockstep run` say it by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, SLURM's srun by variables
 of its own. A process that finds neither is alone.
@@ -6,27 +6,11 @@ of its own. A process that finds neither is alone.
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-
-from lockstep.communicators.brief import BriefPeerErrors
-from lockstep.communicators.communicator import Communicator
-from lockstep.communicators.failure import Failure
-from lockstep.communicators.local import LocalCommunicator
-from lockstep.communicators.process import ProcessCommunicator
-from lockstep.communicators.watch import START, PeerWatch, launcher_keeps_store
-from lockstep.errors import OrderError, PeerError
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+from lockstep.communicators.watch import launcher_keeps_store
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds; torch's own is 30 minutes for gloo, which is how long a run would hang on a dead peer."""
@@ -154,95 +138,13 @@ def _integer(variables: Mapping[str, str], name: str, default: int | None = None
         raise ValueError(f"`{name}` in the environment must be an integer, got {text!r}.") from None
 
 
-def find_communicator(*, timeout: float | None = None) -> Communicator:
-    """Join the processes of this run; alone, there is nothing to join.
-
-    A process group that is initialised already is taken as it is. Otherwise the environment of torchrun,
-    `lockstep run` or srun says who the others are, and the default group of torch.distributed is opened over
-    gloo, and NCCL where there are GPUs. It stays open until the process ends.
-
-    Args:
-        timeout: Seconds that a rank waits for another, more than 0. None for what ``LOCKSTEP_TIMEOUT`` says
-            (`lockstep run --timeout` sets it), else 60.
+def timeout_for(timeout: float | None, variables: Mapping[str, str]) -> float:
+    """Give the seconds that a rank waits for another: those asked for, else the environment's, else 60.
 
     Raises:
-        ValueError: The environment is incomplete or contradicts itself.
-        PeerError: A rank did not come in time.
-        OrderError: The launcher has started the ranks again, with a store of addresses that still holds those
-            of the dead; the message says what cures it.
+        ValueError: They are not more than 0.
     """
-    seconds = float(os.environ.get("LOCKSTEP_TIMEOUT", DEFAULT_TIMEOUT)) if timeout is None else timeout
+    seconds = float(variables.get("LOCKSTEP_TIMEOUT", DEFAULT_TIMEOUT)) if timeout is None else timeout
     if seconds <= 0:
         raise ValueError(f"`timeout` must be more than 0 seconds, got {seconds:g}.")
-    if dist.is_available() and dist.is_initialized():
-        return LocalCommunicator() if dist.get_world_size() == 1 else ProcessCommunicator(timeout=seconds)
-    found = read_environment(os.environ)
-    if found is None or found.size == 1:
-        return LocalCommunicator()
-    return _join(found, seconds)
-
-
-def _join(found: RunEnvironment, seconds: float) -> Communicator:
-    """Meet the other ranks, watch them from then on, and open the group."""
-    timeout = timedelta(seconds=seconds)
-    store = _own_part(_store(found, timeout), found)
-    keeper = None if found.agent_store else 0
-    watch = PeerWatch(store, found.rank, found.size, timeout=seconds, keeper=keeper)
-    try:
-        watch.gather()
-        _initialise(found, store, timeout)
-    except PeerError:
-        watch.close()
-        raise
-    except RuntimeError as error:
-        explained = watch.explain()
-        watch.close()
-        raise (error if explained is None else explained) from error
-    if BRIEF in os.environ:
-        sys.excepthook = BriefPeerErrors(found.rank, found.local_size, sys.excepthook)
-    return ProcessCommunicator(timeout=seconds, watch=watch)
-
-
-def _initialise(found: RunEnvironment, store: Store, timeout: timedelta) -> None:
-    backend = "gloo"
-    if torch.cuda.is_available():
-        torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
-        backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=found.rank, world_size=found.size, timeout=timeout)
-
-
-def _store(found: RunEnvironment, timeout: timedelta) -> Store:
-    keeps = found.rank == 0 and not found.agent_store
-    try:
-        return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
-            found.address,
-            found.port,
-            found.size,
-            is_master=keeps,
-            timeout=timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-    except RuntimeError as error:
-        if keeps:
-            raise
-        keeper = None if found.agent_store else 0
-        what = f"has opened no store at {found.address}:{found.port} within {timeout.total_seconds():g} s"
-        raise Failure(keeper, what, START).error() from error
-
-
-def _own_part(store: Store, found: RunEnvironment) -> Store:
-    """Give the part of the store that belongs to this start of the ranks.
-
-    A launcher that keeps its store over restarts also keeps the addresses of dead processes, which gloo would
-    wait for. Where one launcher started all ranks they agree on the number of the start; several launchers do
-    not count alike, so a rank there can only notice that it was here before.
-    """
-    part = dist.PrefixStore(f"lockstep/{found.attempt if found.agents == 1 else 0}", store)  # type: ignore[attr-defined]
-    if part.add(f"came/{found.rank}", 1) > 1:
-        raise OrderError(
-            f"Rank {found.rank} has been started before with the same store of addresses, in which those of "
-            "dead processes would be found. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of "
-            "torchrun, on every machine, or start the script with `lockstep run`, which does."
-        )
-    return part
+    return seconds

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
+from lockstep.communicators.messages import Table
 from lockstep.communicators.watch import Watch
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors, total
@@ -44,7 +45,7 @@ class LocalCommunicator(Communicator):
         """Give back the message."""
         return [payload]
 
-    def exchange_with(self, payload: bytes, bodies: Sequence[torch.Tensor]) -> list[bytes]:  # noqa: ARG002 - own
+    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:  # noqa: ARG002 - holds its own body
         """Give back the message; the body is there already."""
         return [payload]
 

@@ -1,11 +1,11 @@
-"""Small messages from every rank to every rank."""
+"""Small messages from every rank to every rank, with room for numbers that travel along."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from lockstep.communicators.channel import Channel
 
@@ -13,11 +13,46 @@ SHORT: Final = 4096
 """Bytes. Messages up to this length travel at once, longer ones after all ranks know the longest."""
 LENGTH: Final = 8
 """Bytes that say how long a message is."""
-MESSAGE: Final = 0
-"""The tag of messages."""
+ALIGNMENT: Final = 64
+"""Bytes. A head and its body begin at multiples of this, so that numbers can be read where they lie."""
 
 
-def exchange(channel: Channel, payload: bytes, bodies: Sequence[torch.Tensor] = ()) -> list[bytes]:
+class Table:
+    """Memory for one message of every rank, each with a body of so many bytes.
+
+    Args:
+        size: How many ranks there are.
+        room: Bytes of each body, the same on every rank.
+        head: Bytes of each message with its length before it.
+    """
+
+    def __init__(self, size: int, room: int = 0, *, head: int = LENGTH + SHORT) -> None:
+        self._head = -(-head // ALIGNMENT) * ALIGNMENT
+        self._width = self._head + -(-room // ALIGNMENT) * ALIGNMENT
+        self._buffer = bytearray(size * self._width)
+        self.room = room
+        """Bytes of each body."""
+        self.rows = torch.frombuffer(self._buffer, dtype=torch.uint8).view(size, self._width)
+        """The message of each rank with its body."""
+
+    def body(self, rank: int) -> torch.Tensor:
+        """Give the bytes that travel with a rank's message."""
+        return self.rows[rank, self._head : self._head + self.room]
+
+    def write(self, rank: int, message: bytes) -> None:
+        """Put the beginning of a message to a rank's place."""
+        start = rank * self._width
+        self._buffer[start : start + min(len(message), self._head)] = message[: self._head]
+
+    def read(self, rank: int) -> tuple[int, bytes]:
+        """Give the length of a rank's message, and as much of it as there is."""
+        start = rank * self._width
+        first = start + LENGTH
+        length = int.from_bytes(self._buffer[start:first], "little")
+        return length, bytes(self._buffer[first : first + min(length, self._head - LENGTH)])
+
+
+def exchange(channel: Channel, payload: bytes, table: Table | None = None) -> list[bytes]:
     """Send a message to every rank and give those of all, in order of ranks.
 
     What travels is bytes with their number before them; nothing that arrives is run or unpickled.
@@ -25,33 +60,25 @@ def exchange(channel: Channel, payload: bytes, bodies: Sequence[torch.Tensor] = 
     Args:
         channel: Joins the ranks.
         payload: The message.
-        bodies: Nothing, or for every rank a tensor that travels with its message: this rank's is sent, the
-            others' are written to.
+        table: Whose bodies travel as well, this rank's to the others; of the same size on every rank.
     """
     framed = len(payload).to_bytes(LENGTH, "little") + payload
-    received = _round(channel, framed, LENGTH + SHORT, bodies)
-    lengths = [int.from_bytes(head[:LENGTH], "little") for head in received]
-    if max(lengths) > SHORT:
-        received = _round(channel, framed, LENGTH + max(lengths))
-    return [message[LENGTH : LENGTH + length] for message, length in zip(received, lengths, strict=True)]
+    heads = _round(channel, framed, Table(channel.size) if table is None else table)
+    longest = max(length for length, _ in heads)
+    if any(len(message) < length for length, message in heads):
+        heads = _round(channel, framed, Table(channel.size, head=LENGTH + longest))
+    return [message for _, message in heads]
 
 
-def _round(channel: Channel, message: bytes, width: int, bodies: Sequence[torch.Tensor] = ()) -> list[bytes]:
-    """Send so many bytes of a message to every rank, directly: one journey, however many ranks there are."""
-    buffers = [bytearray(width) for _ in range(channel.size)]
-    buffers[channel.rank][: len(message)] = message[:width]
-    on_host = [torch.frombuffer(buffer, dtype=torch.uint8) for buffer in buffers]
-    rooms = [each.to(channel.message_device) for each in on_host]
-    mine = rooms[channel.rank]
-    others = [(room, rank) for rank, room in enumerate(rooms) if rank != channel.rank]
-    sends = [(mine, rank) for _, rank in others]
-    if bodies:
-        sends += [(bodies[channel.rank], rank) for _, rank in others if bodies[channel.rank].numel()]
-        others += [(bodies[rank], rank) for _, rank in others if bodies[rank].numel()]
-    posted = channel.post(sends, others, MESSAGE)
-    channel.wait(posted.incoming)
-    channel.wait(posted.outgoing)
-    for each, room in zip(on_host, rooms, strict=True):
-        if room is not each:
-            each.copy_(room)
-    return [bytes(buffer) for buffer in buffers]
+def _round(channel: Channel, framed: bytes, table: Table) -> list[tuple[int, bytes]]:
+    """Send a message to every rank as far as there is room, with its body."""
+    table.write(channel.rank, framed)
+    rows = table.rows.to(channel.message_device)
+    channel.bytes_sent += rows[0].nbytes * (channel.size - 1)
+    # One collective: messages from rank to rank take several times as long where cores are busy.
+    with channel.waiting():
+        work = dist.all_gather(list(rows.unbind()), rows[channel.rank], group=channel.group, async_op=True)
+    channel.wait([(work, None)])
+    if rows is not table.rows:
+        table.rows.copy_(rows)
+    return [table.read(rank) for rank in range(channel.size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
@@ -13,9 +14,12 @@ from torch import nn
 from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel
 from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
-from lockstep.communicators.messages import exchange
+from lockstep.communicators.environment import timeout_for
+from lockstep.communicators.joining import join_run
+from lockstep.communicators.messages import Table, exchange
 from lockstep.communicators.ordered import Extent, Sizes, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
+from lockstep.communicators.pair import is_pair, sum_pair
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
 from lockstep.communicators.sparse import split_sparse, sum_sparse
@@ -33,16 +37,19 @@ class ProcessCommunicator(Communicator):
     """Joins the processes of a torch.distributed process group.
 
     Args:
-        group: The group; None for the default one, which must have been initialised. It stays its owner's.
+        group: The group; None for the default one. Where that is not initialised, the processes that
+            torchrun, `lockstep run`, srun or `launch` tell of are joined first. It stays its owner's.
         compression: Round what travels in ordered sums of float32 and float64: None for every bit, "bf16", or
             "fp16" with a scale in each message. Sums are still made in the tree's order and in the tensors'
             own format, and all ranks get the same bits; but these then depend on how shards are cut over
             ranks.
-        timeout: Seconds that a rank waits for another before it raises.
+        timeout: Seconds that a rank waits for another before it raises; None for what ``LOCKSTEP_TIMEOUT``
+            says in the environment, else 60.
         watch: Tells which rank has failed; by default one over the group's own store.
 
     Raises:
-        RuntimeError: There is no such group.
+        RuntimeError: There is no such group, and the environment tells of none.
+        PeerError: A rank did not come in time.
         ValueError: There is no such compression.
     """
 
@@ -51,17 +58,15 @@ class ProcessCommunicator(Communicator):
         group: dist.ProcessGroup | None = None,
         *,
         compression: Literal["bf16", "fp16"] | None = None,
-        timeout: float = 60.0,
+        timeout: float | None = None,
         watch: Watch | None = None,
     ) -> None:
-        found = dist.group.WORLD if group is None else group
-        if found is None:
-            raise RuntimeError(
-                "`group` must be a process group, but torch.distributed is not initialised. Start the script "
-                "with torchrun, or call torch.distributed.init_process_group first."
-            )
-        self._channel = Channel(found, timeout, watch_group(found, timeout) if watch is None else watch)
-        self._wire = wire_format(compression)
+        seconds = timeout_for(timeout, os.environ)
+        if group is None and not dist.is_initialized():
+            watch = join_run(seconds)
+        found = dist.distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 - WORLD may be None
+        self._channel = Channel(found, seconds, watch_group(found, seconds) if watch is None else watch)
+        self._wire = PLAIN if compression is None else wire_format(compression)
         self._sizes = Sizes()
         self._arenas: dict[torch.device, list[Arena]] = {}
 
@@ -89,9 +94,9 @@ class ProcessCommunicator(Communicator):
         """Send a message to every rank; see `Communicator.exchange`."""
         return exchange(self._channel, payload)
 
-    def exchange_with(self, payload: bytes, bodies: Sequence[torch.Tensor]) -> list[bytes]:
-        """Send a message and a tensor to every rank; see `Communicator.exchange_with`."""
-        return exchange(self._channel, payload, bodies)
+    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
+        """Send a message and numbers to every rank; see `Communicator.exchange_with`."""
+        return exchange(self._channel, payload, table)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
         """Add up tensors over ranks; see `Communicator.all_reduce`."""
@@ -113,8 +118,10 @@ class ProcessCommunicator(Communicator):
         compress: bool = True,
     ) -> Tensors:
         """Add up partial sums over ranks; see `Communicator.sum_partials`."""
-        dense, sparse = split_sparse(contributions)
         wire = self._wire if compress else PLAIN
+        if wire is PLAIN and is_pair(contributions, like):
+            return sum_pair(self._channel, partials[0], divisor)
+        dense, sparse = split_sparse(contributions)
         reduction = self._reduction(dense, like, divisor, wire, self._sizes, background=False)
         for index in reversed(range(len(like))):
             tensors = [None if index in sparse else partial.tensors[index] for partial in partials]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 
@@ -17,8 +17,11 @@ SCATTER: Final = 1
 GATHER: Final = 2
 """Tags that keep the way to the owners apart from the way back."""
 
-Flats = dict[int, torch.Tensor]
+Flats: TypeAlias = "dict[int, torch.Tensor]"
 """Tensors by their index, flat."""
+
+Arriving: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
+"""Messages, each with the tensor that it fills."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +63,11 @@ class Stage:
         self._arena = arena
         self._rank = job.channel.rank
         self._others = [rank for rank in range(job.channel.size) if rank != self._rank]
-        self._posted: list[Posted] = []
+        self._scattered = Posted()
+        self._gathered = Posted()
+        self._terms_arriving: Arriving = []
+        self._sums_arriving: Arriving = []
         self._terms: dict[Run, list[torch.Tensor]] = {}
-        self._arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._apart: list[tuple[Run, torch.Tensor]] = []
 
     def scatter(self) -> None:
@@ -76,35 +81,46 @@ class Stage:
                     self._send_term(run, node, sends)
                 elif self._is_here(run):
                     term = self._arena.take(run.size, self._dtype(run))
-                    receives.append((self._expect(term), self._job.ranks[node]))
+                    receives.append((self._expect(term, self._terms_arriving), self._job.ranks[node]))
                     self._terms.setdefault(run, []).append(term)
-        self._posted.append(self._job.channel.post(sends, receives, SCATTER))
+        self._scattered = self._job.channel.post(sends, receives, SCATTER)
+        if not self._job.channel.is_in_order:
+            # Who is ready to receive need not be asked before he is sent to.
+            self._gathered = self._job.channel.post([], self._receive_sums(), GATHER)
 
     def add_up(self) -> None:
         """Wait for what this rank owns, add it up, divide it, and begin to send the sums to all."""
-        self._receive()
+        self._receive(self._scattered, self._terms_arriving)
         sends: list[Parcel] = []
-        receives: list[Parcel] = []
         for run in self._runs:
-            target = self._target(run)
             if self._is_here(run):
+                target = self._target(run)
                 self._sum(run, target)
-            if run.owner == self._rank:
-                message = self._job.wire.encode(target, self._arena)
-                self._job.wire.decode(message, target)  # the owner keeps what the others get
-                sends.extend((message, other) for other in self._others)
-            elif run.owner is not None:
-                receives.append((self._expect(target), run.owner))
-        self._posted.append(self._job.channel.post(sends, receives, GATHER))
+                if run.owner is not None:
+                    message = self._job.wire.encode(target, self._arena)
+                    self._job.wire.decode(message, target)  # the owner keeps what the others get
+                    sends.extend((message, other) for other in self._others)
+        receives = self._receive_sums() if self._job.channel.is_in_order else []
+        posted = self._job.channel.post(sends, receives, GATHER)
+        self._gathered.incoming += posted.incoming
+        self._gathered.outgoing += posted.outgoing
 
     def collect(self) -> None:
         """Wait for the sums of all owners, and put them where they belong."""
-        self._receive()
-        for posted in self._posted:
-            self._job.channel.wait(posted.outgoing)
+        self._receive(self._gathered, self._sums_arriving)
+        self._job.channel.wait(self._scattered.outgoing)
+        self._job.channel.wait(self._gathered.outgoing)
         for run, target in self._apart:
             pieces = _pieces(run, self._job.roots)
             torch._foreach_copy_(pieces, torch.split(target, [piece.numel() for piece in pieces]))
+
+    def _receive_sums(self) -> list[Parcel]:
+        """Make room for the sums that others make."""
+        return [
+            (self._expect(self._target(run), self._sums_arriving), run.owner)
+            for run in self._runs
+            if run.owner is not None and run.owner != self._rank
+        ]
 
     def _send_term(self, run: Run, node: int, sends: list[Parcel]) -> None:
         """Send what a node of this rank has of a run to all who add it up."""
@@ -121,19 +137,17 @@ class Stage:
         elif run.owner != self._rank:
             sends.append((message, run.owner))
 
-    def _expect(self, target: torch.Tensor) -> torch.Tensor:
+    def _expect(self, target: torch.Tensor, arriving: Arriving) -> torch.Tensor:
         """Make room for a message that fills a tensor."""
         message = self._job.wire.room(target, self._arena)
-        self._arriving.append((message, target))
+        arriving.append((message, target))
         return message
 
-    def _receive(self) -> None:
-        """Wait for all expected messages."""
-        for posted in self._posted:
-            self._job.channel.wait(posted.incoming)
-        for message, target in self._arriving:
+    def _receive(self, posted: Posted, arriving: Arriving) -> None:
+        """Wait for messages, and read them."""
+        self._job.channel.wait(posted.incoming)
+        for message, target in arriving:
             self._job.wire.decode(message, target)
-        self._arriving.clear()
 
     def _target(self, run: Run) -> torch.Tensor:
         """Give the memory in which the sum of a run is made or arrives."""

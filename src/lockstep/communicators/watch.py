@@ -12,15 +12,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
 from lockstep.communicators.breaking import break_group
 from lockstep.communicators.failure import Failure
-from lockstep.communicators.pulse import ALERT_LOOKS, ALERT_ROUNDS, INTERVAL, Beat, Pulse, silence
+from lockstep.communicators.pulse import ALERT_LOOKS, ALERT_ROUNDS, INTERVAL, Pulse, silence
 from lockstep.errors import PeerError
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class PeerWatch(Watch):
         self._failure: Failure | None = None
         self._found = threading.Event()
         self._closing = threading.Event()
-        self._waiting = False
+        self._call = _Call(self)
         self._phase = START
         self._patience = max(ALERT_LOOKS, round(timeout / 3 / INTERVAL))
         number = store.add(f"watches/{rank}", 1)
@@ -104,7 +104,7 @@ class PeerWatch(Watch):
             dist.PrefixStore(f"watch/{number}", store.clone()),  # type: ignore[attr-defined]
             rank,
             size,
-            news=lambda: (self._waiting, self._phase),
+            news=lambda: (self._call.waiting, self._phase),
             patience=self._patience,
             keeper=keeper,
         )
@@ -131,27 +131,20 @@ class PeerWatch(Watch):
         """Let the other ranks know that this one has failed; see `Watch.tell`."""
         self._pulse.tell(Failure.raised(self._rank, error, self._phase))
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """Surround a call that waits for other ranks; see `Watch.waiting`."""
-        self.check()
-        self._waiting = True
-        try:
-            yield
-        finally:
-            self._waiting = False
+        return self._call
 
     def explain(self) -> PeerError | None:
         """Find out which rank a call has failed for; see `Watch.explain`."""
-        beats = self._survey()
+        self._pulse.alarm()
         self._found.wait(ALERT_ROUNDS * INTERVAL)
         if self._failure is not None:
             return self._failure.error()
-        for rank, beat in beats.items():
+        late = f"has not come for {self._timeout:g} s, but is alive"
+        for rank, beat in dict(self._pulse.beats).items():  # looked at since the alarm
             if beat is not None and not beat.waiting:
-                return Failure(
-                    rank, f"has not come for {self._timeout:g} s, but is alive", beat.phase
-                ).error()
+                return Failure(rank, late, beat.phase).error()
         return None
 
     def gather(self) -> None:
@@ -164,8 +157,9 @@ class PeerWatch(Watch):
         while not self._pulse.everyone.wait(INTERVAL / 10):
             self.check()
             if time.monotonic() > deadline:
-                beats = self._survey()
-                absent = next((rank for rank, beat in beats.items() if beat is None), None)
+                self._pulse.alarm()
+                self._pulse.surveyed.wait(ALERT_ROUNDS * INTERVAL)
+                absent = next((rank for rank, beat in self._pulse.beats.items() if beat is None), None)
                 raise Failure(absent, f"has not come within {self._timeout:g} s", START).error()
 
     def protect(self, group: dist.ProcessGroup) -> None:
@@ -178,12 +172,6 @@ class PeerWatch(Watch):
             self._closing.set()
             self._pulse.stop()
             self._judge.join()
-
-    def _survey(self) -> Mapping[int, Beat | None]:
-        """Look at all ranks."""
-        self._pulse.alarm()
-        self._pulse.surveyed.wait(ALERT_ROUNDS * INTERVAL)
-        return dict(self._pulse.beats)
 
     def _keep_watch(self) -> None:
         """Wait for a failure, and break what waits for the failed rank."""
@@ -213,6 +201,23 @@ class PeerWatch(Watch):
         if looks >= (ALERT_LOOKS if self._pulse.alert else self._patience):
             return Failure(self._keeper, silence(looks), phase)
         return None
+
+
+class _Call(AbstractContextManager[None]):
+    """The time in which a rank waits for others; one object for all calls, a tenth of a generator's cost."""
+
+    __slots__ = ("_watch", "waiting")
+
+    def __init__(self, watch: PeerWatch) -> None:
+        self._watch = watch
+        self.waiting = False
+
+    def __enter__(self) -> None:
+        self._watch.check()
+        self.waiting = True
+
+    def __exit__(self, *_: object) -> None:
+        self.waiting = False
 
 
 def watch_group(group: dist.ProcessGroup, timeout: float) -> Watch:

@@ -74,7 +74,7 @@ class Backward:
     def device_total(self, place: int) -> Tensors:
         """Sum the parameters' gradients over the shards of one device, leaving what is here untouched."""
         partials = self.parameters[place].partials
-        return total(_own(partials)) if partials else []
+        return _total_apart(partials) if partials else []
 
     def total(self, *, keep: bool) -> Tensors:
         """Sum the parameters' gradients over all shards, in the tree's order, on the first device.
@@ -89,7 +89,7 @@ class Backward:
         if device is None:
             return partials[0].tensors
         partials = [_moved(partial, device) for partial in partials]
-        return total(_own(partials) if keep else partials)
+        return _total_apart(partials) if keep else total(partials)
 
 
 class Passes:
@@ -313,19 +313,19 @@ def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:
         raise OrderError("The group was told to stop before all shards were computed; run the forward again.")
 
 
-def _own(partials: Sequence[PartialSum]) -> list[PartialSum]:
-    """Copy those partial sums that others will be added to."""
-    if len(partials) == 1:
-        return list(partials)
-    added_to = {into for into, _ in merge_order([partial.shard for partial in partials])}
-    present = [[tensor is not None for tensor in partial.tensors] for partial in partials]
-    # What is absent takes the other's tensor over, and is added to in its turn.
-    every = any(each != present[0] for each in present)
+def _total_apart(partials: Sequence[PartialSum]) -> Tensors:
+    """Sum partial sums in the tree's order, as `tree.total` does, and leave them as they are."""
+    sums = [partial.tensors for partial in partials]
+    for into, other in merge_order([partial.shard for partial in partials]):
+        sums[into] = _sum_apart(sums[into], sums[other])
+    return sums[0]
+
+
+def _sum_apart(left: Tensors, right: Tensors) -> Tensors:
+    """Add tensor by tensor into new ones; a lone one stays."""
     return [
-        PartialSum(each.shard, [tensor.clone() if tensor is not None else None for tensor in each.tensors])
-        if every or index in added_to
-        else each
-        for index, each in enumerate(partials)
+        other if own is None else own if other is None else own + other
+        for own, other in zip(left, right, strict=True)
     ]
 
 

@@ -183,7 +183,7 @@ class RankMeeting(Meeting):
     def _exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         payload = json.dumps(message, separators=(",", ":")).encode()
         # Room for riders also travels where there are none, or a rank would wait for what does not come.
-        return [json.loads(each) for each in self._communicator.exchange_with(payload, self.riders.rooms)]
+        return [json.loads(each) for each in self._communicator.exchange_with(payload, self.riders.table)]
 
 
 def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:

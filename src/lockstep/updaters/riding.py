@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from lockstep.communicators import Contribution
+from lockstep.communicators import Contribution, Table
 from lockstep.tree import PartialSum, Tensors, total
 
 SMALL: Final = 2**20
@@ -29,13 +29,13 @@ class Riders:
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
-        self.rooms: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8) for _ in range(size)]
-        """One for each rank."""
+        self.table = Table(size)
+        """Has a body for each rank."""
 
     def board(self, partials: Sequence[PartialSum]) -> None:
         """Put this rank's partial sums into its room, if they fit."""
         present = [tensor for each in partials for tensor in each.tensors if tensor is not None]
-        room = self.rooms[self._rank]
+        room = self.table.body(self._rank)
         if present and _fits(present) and sum(tensor.nbytes for tensor in present) <= room.numel():
             flats = [tensor.reshape(-1) for tensor in present]
             torch.cat(flats, out=room.view(present[0].dtype)[: sum(flat.numel() for flat in flats)])
@@ -57,12 +57,12 @@ class Riders:
             The sums; None where something did not fit, for which there may be room the next time.
         """
         needed = [_bytes_of(each, like) for each in contributions]
-        if not _fits(like) or any(need > room.numel() for need, room in zip(needed, self.rooms, strict=True)):
-            self._make_room(needed, like)
+        if not _fits(like) or max(needed) > self.table.room:
+            self._make_room(max(needed), len(needed), like)
             return None
         sums: list[PartialSum] = []
         for rank, contribution in enumerate(contributions):
-            sums += partials if rank == self._rank else _unpacked(self.rooms[rank], contribution, like)
+            sums += partials if rank == self._rank else _unpacked(self.table.body(rank), contribution, like)
         if not sums:
             return [None] * len(like)
         own = {tensor.data_ptr() for each in partials for tensor in each.tensors if tensor is not None}
@@ -71,13 +71,9 @@ class Riders:
             tensor if tensor is None or tensor.data_ptr() in own else tensor.clone() for tensor in total(sums)
         ]
 
-    def _make_room(self, needed: Sequence[int], like: Sequence[torch.Tensor]) -> None:
-        if not _fits(like) or max(needed) * (len(needed) - 1) > SMALL:
-            return
-        self.rooms = [
-            room if need <= room.numel() else torch.empty(need, dtype=torch.uint8)
-            for need, room in zip(needed, self.rooms, strict=True)
-        ]
+    def _make_room(self, needed: int, size: int, like: Sequence[torch.Tensor]) -> None:
+        if _fits(like) and needed * (size - 1) <= SMALL:
+            self.table = Table(size, needed)
 
 
 def _fits(tensors: Sequence[torch.Tensor]) -> bool:
