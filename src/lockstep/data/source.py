@@ -74,7 +74,7 @@ class BatchSource:
         check_source(source, name)
         self._source: Any = source
         # Asked once: the answer takes Python as long as a small update's optimizer step.
-        self._resumable = source if isinstance(source, Resumable) else None
+        self._resumable: Resumable | None = self._source if isinstance(self._source, Resumable) else None
         self._name = name
         self.one_shot = isinstance(source, PythonIterator)
         """Whether it can be iterated over but once, and so has one epoch."""
