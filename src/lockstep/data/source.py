@@ -74,7 +74,7 @@ class BatchSource:
         check_source(source, name)
         self._source: Any = source
         # Asked once: the answer takes Python as long as a small update's optimizer step.
-        self._resumable: Resumable | None = self._source if isinstance(self._source, Resumable) else None
+        self._resumable = _as_resumable(source)
         self._name = name
         self.one_shot = isinstance(source, PythonIterator)
         """Whether it can be iterated over but once, and so has one epoch."""
@@ -185,6 +185,10 @@ def check_source(source: object, name: str) -> None:
         rule = "must be a lockstep Iterator, an iterable of batches or a function that returns one"
         remedy = "`BatchIterator` makes batches of a dataset."
         raise TypeError(f"`{name}` {rule}, got a {type(source).__name__}. {remedy}")
+
+
+def _as_resumable(source: object) -> Resumable | None:
+    return source if isinstance(source, Resumable) else None
 
 
 def _iterator(source: Any) -> PythonIterator[Any]:
