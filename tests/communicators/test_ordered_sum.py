@@ -14,6 +14,7 @@ from communicators.groups import run_on_ranks
 from lockstep import Communicator, digest
 from lockstep.communicators import Contribution, PendingSum, ProcessCommunicator
 from lockstep.communicators.ordered import Sizes
+from lockstep.communicators.watch import Watch
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
@@ -182,7 +183,8 @@ def compress(group: dist.ProcessGroup) -> dict[str, tuple[float, list[str], floa
     magnitude = sum(value.double().abs() for value in every) / 3.0 + exact.abs()
     found = {}
     for name, rounding in ROUNDING.items():
-        plain, communicator = ProcessCommunicator(group), ProcessCommunicator(group, compression=name)
+        plain = ProcessCommunicator(group, watch=Watch())
+        communicator = ProcessCommunicator(group, compression=name, watch=Watch())
         share, digests = 0.0, []
         for sizes in SIZES:
             for each in (plain, communicator):
@@ -194,8 +196,6 @@ def compress(group: dist.ProcessGroup) -> dict[str, tuple[float, list[str], floa
             digests.append(digest(got))
         sent = communicator.bytes_sent / max(plain.bytes_sent, 1)
         found[name] = (share, digests, sent)
-        plain.close()
-        communicator.close()
     return found
 
 
@@ -220,10 +220,9 @@ def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
     for size in range(1, LARGEST + 1):
         group = dist.new_group(list(range(size)))
         if communicator.rank < size:
-            part = ProcessCommunicator(group)
+            part = ProcessCommunicator(group, watch=Watch())
             sent = {nodes: count_bytes(part, nodes, NUM_ELEMENTS) for nodes in (1, 2)}
             seen[size] = Seen(sum_cases(part), orders(part), sent, give_up(part), compress(group))
-            part.close()
         communicator.barrier()
     return seen
 
