@@ -666,3 +666,18 @@ def test_on_gpus_the_bits_are_those_of_one(use_nccl: bool, own_stream: bool) -> 
             found.add(trained(net, batch(12).to("cuda:0")))
         torch.cuda.synchronize()
     assert len(found) == 1
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch's own look
+def test_a_network_around_it_can_be_compiled() -> None:
+    digests = set()
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        net = nn.Sequential(nn.Tanh(), ls.DataParallel(mixed(), cpus(2), num_shards=3), nn.Tanh())
+        if compiled:
+            net.compile(backend="eager")
+        digests.add(trained(net, batch(7)))
+    torch._dynamo.reset()
+    assert len(digests) == 1

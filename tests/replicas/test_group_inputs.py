@@ -485,6 +485,16 @@ def test_metrics() -> None:
             group.update_metric(Counting(), labels, pad=7)
 
 
+@pytest.mark.parametrize("dim", [1, -2])
+def test_outputs_lie_as_the_inputs_do(dim: int) -> None:
+    x = torch.arange(24.0).reshape(3, 4, 2)
+    with ls.ReplicaGroup(nn.Tanh(), TWO, batch_dim=dim, input_grads=True) as group:
+        assert torch.equal(group.forward(x), x.tanh())
+        assert [part.shape for part in group.outputs(merge=False)[0]] == [(3, 2, 2)] * 2
+        group.backward(x)
+        assert torch.allclose(group.input_grads()[0], x * (1 - x.tanh().square()), atol=1e-6)
+
+
 def test_metrics_get_labels_and_outputs_in_their_own_form() -> None:
     seen: list[Any] = []
 

@@ -54,6 +54,7 @@ class DataParallel(Wrapping):
     shard draws from its own random stream, keyed by one draw from the default generator per forward. Under a
     `ParallelUpdater` every replica has a `DataParallel` of its own, which cuts the shard further. Activation
     checkpointing belongs into the module; around this one it works, but only the reentrant kind saves memory.
+    Under `torch.compile` of a network around it this module runs as it is; compile the module in it beside.
 
     Shapes: every tensor of the inputs is N long along `dim`, and so is every tensor of the output. A tensor
     without dimensions is given whole to every shard, and so is one without elements along `dim`. An output
@@ -162,6 +163,13 @@ class DataParallel(Wrapping):
             TypeError: The module returned something that cannot be put together.
             ValueError: The inputs or outputs are not as long as each other, or hold no sample.
         """
+        if torch.compiler.is_compiling():
+            # Threads have no place in a compiled graph: what surrounds this module is compiled, this is not.
+            return torch.compiler.disable(self._run)(args, kwargs)  # type: ignore[no-untyped-call]  # torch's gap
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module on the whole batch."""
         running = self._follow()
         inputs = self._read(args, kwargs)
         main = self.devices[0]

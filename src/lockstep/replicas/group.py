@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -49,9 +49,10 @@ class ReplicaGroup(ReplicaSet):
         batch_dim: The dimension that counts samples: one for all inputs, or one for each by the name of the
             argument or the path in it (``"pair[0]"``), 0 where none is given. None: the input is given whole
             to every shard, and its gradient is the sum over shards.
-        output_dim: The same for outputs, by the key of a dict or ``"output[0]"``. None: the output is one
-            value for the whole batch, and put together as the mean over shards weighted by their samples. An
-            output without dimensions always is.
+        output_dim: The same for outputs, by the key of a dict or ``"output[0]"``; by default that of the
+            inputs where it is one number, else 0. None: the output is one value for the whole batch, and put
+            together as the mean over shards weighted by their samples. An output without dimensions always
+            is.
         grad_mode: What backward does to ``parameter.grad``: "write" replaces it, "add" adds to it, "null"
             does not compute it; one word for all, inputs included, or words by parameter.
         fixed: Names of parameters without a gradient, unless `grad_mode` names them.
@@ -87,7 +88,7 @@ class ReplicaGroup(ReplicaSet):
         *,
         workloads: Sequence[float] | None = None,
         batch_dim: BatchDim = 0,
-        output_dim: BatchDim = 0,
+        output_dim: BatchDim | Literal["batch_dim"] = "batch_dim",
         grad_mode: GradMode | Mapping[str, GradMode] = "write",
         fixed: Iterable[str] = (),
         input_grads: bool = False,
@@ -102,6 +103,8 @@ class ReplicaGroup(ReplicaSet):
         if input_grads and not training:
             raise ValueError("`input_grads` must be False in a group with training=False, got True.")
         check_dims(batch_dim, "batch_dim")
+        if output_dim == "batch_dim":
+            output_dim = batch_dim if isinstance(batch_dim, int) else 0
         check_dims(output_dim, "output_dim")
         super().__init__(model, devices, workloads=workloads, timeout=timeout)
         self._modes = read_grad_modes(model, grad_mode, fixed)
