@@ -27,6 +27,7 @@ import torch.multiprocessing as mp
 
 from lockstep import ProcessCommunicator
 from lockstep.communicators import Contribution
+from lockstep.communicators.watch import Watch
 from lockstep.tree import PartialSum
 
 SIZES = [10_000, 100_000, 1_000_000, 5_000_000, 25_000_000]
@@ -112,12 +113,12 @@ def work(rank: int, size: int, folder: str, elements: list[int]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/{size}", size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    communicator = ProcessCommunicator()
+    communicator = ProcessCommunicator(watch=Watch())
     for each in elements:
         row = compare(communicator, each)
         if rank == 0:
             print(row, flush=True)
-    communicator.close()
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -15,10 +15,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lockstep import ProcessCommunicator
+from lockstep.communicators.watch import Watch
 
 
 def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-    """Call `function(communicator, *arguments)` on every rank; give what the ranks returned."""
+    """Call `function(communicator, *arguments)` on every rank; give what the ranks returned.
+
+    Nobody watches them: a rank that fails ends the others by `mp.spawn`.
+    """
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank_main, (function, size, folder, arguments), nprocs=size, join=True)
         return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(size)]  # noqa: S301 - our own
@@ -32,7 +36,7 @@ def _rank_main(
     store = dist.FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
     try:
-        result = function(ProcessCommunicator(), *arguments)
+        result = function(ProcessCommunicator(watch=Watch()), *arguments)
         dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -14,6 +14,7 @@ from communicators.groups import run_on_ranks
 from lockstep import Communicator, digest
 from lockstep.communicators import Contribution, PendingSum, ProcessCommunicator
 from lockstep.communicators.ordered import Sizes
+from lockstep.communicators.watch import Watch
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
@@ -144,6 +145,24 @@ def count_bytes(communicator: ProcessCommunicator, nodes: int, size: int) -> int
     return communicator.bytes_sent - before
 
 
+def start_early(communicator: ProcessCommunicator) -> bool:
+    """Bring one of two tensors; tell whether it is on its way before the other has been brought."""
+    if communicator.size == 1:
+        return False
+    share = 8192 // communicator.size  # so that each tensor is a bucket
+    communicator._sizes = Sizes(slice=4 * share, direct=512, whole=0)
+    contributions = [Contribution((rank,), (0b11,)) for rank in range(communicator.size)]
+    pending = communicator.begin_sum(contributions, [torch.empty(3000), torch.empty(3000)])
+    before = communicator.bytes_sent
+    pending.bring(1, [torch.ones(3000)])
+    deadline = time.monotonic() + 30
+    while communicator.bytes_sent == before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    early = communicator.bytes_sent > before
+    pending.bring(0, [torch.ones(3000)])
+    return early and all(bool((tensor == communicator.size).all()) for tensor in pending.finish())
+
+
 def give_up(communicator: ProcessCommunicator) -> list[str]:
     """Announce more than rank 0 then has; give what it is told, and what a sum gives afterwards."""
     like = [torch.empty(600), torch.empty(2)]
@@ -182,7 +201,8 @@ def compress(group: dist.ProcessGroup) -> dict[str, tuple[float, list[str], floa
     magnitude = sum(value.double().abs() for value in every) / 3.0 + exact.abs()
     found = {}
     for name, rounding in ROUNDING.items():
-        plain, communicator = ProcessCommunicator(group), ProcessCommunicator(group, compression=name)
+        plain = ProcessCommunicator(group, watch=Watch())
+        communicator = ProcessCommunicator(group, compression=name, watch=Watch())
         share, digests = 0.0, []
         for sizes in SIZES:
             for each in (plain, communicator):
@@ -194,8 +214,6 @@ def compress(group: dist.ProcessGroup) -> dict[str, tuple[float, list[str], floa
             digests.append(digest(got))
         sent = communicator.bytes_sent / max(plain.bytes_sent, 1)
         found[name] = (share, digests, sent)
-        plain.close()
-        communicator.close()
     return found
 
 
@@ -212,6 +230,7 @@ class Seen:
     sent: dict[int, int]
     told: list[str]
     compressed: dict[str, tuple[float, list[str], float]]
+    early: bool
 
 
 def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
@@ -220,10 +239,11 @@ def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
     for size in range(1, LARGEST + 1):
         group = dist.new_group(list(range(size)))
         if communicator.rank < size:
-            part = ProcessCommunicator(group)
+            part = ProcessCommunicator(group, watch=Watch())
             sent = {nodes: count_bytes(part, nodes, NUM_ELEMENTS) for nodes in (1, 2)}
-            seen[size] = Seen(sum_cases(part), orders(part), sent, give_up(part), compress(group))
-            part.close()
+            seen[size] = Seen(
+                sum_cases(part), orders(part), sent, give_up(part), compress(group), start_early(part)
+            )
         communicator.barrier()
     return seen
 
@@ -249,6 +269,11 @@ def test_compression_halves_the_bytes_within_its_error_and_all_ranks_agree(
     assert 0.05 < share <= 1.0
     assert sent == pytest.approx(0.5, rel=0.03)  # a scale for each message
     assert len({tuple(rank.compressed[name][1]) for rank in seen[size]}) == 1
+
+
+@pytest.mark.parametrize("size", range(2, LARGEST + 1))
+def test_a_bucket_is_sent_before_the_next_has_been_made(seen: dict[int, list[Seen]], size: int) -> None:
+    assert all(rank.early for rank in seen[size])
 
 
 @pytest.mark.parametrize("size", range(1, LARGEST + 1))

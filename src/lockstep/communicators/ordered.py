@@ -28,7 +28,7 @@ SLICE: Final = 2**22
 """Bytes. About the length of a slice: shorter ones wake threads too often, longer ones leave them idle."""
 DIRECT: Final = 2**18
 """Bytes. Pieces from here on travel from their own memory; to copy shorter ones together costs less."""
-WHOLE: Final = 2**21
+WHOLE: Final = 2**20
 """Bytes. Where a rank receives no more than this of whole tensors, it adds them up by itself."""
 
 

@@ -122,11 +122,14 @@ class Reduction(PendingSum):
 
     def _work(self) -> None:
         """Do the thread's work; what goes wrong is raised by who waits for it."""
-        torch.set_num_threads(1)
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # the others are computing
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             self._error = error
+        finally:
+            torch.set_num_threads(before)  # which later threads would begin with
 
     @torch.no_grad()
     def _run(self) -> None:
