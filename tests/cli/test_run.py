@@ -88,6 +88,7 @@ def test_four_workers_restart(script: Path) -> None:
     assert lines(done) == [f"<{rank} of 4, attempt 1, ['fail-first']>" for rank in range(4)]
 
 
+@pytest.mark.slow
 def test_one_bare_torchrun_restarts_too(script: Path) -> None:
     done = finished([*TORCHRUN, "--nproc-per-node", "4", "--max-restarts", "1", script, "fail-first"])
     assert done.returncode == 0, done.stderr
@@ -103,7 +104,7 @@ def test_several_bare_torchruns_say_what_their_restart_lacks(script: Path) -> No
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "began"
     folder.mkdir()
