@@ -18,6 +18,13 @@ SBATCH = {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time", "outp
 """Options of sbatch, by its manual."""
 
 
+def test_the_page_points_to_what_is_there() -> None:
+    text = (FOLDER.parent / "processes.md").read_text()
+    links = re.findall(r"\]\(([^)#:]+)\)", text)
+    assert len(links) > 3
+    assert [link for link in links if not (FOLDER.parent / link).exists()] == []
+
+
 @pytest.mark.parametrize("name", ["two-machines.sh", "slurm.sbatch"])
 def test_the_shell_can_read_it(name: str) -> None:
     subprocess.run(["bash", "-n", FOLDER / name], check=True, timeout=30)

@@ -116,6 +116,33 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, script: Path, tm
     await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
 
 
+STOPPED = """
+import os, signal
+import lockstep as ls
+
+communicator = ls.find_communicator()
+communicator.barrier()
+if communicator.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+communicator.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
+    script = tmp_path / "stopped.py"
+    script.write_text(STOPPED)
+    with subprocess.Popen(
+        [*RUN, "-n", "2", "--timeout", "9", script], stderr=subprocess.PIPE, text=True
+    ) as agent:
+        await_true(lambda: len(descendants(agent.pid)) == 2)
+        ranks = descendants(agent.pid)
+        _, errors = agent.communicate(timeout=120)
+    assert agent.returncode == 1
+    assert "PeerError: Rank 1 has been silent for 3 s" in errors
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
 def await_true(condition) -> None:
     deadline = time.monotonic() + 60
     while not condition():

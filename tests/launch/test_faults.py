@@ -40,11 +40,9 @@ SAMPLE = [
     ("leave", "start-up"),
     ("exit", "forward"),
     ("SIGKILL", "reduce"),
-    ("SIGSTOP", "backward"),
-    ("raise", "optimizer"),
-    ("SIGKILL", "end"),
+    ("SIGSTOP", "optimizer"),
 ]
-"""Each way and each phase once; the others are long."""
+"""Each way once, in different phases; the others are long."""
 CASES = [
     pytest.param(way, phase, id=f"{way}-{phase}", marks=() if (way, phase) in SAMPLE else pytest.mark.slow)
     for way in WAYS
@@ -86,9 +84,14 @@ class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 class FaultySum(ls.ProcessCommunicator):
-    """Fails between a rank's own sums and those of all."""
+    """Fails between a rank's own sums and those of all, which small ones make by an exchange."""
 
     fault: Fault
+
+    def exchange_with(self, *arguments: Any, **options: Any) -> Any:
+        if self.watch.doing == "reduce":
+            self.fault.at("reduce")
+        return super().exchange_with(*arguments, **options)
 
     def sum_partials(self, *arguments: Any, **options: Any) -> Any:
         self.fault.at("reduce")
@@ -172,6 +175,6 @@ def check_traceback(way: str, phase: str, tracebacks: Sequence[str]) -> None:
         assert ("SIG" not in way and way != "exit") or text == ""
 
 
-def test_the_sample_has_every_way_and_every_phase() -> None:
-    assert {way for way, _ in SAMPLE} == set(WAYS)
-    assert {phase for _, phase in SAMPLE} == set(PHASES)
+def test_the_sample_has_every_way() -> None:
+    assert [way for way, _ in SAMPLE] == WAYS
+    assert len({phase for _, phase in SAMPLE}) == len(SAMPLE)

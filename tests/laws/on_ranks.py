@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep import Communicator
+from lockstep import Communicator, tree
+from lockstep.communicators import Contribution
+from lockstep.streams import stream_seed
+from lockstep.tree import PartialSum
+from lockstep.updaters import engine, riding
+from lockstep.updaters.meeting import RankMeeting
+from lockstep.updaters.over_ranks import RankReduction
+from lockstep.updaters.schedule import Everywhere
 from tests.laws import several
 from tests.laws.half import TOO_HIGH, in_half, loss_of
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
@@ -182,3 +191,87 @@ def all_runs(communicator: Communicator, names: list[str], devices: list[int]) -
 def in_one_process(names: list[str]) -> dict[str, str]:
     """Do them on one device of this process."""
     return {name: RUNS[name](ONE.num_devices) for name in names}
+
+
+# Ways to break the law, each applied to whole processes for a while ------------------------------------
+
+
+def fold_over_ranks(patch: pytest.MonkeyPatch) -> None:
+    """Add partial sums one after the other, in the order of ranks."""
+
+    def fold(partials: list[PartialSum]) -> list[torch.Tensor | None]:
+        for other in partials[1:]:
+            tree.add_into(partials[0].tensors, other.tensors)
+        return partials[0].tensors
+
+    patch.setattr(riding, "total", fold)
+
+
+def merge_within_ranks_first(patch: pytest.MonkeyPatch) -> None:
+    """Add up all that a rank has before its sums meet those of others."""
+    schedule = Everywhere.part
+
+    def part(self: Everywhere, *args: Any, **options: Any) -> Any:
+        return replace(schedule(self, *args, **options), first=0, stop=2**20)
+
+    patch.setattr(Everywhere, "part", part)
+
+
+def streams_of_ranks(patch: pytest.MonkeyPatch) -> None:
+    """Seed random numbers by the rank, too."""
+    rank = ls.find_communicator().rank
+    patch.setattr(engine, "stream_seed", lambda seed, position: stream_seed(seed, position + 1000 * rank))
+
+
+def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:
+    """Take what the shards of the first rank made of the buffers for what all made."""
+    total = RankReduction._sum_buffers
+
+    def first(self: Any, own: Any, accounts: Any, slots: Any) -> Any:
+        nobody = replace(accounts[0], buffers=Contribution(), buffer_weights=[0.0] * len(slots))
+        only = [accounts[0], *[nobody] * (len(accounts) - 1)]
+        if self._communicator.rank > 0:
+            own.partials.clear()
+        return total(self, own, only, slots)
+
+    patch.setattr(RankReduction, "_sum_buffers", first)
+
+
+def mean_of_means(patch: pytest.MonkeyPatch) -> None:
+    """Count every rank as much as the others, however many samples it had."""
+    meet = RankMeeting.meet
+
+    def levelled(self: Any, *args: Any, **options: Any) -> Any:
+        accounts = meet(self, *args, **options)
+        for account in accounts or []:
+            for report in account["reports"]:
+                report[1] = 1.0
+        return accounts
+
+    patch.setattr(RankMeeting, "meet", levelled)
+
+
+MUTANTS = {
+    "a fold over ranks": (fold_over_ranks, 4, ["mlp", "convnet", "transformer"]),
+    "sums of ranks": (merge_within_ranks_first, 2, ["mlp", "convnet", "transformer"]),
+    "streams of ranks": (streams_of_ranks, 2, ["convnet", "transformer"]),
+    "buffers of rank 0": (buffers_of_rank_0, 2, ["convnet"]),
+    "a mean of means": (mean_of_means, 2, ["mlp", "convnet", "transformer"]),
+}
+"""What to break, on how many ranks, and the models it shows in.
+
+Five shards on two ranks are cut within a node of the tree, so that sums of ranks are no nodes; on four ranks
+they are added up in another order than one after the other.
+"""
+
+
+def mutated(names: list[str]) -> dict[tuple[str, str], str]:
+    """Train with each of some mutants."""
+    found = {}
+    for name in names:
+        mutant, _, models = MUTANTS[name]
+        with pytest.MonkeyPatch.context() as patch:
+            mutant(patch)
+            for model in models:
+                found[name, model] = RUNS[f"{model}, fp32"](1)
+    return found

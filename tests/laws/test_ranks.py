@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import pytest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
+import torch
+
+import lockstep as ls
 from lockstep import Communicator
 from tests.communicators.groups import run_on_ranks
 from tests.laws.models import CONVNET
-from tests.laws.on_ranks import RUNS, all_runs, in_one_process, trained
+from tests.laws.on_ranks import MUTANTS, RUNS, all_runs, in_one_process, mutated, trained
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +39,71 @@ def test_without_a_number_of_shards_the_places_of_all_ranks_are_the_shards() -> 
 
 def four_places(communicator: Communicator) -> str:
     return trained(4 // communicator.size, work=CONVNET, num_shards=None)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_law_bites_each_way_to_break_it_is_caught(size: int, alone: dict[str, str]) -> None:
+    names = [name for name, (_, needed, _) in MUTANTS.items() if needed == size]
+    found, *_ = ls.launch(mutated, size, args=(names,))
+    assert {name for name, _ in found} == set(names)
+    missed = [key for key, digest in found.items() if digest == alone[f"{key[1]}, fp32"]]
+    assert not missed
+
+
+def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Start a script on two processes, as a user does."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*agent, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env=environment,
+    )
+
+
+def test_a_script_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn ships the digits")
+    script = Path(__file__).parents[2] / "examples" / "digits.py"
+    options = ["--epochs", "2", "--devices", "1", "--out"]
+    one = subprocess.run(
+        [sys.executable, str(script), *options, str(tmp_path / "one")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    two = torchrun(script, *options, str(tmp_path / "two"))
+    assert two.returncode == 0, two.stderr
+    (digest,) = re.findall(r"^weights ([0-9a-f]{64})$", one.stdout, flags=re.MULTILINE)
+    assert re.findall(r"weights ([0-9a-f]{64})", two.stdout) == [digest, digest]  # each rank says so
+    assert two.stdout.count("val/main/accuracy") == 1  # the heading of the table
+    logs = [(tmp_path / name / "log.jsonl").read_text() for name in ("one", "two")]
+    first, second = [re.sub(r'"elapsed_time": [^,}]*', "", log) for log in logs]
+    assert first == second
+
+
+SCRIPT = """
+import os
+if os.environ["RANK"] == "1":
+    os.environ["ATEN_CPU_CAPABILITY"] = {capability!r}  # before torch chooses its kernels
+from tests.laws.models import MLP
+from tests.laws.runs import train
+train(MLP, num_shards=5)
+"""
+
+
+def test_a_rank_with_another_vector_width_is_refused_with_the_field_named(tmp_path: Path) -> None:
+    here = torch.backends.cpu.get_cpu_capability()
+    if here not in ("AVX2", "AVX512"):
+        pytest.skip(f"this processor has no narrower kernels than its own ({here})")
+    capability = "avx2" if here == "AVX512" else "default"
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(capability=capability))
+    done = torchrun(script)
+    assert done.returncode != 0
+    assert (
+        "DisagreementError: Rank 1 must have rank 0's kernel class, but on it vector width is" in done.stderr
+    )
+    assert f"not {here}" in done.stderr

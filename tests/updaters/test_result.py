@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -67,3 +69,21 @@ def test_the_loss_is_the_one_before_the_step() -> None:
     with updater_of(model, X, devices=2, batch_size=7, num_shards=2) as updater:
         assert updater.update().loss.item() == 2.0 * X.mean().item()
         assert updater.update().loss.item() == (2.0 - 0.125 * 4.0) * X.mean().item()
+
+
+@pytest.mark.parametrize("scale", [1.0, math.inf])
+def test_a_result_shows_what_it_says(scale: float) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> ls.Loss:
+        return ls.Loss((model.weight * x).mean() * scale, metrics={"largest": (x.max(), 1)})
+
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    with updater_of(model, X[:2], batch_size=2, num_shards=1, loss_fn=loss_fn) as updater:
+        result = updater.update()
+    assert repr(result) == (
+        "UpdateResult(applied=True, tries=1, loss=1.5, weight=2, loss_scale=1, metrics={'largest': 2.0}, "
+        "nonfinite=None)"
+        if scale == 1.0
+        else "UpdateResult(applied=False, tries=1, loss=inf, weight=2, loss_scale=1, "
+        "metrics={'largest': 2.0}, nonfinite='weight')"
+    )

@@ -320,16 +320,6 @@ def test_an_error_of_several_optimizers_takes_back_what_nobody_has_read() -> Non
         assert (updater.iteration, updater.applied_updates) == (4, 3)
 
 
-def test_a_result_shows_what_it_says() -> None:
-    with finalized(updater_of(bad={1})) as updater:
-        assert repr(updater.update()) == (
-            "UpdateResult(applied=True, tries=1, loss_scale=1024.0, nonfinite=None)"
-        )
-        assert repr(updater.update()) == (
-            "UpdateResult(applied=False, tries=1, loss_scale=1024.0, nonfinite='0.weight')"
-        )
-
-
 def test_a_result_keeps_no_gradient_alive() -> None:
     with finalized(updater_of("sgd")) as updater:
         results = [updater.update() for _ in range(2)]

@@ -36,6 +36,8 @@ class IterableBatches(Iterator):
     place are loaded once more and dropped, under a `ReplayWarning`; that this is the same place is up to
     it: a shuffling DataLoader has another order each time. `BatchIterator` needs none of this.
 
+    Of several processes every one pulls whole batches, and cuts its own shards out of them.
+
     Args:
         source: The iterable, or a function without arguments that returns one for each epoch.
         batches_of: ``"tensors"`` where a batch is ready: a tensor, or a tuple, list or dict of such, with

@@ -157,7 +157,7 @@ class _Ranks:
     def wait(self) -> list[Outcome]:
         """Wait for the ranks' ends; once one has failed the others have little time left."""
         deadline: float | None = None
-        while len(self._outcomes) < len(self._processes):
+        while self._expected():
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
@@ -165,6 +165,12 @@ class _Ranks:
             if deadline is None and any(outcome.failed for outcome in self._outcomes.values()):
                 deadline = time.monotonic() + GRACE
         return [self._outcomes.get(rank, Outcome(rank)) for rank in range(len(self._processes))]
+
+    def _expected(self) -> set[int]:
+        """List the ranks that may yet have something to say: not one that all others have given up."""
+        blamed = {outcome.peer for outcome in self._outcomes.values()}
+        left = set(range(len(self._processes))) - self._outcomes.keys()
+        return set() if left <= blamed else left
 
     def _collect(self, timeout: float | None) -> None:
         waiting = {

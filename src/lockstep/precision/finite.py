@@ -45,9 +45,11 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
     >>> unscale_(gradients, 8.0), gradients
     (tensor(0.), [tensor([1., 2.])])
     """
-    device = factor.device if isinstance(factor, Tensor) else _device_of(gradients)
-    whole = all(not gradient.is_sparse or gradient.is_coalesced() for gradient in gradients)
-    if not isinstance(factor, Tensor) and _is_harmless(factor) and whole:
+    if isinstance(factor, Tensor):
+        divide_(gradients, factor)
+        return nonfinite_flag(gradients, factor.device)
+    device = gradients[0].device if gradients else CPU
+    if _is_harmless(factor) and not any(map(_is_in_parts, gradients)):
         return _check_and_multiply_(_by_kind(map(_elements, gradients)), 1.0 / factor, device)
     divide_(gradients, factor)
     return nonfinite_flag(gradients, device)
@@ -152,17 +154,14 @@ def sent(number: Tensor, device: torch.device) -> Tensor:
 
 def _check_and_multiply_(kinds: Kinds, inverse: float, device: torch.device) -> Tensor:
     """Run torch's kernel for both, kind by kind, and gather the flags."""
-    flags: dict[torch.device, Tensor] = {device: torch.zeros((), device=device)}
+    flags = []
     for (there, _), values in kinds.items():
-        if there not in flags:
-            flags[there] = torch.zeros((), device=there)
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            values, flags[there], torch.full((), inverse, device=there)
-        )
-    found = flags.pop(device)
-    for flag in flags.values():
-        found = torch.maximum(found, sent(flag, device))
-    return found
+        flag = torch.zeros((), device=there)
+        torch._amp_foreach_non_finite_check_and_unscale_(values, flag, torch.full((), inverse, device=there))
+        flags.append(sent(flag, device))
+    if len(flags) == 1:
+        return flags[0]
+    return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
 
 
 def _by_kind(parts: Iterable[Tensor]) -> Kinds:
@@ -175,7 +174,8 @@ def _by_kind(parts: Iterable[Tensor]) -> Kinds:
 
 def _elements(gradient: Tensor) -> Tensor:
     """View what a gradient has in memory as dense real numbers."""
-    values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - values() is a copy where gradients are off
+    # values() would be a copy where gradients are off.
+    values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - see above
     return torch.view_as_real(values) if values.is_complex() else values
 
 
@@ -184,8 +184,8 @@ def _sums(gradient: Tensor) -> Tensor:
     return _elements(gradient.coalesce() if gradient.is_sparse else gradient)
 
 
-def _device_of(gradients: Sequence[Tensor]) -> torch.device:
-    return gradients[0].device if gradients else CPU
+def _is_in_parts(gradient: Tensor) -> bool:
+    return gradient.is_sparse and not gradient.is_coalesced()
 
 
 def _is_harmless(factor: float) -> bool:

@@ -370,8 +370,8 @@ class GradientEngine:
 
     def _verdict(self, gradients: Tensors, flags: Sequence[torch.Tensor | None]) -> Verdict:
         """Read the flags and name the parameter they are about; where there are none, read nothing."""
-        unread = any(flag is None for flag in flags)
-        if not unread and not any(map(bool, flags)):
+        unread = flags[0] is None
+        if not unread and not any(flags):
             return Verdict()
         named = zip(self._named, gradients, strict=True)
         present = {name: gradient for name, gradient in named if gradient is not None}

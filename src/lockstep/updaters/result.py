@@ -87,8 +87,12 @@ class UpdateResult:
         self.parts = parts
 
     def __repr__(self) -> str:
-        names = ("applied", "tries", "loss_scale", "nonfinite")
-        return f"UpdateResult({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        metrics = {name: float(mean) for name, mean in self.metrics.items()}
+        return (
+            f"UpdateResult(applied={self.applied}, tries={self.tries}, loss={self.loss.item():.6g}, "
+            f"weight={self.weight:g}, loss_scale={self.loss_scale:g}, metrics={metrics}, "
+            f"nonfinite={self.nonfinite!r})"
+        )
 
     @cached_property
     def applied(self) -> bool:

@@ -1,0 +1,145 @@
+"""What ranks must have in common is found out, cheaply, and what differs is named."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lockstep import DisagreementError, LocalCommunicator
+from lockstep.communicators.agreement import StateWatch, check_fields
+from lockstep.communicators.kernel_class import kernel_class, self_test
+
+CPU = torch.device("cpu")
+
+
+class TwoRanks(LocalCommunicator):
+    """Rank 0, beside a rank 1 whose messages are known beforehand."""
+
+    def __init__(self, *messages: bytes) -> None:
+        super().__init__()
+        self.messages = iter(messages)
+
+    @property
+    def size(self) -> int:
+        return 2
+
+    def exchange(self, payload: bytes) -> list[bytes]:
+        return [payload, next(self.messages)]
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_self_test_tells_a_wrong_number_of_threads() -> None:
+    torch.set_num_threads(1)
+    one, again = self_test(CPU), self_test(CPU)
+    torch.set_num_threads(2)
+    assert one == again != self_test(CPU)
+
+
+WIDTH = "import torch; from lockstep.communicators.kernel_class import self_test; torch.set_num_threads(1); "
+WIDTH += "print(sorted(self_test(torch.device('cpu')).items()))"
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_self_test_tells_another_vector_width() -> None:
+    torch.set_num_threads(1)
+    here = torch.backends.cpu.get_cpu_capability()
+    if here not in ("AVX2", "AVX512"):
+        pytest.skip(f"this processor has no narrower kernels than its own ({here})")
+    other = {"ATEN_CPU_CAPABILITY": "avx2" if here == "AVX512" else "default"}
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", WIDTH],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for variables in ({}, other)
+    ]
+    assert found[0] == str(sorted(self_test(CPU).items())) != found[1]
+
+
+@pytest.mark.usefixtures("threads")
+def test_the_self_test_takes_less_than_a_second() -> None:
+    torch.set_num_threads(1)
+    self_test(CPU)
+    begin = time.perf_counter()
+    self_test(CPU)
+    assert time.perf_counter() - begin < 1
+
+
+def test_the_self_test_asks_no_generator_and_leaves_nothing() -> None:
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        self_test(CPU)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_variables_that_choose_kernels_are_fields_and_those_about_places_are_not() -> None:
+    plain = kernel_class([CPU], {})
+    chosen = kernel_class([CPU], {"MKL_CBWR": "AVX2", "OMP_NUM_THREADS": "7", "HOME": "/root"})
+    assert chosen == {**plain, "$MKL_CBWR": "AVX2"}
+
+
+def test_the_first_differing_fields_are_named() -> None:
+    fields = dict.fromkeys("abcdef", "here")
+    theirs = b'{"a": "here", "b": "there", "c": "there", "d": "there", "e": "there", "g": "there"}'
+    with pytest.raises(DisagreementError) as raised:
+        check_fields(TwoRanks(b"other", theirs), fields, what="recipe", remedy="Mend it.")
+    assert str(raised.value) == (
+        "Rank 1 must have rank 0's recipe, but on it b is there, not here; c is there, not here; d is there, "
+        "not here; and 3 more differ. Mend it."
+    )
+    assert (raised.value.rank, raised.value.subject) == (1, "b")
+
+
+def test_every_element_is_looked_at_within_so_many_updates() -> None:
+    tensors = {
+        "a": torch.zeros(5, 3),
+        "b": torch.zeros(()),
+        "c": torch.zeros(7),
+        "d": torch.zeros(4, 4).T[:3],
+    }
+    watch = StateWatch(lambda: tensors, 4)
+    calm = [watch.part_of(update) for update in range(4)]
+    assert [watch.part_of(update) for update in range(4, 8)] == calm
+    for tensor in tensors.values():
+        for place in range(tensor.numel()):
+            element = (
+                tensor.as_strided((1,), (1,), 0) if tensor.dim() == 0 else tensor[tuple(_at(tensor, place))]
+            )
+            element.add_(1)
+            assert [watch.part_of(update) for update in range(4)] != calm
+            element.sub_(1)
+    assert [watch.part_of(update) for update in range(4)] == calm
+
+
+def _at(tensor: torch.Tensor, place: int) -> list[int]:
+    indices = []
+    for length in reversed(tensor.shape):
+        place, index = divmod(place, length)
+        indices.append(index)
+    return indices[::-1]
+
+
+def test_a_state_that_was_replaced_is_looked_at_after_forgetting() -> None:
+    tensors = {"a": torch.zeros(4)}
+    watch = StateWatch(lambda: tensors, 1)
+    before = watch.part_of(0)
+    tensors["a"] = torch.ones(4)
+    watch.forget()
+    assert watch.part_of(0) != before
