@@ -73,6 +73,8 @@ class BatchSource:
     def __init__(self, source: Source, name: str = "source") -> None:
         check_source(source, name)
         self._source: Any = source
+        # Asked once: the answer takes Python as long as a small update's optimizer step.
+        self._resumable = source if isinstance(source, Resumable) else None
         self._name = name
         self.one_shot = isinstance(source, PythonIterator)
         """Whether it can be iterated over but once, and so has one epoch."""
@@ -90,7 +92,7 @@ class BatchSource:
     @property
     def resumable(self) -> bool:
         """Whether the source can say where it stands."""
-        return isinstance(self._source, Resumable)
+        return self._resumable is not None
 
     def go_to(self, place: Place) -> None:
         """Give the batch behind this place next; the iteration under way is dropped."""
@@ -140,8 +142,8 @@ class BatchSource:
         """Begin an iteration at a place."""
         source = self._source
         self.begun = True
-        if start.state is not None and isinstance(source, Resumable):
-            source.load_state_dict(start.state)
+        if start.state is not None and self._resumable is not None:
+            self._resumable.load_state_dict(start.state)
             self._stream = _iterator(source)
         elif isinstance(source, Sequence):
             self._stream = islice(source, start.position, None)
@@ -164,7 +166,7 @@ class BatchSource:
         return stream
 
     def _state(self) -> Any:
-        return self._source.state_dict() if isinstance(self._source, Resumable) else None
+        return None if self._resumable is None else self._resumable.state_dict()
 
     def _promise(self, start: Place) -> str:
         if self.num_batches is not None:
