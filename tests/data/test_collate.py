@@ -107,7 +107,7 @@ def test_importing_needs_no_numpy() -> None:
         ([None], TypeError, r"got a NoneType\."),
         ([["text"]], TypeError, r"`samples\[0\]` must be an array of numbers, got \['text'\]"),
         ([[[1, 2], [3]]], TypeError, r"`samples\[0\]` must be an array of numbers"),
-        ([[torch.zeros(2), torch.zeros(2)]], TypeError, r"`samples\[0\]` must be an array of numbers"),
+        ([[torch.zeros(2), [1, [2]]]], TypeError, r"`samples\[0\]\[1\]` must be an array of numbers"),
         ([np.array(["text"])], TypeError, r"`samples\[0\]` must be an array of numbers"),
         ([2**63], TypeError, r"`samples\[...\]` must be an array of numbers"),
     ],
@@ -118,6 +118,14 @@ def test_what_does_not_fit_is_refused(samples: list[Any], error: type[Exception]
 
 
 shapes = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=4)
+
+
+def test_a_list_is_a_sample_of_fields_where_it_is_no_array() -> None:
+    samples = [[torch.full((2,), float(label)), label, [1, 2]] for label in (3, 4)]
+    batch = collate(samples)
+    assert isinstance(batch, list)
+    assert [each.tolist() for each in batch] == [[[3, 3], [4, 4]], [3, 4], [[1, 2], [1, 2]]]
+    assert collate([[torch.tensor(1), torch.tensor(2)]]).tolist() == [[1, 2]]
 
 
 @given(shapes)

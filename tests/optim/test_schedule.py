@@ -158,11 +158,10 @@ def test_large_batch_schedule_follows_the_paper() -> None:
     assert rates == pytest.approx(expected, rel=1e-12)
 
 
-def test_large_batch_schedule_takes_updates_and_smaller_batches() -> None:
+@pytest.mark.parametrize("unit", ["update", "iteration"])
+def test_large_batch_schedule_takes_updates_and_smaller_batches(unit: str) -> None:
     optimizer = torch.optim.SGD(parameters(), lr=9.0)
-    made = large_batch_schedule(
-        optimizer, 0.1, 128, warmup=(4, "update"), milestones=[1.5], updates_per_epoch=4
-    )
+    made = large_batch_schedule(optimizer, 0.1, 128, warmup=(4, unit), milestones=[1.5], updates_per_epoch=4)
     assert [made.factor(count) for count in (0, 3, 5, 6)] == [1.0, 1.0, 1.0, 0.1]
     assert optimizer.param_groups[0]["lr"] == 0.05
 
@@ -187,7 +186,7 @@ def test_large_batch_schedule_takes_updates_and_smaller_batches() -> None:
         ),
         (lambda: recipe(base_lr=0), "`base_lr` must be above 0, got 0"),
         (lambda: recipe(updates_per_epoch=0), "`updates_per_epoch` must be at least 1, got 0"),
-        (lambda: recipe(warmup=(5, "week")), "must be 'epoch' or 'update', got 'week'"),
+        (lambda: recipe(warmup=(5, "week")), "must be 'epoch', 'update' or 'iteration', got 'week'"),
     ],
 )
 def test_numbers_out_of_range_are_refused(call: Callable[[], object], message: str) -> None:

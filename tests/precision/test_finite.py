@@ -143,3 +143,21 @@ def test_a_gpu_says_the_same(name: str) -> None:
         here, there = settled(tensor.clone()), settled(tensor.cuda())
         assert nonfinite_flags([here]).tolist() == nonfinite_flags([there]).tolist()
         assert unscale_([here], 3.0).item() == unscale_([there], 3.0).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_defaults_of_the_caller_do_not_reach_the_kernels(dtype: torch.dtype) -> None:
+    one, bad = FINITE["ordinary"], NONFINITE["infinity"]
+    torch.set_default_dtype(dtype)
+    torch.set_default_device("meta")
+    try:
+        flags = [divided([one.clone()], 8.0)[1], divided([bad.clone()], 3.0)[1]]
+        named = first_nonfinite({"one": one, "bad": bad})
+        every = nonfinite_flags([one, bad])
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert flags == [0.0, 1.0]
+    assert named == "bad"
+    assert every.dtype == torch.float32
+    assert every.tolist() == [0.0, 1.0]

@@ -29,7 +29,8 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     NumPy array         a tensor of the same dtype
     bool, int           a tensor of bool, of int64
     float, complex      a tensor of the default dtype, of the complex one that belongs to it
-    list                one tensor: nested lists of numbers are an array
+    list                one tensor: nested lists of numbers are an array; but a list that holds a
+                        tensor or array with dimensions, a tuple or a dict, is taken as a tuple is
     ==================  =====================================================================
 
     Anything else, text among it, makes no tensor and is refused: the dtype and shape of a shard must
@@ -114,7 +115,7 @@ def _field(values: Sequence[Any], path: str, device: Device, padding: Any) -> An
     first = values[0]
     if isinstance(first, Mapping):
         keys = list(first)
-    elif isinstance(first, tuple):
+    elif isinstance(first, tuple) or _has_fields(first):
         keys = list(range(len(first)))
     else:
         return _move(_stack(values, path, padding), device)
@@ -126,6 +127,13 @@ def _field(values: Sequence[Any], path: str, device: Device, padding: Any) -> An
         for key, fill in zip(keys, fills, strict=True)
     ]
     return rebuild(first, parts)
+
+
+def _has_fields(value: Any) -> bool:
+    """Tell a list that is a sample of several fields from one that is an array of numbers."""
+    return isinstance(value, list) and any(
+        isinstance(each, Mapping | tuple) or getattr(each, "ndim", 0) > 0 for each in value
+    )
 
 
 def _check_structure(value: Any, first: Any, number: int, path: str) -> None:

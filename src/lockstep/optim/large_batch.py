@@ -35,7 +35,7 @@ def large_batch_schedule(
         base_lr: The rate that is right for ``base_batch_size``, above 0.
         batch_size: Samples in one update, over all devices and accumulated batches.
         base_batch_size: Samples in one update where ``base_lr`` is right.
-        warmup: How long the rate rises: a number and "epoch" or "update".
+        warmup: How long the rate rises: a number and "epoch" or "update" (also called "iteration").
         milestones: When the rate steps down, in epochs, in rising order.
         gamma: What the rate is multiplied by at each milestone.
         updates_per_epoch: How many updates make an epoch: samples over ``batch_size``.
@@ -72,6 +72,6 @@ def large_batch_schedule(
 def _updates(period: tuple[float, str], updates_per_epoch: int) -> int:
     """Turn a period into a whole number of updates."""
     number, unit = period
-    if unit not in {"epoch", "update"}:
-        raise ValueError(f"The unit of a period must be 'epoch' or 'update', got {unit!r}.")
+    if unit not in {"epoch", "update", "iteration"}:
+        raise ValueError(f"The unit of a period must be 'epoch', 'update' or 'iteration', got {unit!r}.")
     return round(number * updates_per_epoch) if unit == "epoch" else round(number)

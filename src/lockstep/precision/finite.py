@@ -104,7 +104,9 @@ def nonfinite_flags(gradients: Sequence[Tensor]) -> Tensor:
     """
     parts = [_sums(gradient) for gradient in gradients]
     if parts[0].device.type == "cpu":
-        flags, one = torch.zeros(len(parts)), torch.ones(())
+        # Neither the default dtype, for the kernel takes no other, nor the default device.
+        flags = torch.zeros(len(parts), dtype=torch.float32, device=CPU)
+        one = torch.ones((), dtype=torch.float32, device=CPU)
         for part, flag in zip(parts, flags.unbind(), strict=True):
             torch._amp_foreach_non_finite_check_and_unscale_([part], flag, one)
         return flags
@@ -156,12 +158,14 @@ def _check_and_multiply_(kinds: Kinds, inverse: float, device: torch.device) -> 
     """Run torch's kernel for both, kind by kind, and gather the flags."""
     flags = []
     for (there, _), values in kinds.items():
-        flag = torch.zeros((), device=there)
-        torch._amp_foreach_non_finite_check_and_unscale_(values, flag, torch.full((), inverse, device=there))
+        # Not the default dtype: the kernel takes no other.
+        flag = torch.zeros((), dtype=torch.float32, device=there)
+        factor = torch.full((), inverse, dtype=torch.float32, device=there)
+        torch._amp_foreach_non_finite_check_and_unscale_(values, flag, factor)
         flags.append(sent(flag, device))
     if len(flags) == 1:
         return flags[0]
-    return torch.stack(flags).amax() if flags else torch.zeros((), device=device)
+    return torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=device)
 
 
 def _by_kind(parts: Iterable[Tensor]) -> Kinds:
