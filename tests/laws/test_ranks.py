@@ -17,6 +17,8 @@ from tests.communicators.groups import run_on_ranks
 from tests.laws.models import CONVNET
 from tests.laws.on_ranks import MUTANTS, RUNS, all_runs, in_one_process, mutated, trained
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, str]:
@@ -53,7 +55,8 @@ def test_the_law_bites_each_way_to_break_it_is_caught(size: int, alone: dict[str
 def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Start a script on two processes, as a user does."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": paths}
     return subprocess.run(
         [*agent, str(script), *arguments],
         capture_output=True,
@@ -66,7 +69,7 @@ def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_script_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn ships the digits")
-    script = Path(__file__).parents[2] / "examples" / "digits.py"
+    script = ROOT / "examples" / "digits.py"
     options = ["--epochs", "2", "--devices", "1", "--out"]
     one = subprocess.run(
         [sys.executable, str(script), *options, str(tmp_path / "one")],
