@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import lockstep as ls
 from lockstep.replicas.settings import SMALLEST_DENORMAL
@@ -312,3 +313,27 @@ def test_each_replica_has_a_thread_that_lasts() -> None:
     assert seen[0] == seen[1] == seen[2]
     assert len(set(seen[0].values())) == 3
     assert seen[0][0] == threading.get_ident()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    "computed",
+    [
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.5),
+        lambda layer: nn.utils.weight_norm(layer, "weight"),
+    ],
+    ids=["prune", "weight_norm"],
+)
+def test_weights_computed_before_each_forward(computed: Callable[[nn.Module], nn.Module]) -> None:
+    model, x = computed(nn.Linear(3, 2)), torch.arange(12.0).reshape(4, 3)
+    with ls.ReplicaGroup(model, devices=["cpu", "cpu"]) as group:
+        for _ in range(2):
+            assert torch.allclose(group.forward(x), model(x))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+        group.forward(x)
+        group.backward(torch.ones(4, 2))
+    ours = [parameter.grad for parameter in model.parameters()]
+    theirs = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(ours, theirs, strict=True))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 HOOKS = (
     "_forward_hooks",
@@ -28,7 +30,8 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Copy a model for one device, with the memory of its parameters shared where it lives there.
 
     Ties between parameters, between modules and between buffers stay as they are. A hook that is an
-    object outside the model, or a method of one, or holds one (`functools.partial`), keeps it.
+    object outside the model, or a method of one, or holds one (`functools.partial`), keeps it. A weight that
+    `torch.nn.utils.prune` or `weight_norm` computes before each forward comes without its graph.
 
     Args:
         model: Left untouched.
@@ -49,6 +52,8 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
         memo[id(parameter)] = _copy_parameter(parameter, device)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to(device, copy=True)
+    for weight in _computed_weights(model):
+        memo[id(weight)] = weight.detach().to(device, copy=True)
     modules = {id(module) for module in model.modules()}
     for part in _hook_objects(model):
         if id(part) not in modules:
@@ -80,6 +85,17 @@ def _copy_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Paramet
     copied = nn.Parameter(values, requires_grad=parameter.requires_grad)
     copied.__dict__.update(parameter.__dict__)
     return copied
+
+
+def _computed_weights(model: nn.Module) -> list[torch.Tensor]:
+    """List the weights that hooks of torch compute anew before each forward; they have a graph."""
+    names = [
+        (module, hook.name if isinstance(hook, WeightNorm) else hook._tensor_name)  # noqa: SLF001 - no other way
+        for module in model.modules()
+        for hook in vars(module)["_forward_pre_hooks"].values()
+        if isinstance(hook, WeightNorm | BasePruningMethod)
+    ]
+    return [vars(module)[name] for module, name in names if name in vars(module)]
 
 
 def _hook_objects(model: nn.Module) -> list[object]:
