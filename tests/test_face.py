@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -122,11 +123,13 @@ print((time.perf_counter() - between) / (between - began))
 
 
 def test_to_import_it_takes_a_small_part_of_what_torch_takes() -> None:
-    # The least of three, for the machine may have other work; about 0.05 without.
-    ratios = [
-        float(
-            subprocess.run([sys.executable, "-c", TIMED], capture_output=True, check=True, timeout=60).stdout
-        )
-        for _ in range(3)
-    ]
-    assert min(ratios) < 0.25
+    # Where nothing may be cached, every import compiles lockstep anew, but never torch.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+    def ratio() -> float:
+        timed = [sys.executable, "-c", TIMED]
+        done = subprocess.run(timed, capture_output=True, check=True, timeout=60, env=environment)
+        return float(done.stdout)
+
+    # The least of four, for the machine may have other work; about 0.13 without.
+    assert min(ratio() for _ in range(4)) < 0.25

@@ -61,7 +61,7 @@ def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store])
     try:
         for watch in watches:
             watch.gather()
-        await_true(lambda: watches[0]._pulse.beats[1].phase == "optimizer")
+        await_true(lambda: _phase(watches[0], 1) == "optimizer")
         watches[1]._pulse._stopping = True  # its thread ends, and tells nobody
         watches[1]._pulse._store = _Lost()
         assert watches[0]._found.wait(LONG)
@@ -70,6 +70,11 @@ def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store])
     finally:
         for watch in watches:
             watch.close()
+
+
+def _phase(watch: PeerWatch, rank: int) -> str | None:
+    beat = watch._pulse.beats.get(rank)
+    return None if beat is None else beat.phase
 
 
 def await_true(condition: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 from torch.optim import Optimizer
@@ -67,6 +68,21 @@ def check_sharding(
             f"{list(workloads)}. Give a number of shards."
         )
     return workloads
+
+
+def check_closures(optimizers: Mapping[str, Optimizer]) -> None:
+    """Refuse optimizers whose step computes gradients by itself.
+
+    Raises:
+        TypeError: There is one, such as `torch.optim.LBFGS`.
+    """
+    for optimizer in optimizers.values():
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise TypeError(
+                "`optimizer` must step by the gradients that are there, got "
+                f"{type(optimizer).__name__}, whose step() asks for a closure that computes them anew."
+            )
 
 
 def check_step(*, accumulate: int, on_overflow: str) -> None:

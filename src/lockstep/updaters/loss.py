@@ -51,6 +51,11 @@ class Supervised:
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the criterion's mean loss over the shard."""
         if self.target is None:
+            if not args:
+                raise ValueError(
+                    "`target` must name the label of a dict batch, got None. Give supervised(criterion, "
+                    f"target=...) with one of {sorted(kwargs)}."
+                )
             *inputs, target = args
             return self.criterion(model(*inputs, **kwargs), target)
         target = kwargs.pop(self.target)
@@ -81,13 +86,15 @@ def check_loss(returned: object) -> Loss:
     """Make a `Loss` of what a loss function returned.
 
     Raises:
-        TypeError: It is neither a tensor nor a `Loss`.
+        TypeError: It is neither a tensor nor a `Loss`, is complex, or has a metric that is no pair.
         ValueError: It has more than one element, or carries no gradient.
     """
     loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type]  # checked next
     value = loss.value
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"`loss_fn` must return a tensor or a Loss, got a {type(value).__name__}.")
+    if value.is_complex():
+        raise TypeError(f"`loss_fn` must return a real loss, got {value.dtype}. Take its real part.")
     if value.numel() != 1:
         raise ValueError(
             f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean."
@@ -97,7 +104,14 @@ def check_loss(returned: object) -> Loss:
             "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "
             "output of the model it is given, without detach(), item() or no_grad()."
         )
+    for name, pair in loss.metrics.items():
+        if not _is_pair(pair):
+            raise TypeError(f"`metrics[{name!r}]` of a Loss must be a pair (sum, weight), got {pair!r}.")
     return loss
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, tuple | list) and len(value) == len(("sum", "weight"))
 
 
 def loss_weight(loss: Loss, num_samples: int) -> float:

@@ -53,12 +53,14 @@ class Arrangement:
         several: Whether a loss function gets a dict of them.
         devices: Of the places, the main one first.
         workloads: One a place, None where all are equal, or "auto".
+        followers: Modules that were given as the replicas of the other places.
     """
 
     networks: dict[str, nn.Module]
     several: bool
     devices: Devices
     workloads: Sequence[float] | str | None
+    followers: tuple[nn.Module, ...] = ()
 
     @property
     def module(self) -> nn.Module:
@@ -94,7 +96,7 @@ def arrange(
         )
     given, argument = (models, "models") if model is None else (model, "model")
     networks = by_name(argument, given, nn.Module, "a torch.nn.Module")
-    several = isinstance(given, Mapping)
+    several = networks.keys() != {MAIN}
     if not isinstance(devices, Mapping):
         if isinstance(workloads, Mapping):
             raise TypeError("`workloads` must be by name only where `devices` are, got a mapping.")
@@ -103,8 +105,11 @@ def arrange(
     if several and networks.keys() == places.keys():
         main = next(iter(places))
         _check_replicas(networks, main)
+        followers = tuple(network for name, network in networks.items() if name != main)
         networks, several = {MAIN: networks[main]}, False
-    return Arrangement(networks, several, list(places.values()), _by_place(workloads, places))
+    else:
+        followers = ()
+    return Arrangement(networks, several, list(places.values()), _by_place(workloads, places), followers)
 
 
 def _main_first(devices: Mapping[str, str | torch.device]) -> dict[str, str | torch.device]:

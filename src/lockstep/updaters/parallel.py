@@ -26,6 +26,7 @@ from lockstep.updaters.alike import Alikeness, Differing
 from lockstep.updaters.applying import Applier
 from lockstep.updaters.arguments import (
     check_choice,
+    check_closures,
     check_counts,
     check_flat,
     check_seed,
@@ -35,6 +36,7 @@ from lockstep.updaters.arguments import (
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter
 from lockstep.updaters.engine import GradientEngine
+from lockstep.updaters.followers import Followers
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.meeting import Meeting, NoMeeting
@@ -78,7 +80,8 @@ class ParallelUpdater(Updater):
         model: Moved to the first device. Never run itself: replicas are copies that share its memory. Or
             several networks by name, each replicated on all devices.
         models: Another word for `model`. With exactly the names of `devices`, they are taken as replicas of
-            one model: they must be alike, the main one has the weights, the others are left as they are.
+            one model: they must be alike, the main one has the weights, the others are given them after each
+            update.
         devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed; or places by name, of
             which "main" (else the first) is the main one.
         num_shards: Shards a batch, at least 1; part of what the result means. None for one a device, sized by
@@ -88,7 +91,9 @@ class ParallelUpdater(Updater):
         loss_fn: Called as ``loss_fn(replica, *batch)``, a dict batch by keyword; returns a mean loss or a
             `Loss`. For several networks it gets a dict of their replicas. By default the model itself
             returns the loss.
-        step_fn: Called as ``step_fn(updater, batch)``.
+        step_fn: Called as ``step_fn(updater, batch)``. What it does by `compute_gradients` and
+            `apply_gradients` is told in the result and counted by `scheduler`; steps that it takes by
+            PyTorch's own words are neither.
         converter: Called as ``converter(samples, device)`` for the samples of one shard.
         seed: Of the random streams, each keyed by (seed, update, shard).
         accumulate: Batches to an update, at least 1; fewer where the iterator ends.
@@ -100,7 +105,9 @@ class ParallelUpdater(Updater):
             optimizers move float32 masters; see `master_weights`. Data stays in its own format.
         loss_scale: A number or a `LossScale`; None for 1. One for all optimizers.
         on_overflow: What follows a gradient that is not finite, once the loss scale has stepped down:
-            ``"retry"`` the same batch in the same random streams, draw the ``"next"``, or ``"skip"`` it.
+            ``"retry"`` the same batch in the same random streams, draw the ``"next"``, or ``"skip"`` it. A
+            batch whose loss itself is not finite stays so at any scale: retries then end at the floor or
+            at `max_tries`, and `find_nonfinite` names its samples.
         max_tries: How often one update may try, at least 1.
         on_exhausted: ``"skip"`` the batch or ``"raise"`` when no try is left, or no scale to lower.
         buffers: ``"mean"`` over shards by their samples, or ``"first"`` for the first shard's.
@@ -171,6 +178,7 @@ class ParallelUpdater(Updater):
             "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer"
         )
         arranged = arrange(model, models, devices, workloads)
+        check_closures(optimizers)
         check_ownership(optimizers, arranged.networks)
         policy = parse_precision(precision)
         policy.check_model(arranged.module)
@@ -238,6 +246,7 @@ class ParallelUpdater(Updater):
         group.model.to(group.devices[0])
         if policy.held_dtype:
             training.make_masters()
+        self._followers = Followers(group.model, arranged.followers)
         self._adapt_loss = arranged.loss_fn
         self._has_loss = loss_fn is not None or not arranged.several
         self._usual = Computation(model_is_loss if loss_fn is None else arranged.loss_fn(loss_fn))
@@ -268,6 +277,7 @@ class ParallelUpdater(Updater):
             StopIteration: The iterator has ended.
             NonFiniteError: The gradient stayed non-finite and `on_exhausted` is ``"raise"``.
             ReplicaError: User code raised in a shard.
+            ValueError: The loss is not computed with the model that `loss_fn` is given.
             OrderError: A step function called it.
         """
         if self._steps.under_way:
@@ -276,12 +286,15 @@ class ParallelUpdater(Updater):
         with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
             if self._takes_steps:
                 self._computed = {}
-                return self._steps.update(self.update_core, interrupts, settings)
-            behind, tried = self._try(interrupts, settings)
-            self._meeting.commit(interrupts)
-            self._applier.hand_over(tried.attempt, None)
-            names = tuple(self._training.optimizers)
-            return self._applier.commit(names, tried, settings, drawn={MAIN: behind})
+                result = self._steps.update(self.update_core, interrupts, settings)
+            else:
+                behind, tried = self._try(interrupts, settings)
+                self._meeting.commit(interrupts)
+                self._applier.hand_over(tried.attempt, None)
+                names = tuple(self._training.optimizers)
+                result = self._applier.commit(names, tried, settings, drawn={MAIN: behind})
+            self._followers.follow()
+        return result
 
     def update_core(self, batch: Any) -> object:
         """Say what an update does, in a subclass; by default what `step_fn` says, else the usual.
@@ -354,7 +367,9 @@ class ParallelUpdater(Updater):
         tried = self._computed.pop(names)
         with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
             self._meeting.commit(interrupts)
-            return self._applier.commit(names, tried, settings, drawn={})
+            result = self._applier.commit(names, tried, settings, drawn={})
+            self._followers.follow()
+        return result
 
     def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[int, AnyTry]:
         """Try the iterator's batches, without looking at what came of it where that is possible."""
@@ -521,6 +536,7 @@ class ParallelUpdater(Updater):
         engine = self._engine
         load_state(self._training, state, num_shards=engine.shards_a_batch, seed=engine.seed)
         self._trier.look_for_shapes()
+        self._followers.follow()
         self._meeting.state_loaded()
         self._computed = {}
 

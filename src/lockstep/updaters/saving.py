@@ -16,6 +16,8 @@ from lockstep.updaters.training import Training
 def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
     """Give everything the next update depends on, as of the last one that was done.
 
+    Counters and tensors alike are copies: what follows changes nothing in it.
+
     Args:
         training: What is trained.
         num_shards: Shards a batch.
@@ -28,10 +30,12 @@ def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any
         "applied_updates": training.applied.count,
         "loss_scale": training.loss_scale.state_dict(),
         "iterators": {name: each.state_dict() for name, each in training.iterators.items()},
-        "optimizers": {name: each.state_dict() for name, each in training.steppables().items()},
-        "models": {name: lazy.state_of(each) for name, each in training.models.items()},
-        "schedulers": {name: each.state_dict() for name, each in training.schedulers.items()},
-        "epoch_schedulers": {name: each.state_dict() for name, each in training.epoch_schedulers.items()},
+        "optimizers": {name: copied(each.state_dict()) for name, each in training.steppables().items()},
+        "models": {name: copied(lazy.state_of(each)) for name, each in training.models.items()},
+        "schedulers": {name: copied(each.state_dict()) for name, each in training.schedulers.items()},
+        "epoch_schedulers": {
+            name: copied(each.state_dict()) for name, each in training.epoch_schedulers.items()
+        },
     }
 
 

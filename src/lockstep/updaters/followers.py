@@ -1,0 +1,41 @@
+"""Keep modules that a user gave as replicas equal to the one that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from lockstep.updaters import lazy
+
+
+class Followers:
+    """Modules that take over the weights and buffers of another after every update.
+
+    They are not run: replicas are made by the updater. Who looks at one, or evaluates it, finds the weights
+    of the last update in it.
+
+    Args:
+        main: The module that is trained.
+        modules: Copies of it, on any devices.
+    """
+
+    def __init__(self, main: nn.Module, modules: Sequence[nn.Module]) -> None:
+        self._main = main
+        self._modules = list(modules)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Copy what the main one holds into the others."""
+        for module in self._modules:
+            if lazy.is_uninitialised(self._main):
+                return
+            if lazy.is_uninitialised(module):
+                module.load_state_dict(self._main.state_dict())  # which gives its parameters their shapes
+            for own, original in zip(_tensors(module), _tensors(self._main), strict=True):
+                own.copy_(original)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
