@@ -361,8 +361,8 @@ class GradientEngine:
         """Make an attempt of the whole gradient and of what was told of its slices."""
         if whole.reports and all(gradient is None for gradient in whole.gradients):
             raise ValueError(
-                "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got one "
-                "that gives no parameter a gradient."
+                "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got a "
+                "loss that gives no parameter a gradient."
             )
         gradients = whole.gradients if self.flat is None else self.flat.store(whole.gradients)
         return Attempt(

@@ -33,9 +33,11 @@ class Followers:
                 return
             if lazy.is_uninitialised(module):
                 module.load_state_dict(self._main.state_dict())  # which gives its parameters their shapes
-            for own, original in zip(_tensors(module), _tensors(self._main), strict=True):
-                own.copy_(original)
+            theirs = dict(_tensors(self._main))
+            for name, own in _tensors(module):
+                if name in theirs:  # a buffer may have been set to None since
+                    own.copy_(theirs[name])
 
 
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def _tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*module.named_parameters(), *module.named_buffers()]

@@ -23,6 +23,11 @@ def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any
         num_shards: Shards a batch.
         seed: Of the random streams.
     """
+    return copied(_parts(training, num_shards=num_shards, seed=seed))
+
+
+def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
+    """Collect the parts of the state; tensors are those that are trained."""
     return {
         "num_shards": num_shards,
         "seed": seed,
@@ -30,12 +35,10 @@ def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any
         "applied_updates": training.applied.count,
         "loss_scale": training.loss_scale.state_dict(),
         "iterators": {name: each.state_dict() for name, each in training.iterators.items()},
-        "optimizers": {name: copied(each.state_dict()) for name, each in training.steppables().items()},
-        "models": {name: copied(lazy.state_of(each)) for name, each in training.models.items()},
-        "schedulers": {name: copied(each.state_dict()) for name, each in training.schedulers.items()},
-        "epoch_schedulers": {
-            name: copied(each.state_dict()) for name, each in training.epoch_schedulers.items()
-        },
+        "optimizers": {name: each.state_dict() for name, each in training.steppables().items()},
+        "models": {name: lazy.state_of(each) for name, each in training.models.items()},
+        "schedulers": {name: each.state_dict() for name, each in training.schedulers.items()},
+        "epoch_schedulers": {name: each.state_dict() for name, each in training.epoch_schedulers.items()},
     }
 
 
@@ -51,7 +54,7 @@ def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int,
     Raises:
         StateError: Keys are missing or unknown, or it is the state of another number of shards or seed.
     """
-    _check_state(state, state_of(training, num_shards=num_shards, seed=seed))
+    _check_state(state, _parts(training, num_shards=num_shards, seed=seed))
     loss_scale = training.loss_scale.restored(state["loss_scale"])
     iterators = {name: each.state_dict() for name, each in training.iterators.items()}
     savepoint = training.save()
