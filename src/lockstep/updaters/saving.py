@@ -23,7 +23,8 @@ def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any
         num_shards: Shards a batch.
         seed: Of the random streams.
     """
-    return copied(_parts(training, num_shards=num_shards, seed=seed))
+    state: dict[str, Any] = copied(_parts(training, num_shards=num_shards, seed=seed))
+    return state
 
 
 def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
