@@ -54,7 +54,7 @@ class Guess:
 
 
 def can_overlap(contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> bool:
-    """Tell whether every rank brings something, and all is dense and on the host, where a thread can send it."""
+    """Tell whether every rank brings something, all of it dense and on the host, where a thread can send it."""
     return (
         all(any(each.present) for each in contributions)
         and not any(each.sparse for each in contributions)
@@ -188,6 +188,11 @@ class Delivery:
             parameters: Those that may get a gradient.
         """
         self._before, self._shard = before, shard
+        self._spoiled = any(
+            tensor is not None and index not in self._left
+            for each in before
+            for index, tensor in enumerate(each.tensors)
+        )
         handles = [
             _after(parameters[index], partial(self._made, index))
             for index in self._left

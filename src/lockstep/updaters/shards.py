@@ -139,10 +139,8 @@ class Place:
                 raise
             gradients = self._take_gradients()
             delivered = last is not None and last.end(gradients)
-            if recipe.precision.held_dtype is not None:
-                gradients = [None if gradient is None else gradient.float() for gradient in gradients]
-            if rest is not None:
-                multiply_(gradients, rest)
+            if not delivered:
+                gradients = _completed(gradients, recipe, rest)
             if report.weight > 0:
                 if recipe.look is not None:
                     recipe.look(shard, gradients, report)
@@ -216,6 +214,15 @@ class Place:
             device=str(self.device),
             shard=shard.index,
         )
+
+
+def _completed(gradients: Tensors, recipe: Recipe, rest: float | torch.Tensor | None) -> Tensors:
+    """Bring gradients to the format in which they are summed, and multiply what is yet to be multiplied."""
+    if recipe.precision.held_dtype is not None:
+        gradients = [None if gradient is None else gradient.float() for gradient in gradients]
+    if rest is not None:
+        multiply_(gradients, rest)
+    return gradients
 
 
 def _backward(loss: torch.Tensor, first: torch.Tensor | None) -> None:
