@@ -54,7 +54,7 @@ class Guess:
 
 
 def can_overlap(contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> bool:
-    """Tell whether every rank brings something, all of it dense and on the host, where a thread can send it."""
+    """Tell whether every rank brings something, all of it dense and on the host, where threads send it."""
     return (
         all(any(each.present) for each in contributions)
         and not any(each.sparse for each in contributions)
