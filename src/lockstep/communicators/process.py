@@ -19,7 +19,7 @@ from lockstep.communicators.joining import join_run
 from lockstep.communicators.messages import Table, exchange
 from lockstep.communicators.ordered import Extent, Sizes, plan_sum
 from lockstep.communicators.packing import all_reduce, broadcast
-from lockstep.communicators.pair import is_pair, sum_pair
+from lockstep.communicators.pair import PairSum, is_pair, sum_pair
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
 from lockstep.communicators.sparse import split_sparse, sum_sparse
@@ -137,6 +137,8 @@ class ProcessCommunicator(Communicator):
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> PendingSum:
         """Begin a sum of partial sums that come one tensor after the other; see `Communicator.begin_sum`."""
+        if self._wire is PLAIN and is_pair(contributions, like):
+            return PairSum(self._channel, contributions[0], like, divisor)
         background = all(tensor.device.type == "cpu" for tensor in like)
         sizes = replace(self._sizes, slice=self._sizes.slice // SMALLER)
         return self._reduction(contributions, like, divisor, self._wire, sizes, background=background)

@@ -215,6 +215,11 @@ class GradientEngine:
         for parameter in self.parameters:
             if look is None and (wanted is None or id(parameter) in wanted):
                 parameter.grad = None  # the last gradient's memory is what this one will be written to
+        where = {**position, "batch sizes": sizes}
+        if self._ranks is not None and len(work) == 1:
+            recipe.delivery = self._ranks.deliver(
+                where, part, self._like, self._precision.held_dtype is not None
+            )
         sums = self._compute(work, recipe, first_stream, settings)
         again = interrupted()
         if self._ranks is None:
@@ -222,7 +227,7 @@ class GradientEngine:
         found = self._ranks.reduce(
             sums,
             part,
-            position={**position, "batch sizes": sizes},
+            position=where,
             again=again,
             workloads=self.group.workloads,
             like=self._like,

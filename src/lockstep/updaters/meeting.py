@@ -17,6 +17,7 @@ from lockstep.communicators import Communicator
 from lockstep.errors import DisagreementError, PeerError
 from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.interrupts import HeldInterrupts
+from lockstep.updaters.overlap import Overlap
 from lockstep.updaters.riding import Riders
 
 LONGEST_TRACEBACK: Final = 20_000
@@ -94,6 +95,8 @@ class RankMeeting(Meeting):
         self._failed = False
         self.riders = Riders(communicator.rank, communicator.size)
         """What travels with the messages."""
+        self.overlap = Overlap(communicator)
+        """What travels before them."""
 
     def begin(self) -> None:
         """Forget how the last update ended; before the first one compare the ranks.
@@ -146,7 +149,8 @@ class RankMeeting(Meeting):
             _raise_if_failed(rank, each)
         _check_positions([each["position"] for each in said])
         self._alike.check([each["state"] for each in said])
-        return None if any(each["again"] for each in said) else [each["account"] for each in said]
+        anew = self.overlap.judge([each["sum"] for each in said])
+        return None if anew or any(each["again"] for each in said) else [each["account"] for each in said]
 
     def part(self) -> None:
         """End a meeting: what a rank raises from here on, it has to tell the others at the next."""
@@ -156,6 +160,7 @@ class RankMeeting(Meeting):
         """Meet without an account; see `Meeting.agree`."""
         interrupts.check()
         self.meet(position, {})
+        self.overlap.learn(None)
         self.part()
         interrupts.hold()
 
@@ -181,9 +186,12 @@ class RankMeeting(Meeting):
             _raise_ended(self._communicator.rank)
 
     def _exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        payload = json.dumps(message, separators=(",", ":")).encode()
+        told = {**message, "sum": self.overlap.close()}
+        payload = json.dumps(told, separators=(",", ":")).encode()
         # Room for riders also travels where there are none, or a rank would wait for what does not come.
-        return [json.loads(each) for each in self._communicator.exchange_with(payload, self.riders.table)]
+        said = [json.loads(each) for each in self._communicator.exchange_with(payload, self.riders.table)]
+        self.overlap.settle()
+        return said
 
 
 def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:

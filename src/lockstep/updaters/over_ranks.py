@@ -14,6 +14,7 @@ from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.account import Account
 from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.meeting import Position, RankMeeting
+from lockstep.updaters.overlap import Delivery, Guess, can_overlap
 from lockstep.updaters.reduction import gather
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.schedule import Everywhere, Part
@@ -51,6 +52,8 @@ class RankReduction:
     ) -> None:
         self._communicator = communicator
         self.meeting = meeting
+        self._key: str | None = None
+        self._delivery: Delivery | None = None
         self._take(workloads)
 
     def _take(self, workloads: Sequence[Sequence[float]]) -> None:
@@ -62,6 +65,21 @@ class RankReduction:
         """The places of the other ranks, as of the last meeting."""
         self.workloads = list(workloads[rank])
         """Those of this rank, as the others know them."""
+
+    def deliver(
+        self, position: Position, part: Part, like: Sequence[torch.Tensor], held: bool
+    ) -> Delivery | None:
+        """Begin to send gradients before backward is over, if the last updates tell what there will be.
+
+        Args:
+            position: What must be the same on all ranks.
+            part: Which shards are this rank's.
+            like: Tensors of the shapes, dtypes and devices of the gradients.
+            held: Whether gradients change their format once they are made.
+        """
+        self._key = None if held else json.dumps([position["computation"], position["batch sizes"]])
+        self._delivery = None if self._key is None else self.meeting.overlap.deliver(self._key, part, like)
+        return self._delivery
 
     def reduce(
         self,
@@ -93,12 +111,17 @@ class RankReduction:
             DisagreementError: A rank is somewhere else.
             KeyboardInterrupt: A rank was interrupted.
         """
-        partials = _merged([each.gradients.partials for each in sums], part, like[0].device)
+        delivery, self._delivery = self._delivery, None
+        if delivery is None or not delivery.has_begun:
+            partials = _merged([each.gradients.partials for each in sums], part, like[0].device)
+            contribution = Contribution.of(partials)
+        else:
+            partials, contribution = [], delivery.announced
         buffers = _OwnBuffers.of(sums, part, slots)
         account = Account(
             [report for place in sums for report in place.reports],
             sum(place.samples for place in sums),
-            Contribution.of(partials),
+            contribution,
             Contribution.of(buffers.partials),
             buffers.weights,
             workloads,
@@ -114,12 +137,32 @@ class RankReduction:
         reports = [report for each in accounts for report in each.reports]
         # Not divided on the way: every rank divides and checks in one pass over the memory.
         contributions = [each.gradients for each in accounts]
-        gradients = self.meeting.riders.total(partials, contributions, like)
-        if gradients is None:
-            gradients = self._communicator.sum_partials(partials, contributions, like)
+        one_place = all(len(each.workloads) == 1 for each in accounts)
+        gradients = self._sum(partials, contributions, like, may_guess=one_place)
         new_buffers = self._sum_buffers(buffers, accounts, slots)
         self.meeting.part()
         return WholeBatch(gradients, [new_buffers], sum(each.samples for each in accounts), reports)
+
+    def _sum(
+        self,
+        partials: Sequence[PartialSum],
+        contributions: Sequence[Contribution],
+        like: Sequence[torch.Tensor],
+        *,
+        may_guess: bool,
+    ) -> Tensors:
+        """Add up gradients, if that is not done already, and guess what the next ones will be."""
+        overlap = self.meeting.overlap
+        gradients = overlap.take()
+        if gradients is None:
+            gradients = self.meeting.riders.total(partials, contributions, like)
+            may_guess &= gradients is None  # what rides with the message comes no later than that
+        if gradients is None:
+            gradients = self._communicator.sum_partials(partials, contributions, like)
+        may_guess &= can_overlap(contributions, like)
+        key = self._key if may_guess else None
+        overlap.learn(None if key is None else Guess(key, tuple(contributions), like))
+        return gradients
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Give every rank what each found."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,7 +19,10 @@ from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.batches import call_arguments
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
+from lockstep.updaters.overlap import Delivery
 from lockstep.updaters.result import ShardReport
+
+_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
 @dataclass(slots=True)
@@ -36,6 +39,7 @@ class Recipe:
             of the shards' mean losses are summed up as they are.
         look: Shown every shard that takes part, with its gradients still scaled and what it measured.
         unread: Whether nobody on the host is to learn if the gradient is finite.
+        delivery: Takes the sums of the only place while backward of its last shard makes them, if anything.
     """
 
     loss_fn: LossFunction
@@ -45,6 +49,7 @@ class Recipe:
     mean: bool = True
     look: Callable[[Shard, Tensors, ShardReport], None] | None = None
     unread: bool = False
+    delivery: Delivery | None = None
 
     def factor(self, weight: float) -> float | torch.Tensor:
         """Give what the loss of a shard of this weight is multiplied by before backward."""
@@ -125,21 +130,22 @@ class Place:
                 break
             if self.buffers:
                 self.buffers.restore()
+            last = recipe.delivery if shard is work[-1][0] else None
             try:
                 with stream(shard):
-                    report, rest = self._forward_backward(shard, arrays, recipe)
+                    report, rest = self._forward_backward(shard, arrays, recipe, sums.gradients, last)
             except BaseException:
                 self._take_gradients()  # backward may have come halfway, and the next one would add to that
                 raise
             gradients = self._take_gradients()
-            if recipe.precision.held_dtype is not None:
-                gradients = [None if gradient is None else gradient.float() for gradient in gradients]
-            if rest is not None:
-                multiply_(gradients, rest)
+            delivered = last is not None and last.end(gradients)
+            if not delivered:
+                gradients = _completed(gradients, recipe, rest)
             if report.weight > 0:
                 if recipe.look is not None:
                     recipe.look(shard, gradients, report)
-                sums.gradients.push(shard.index, gradients)
+                if not delivered:
+                    sums.gradients.push(shard.index, gradients)
                 # A single shard's buffers are taken as they are: x * n / n is not always x.
                 share = 1 if recipe.lift is None else len(shard.samples)
                 if self.buffers:
@@ -149,7 +155,12 @@ class Place:
         return sums
 
     def _forward_backward(
-        self, shard: Shard, arrays: Any, recipe: Recipe
+        self,
+        shard: Shard,
+        arrays: Any,
+        recipe: Recipe,
+        before: ShardSum,
+        delivery: Delivery | None,
     ) -> tuple[ShardReport, float | torch.Tensor | None]:
         """Leave the gradient of factor times loss in the replica's parameters, unless the weight is 0.
 
@@ -173,10 +184,14 @@ class Place:
         if weight > 0:
             first, rest = first_gradient(loss.value, recipe.factor(weight))
             self.phase("backward")
-            try:
-                _backward(loss.value, first)
-            except Exception as error:
-                raise self._error("backward", shard, error) from error
+            if rest is not None:
+                delivery = None  # what is yet to be multiplied is not yet what is to be sent
+            bringing = delivery and delivery.watching(shard.index, before.partials, self.parameters)
+            with bringing or _NOTHING:
+                try:
+                    _backward(loss.value, first)
+                except Exception as error:
+                    raise self._error("backward", shard, error) from error
         reports.pairs.pop("loss", None)  # it is the loss of the update, whoever else reports it
         report = ShardReport(shard.index, weight, loss.value.detach(), reports.pairs | _detached(loss))
         return report, rest
@@ -199,6 +214,15 @@ class Place:
             device=str(self.device),
             shard=shard.index,
         )
+
+
+def _completed(gradients: Tensors, recipe: Recipe, rest: float | torch.Tensor | None) -> Tensors:
+    """Bring gradients to the format in which they are summed, and multiply what is yet to be multiplied."""
+    if recipe.precision.held_dtype is not None:
+        gradients = [None if gradient is None else gradient.float() for gradient in gradients]
+    if rest is not None:
+        multiply_(gradients, rest)
+    return gradients
 
 
 def _backward(loss: torch.Tensor, first: torch.Tensor | None) -> None:
