@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import tempfile
@@ -39,5 +40,6 @@ def _rank_main(
         result = function(ProcessCommunicator(watch=Watch()), *arguments)
         dist.barrier()
     finally:
+        gc.collect()  # what still holds the group would end it too late, in the middle of Python's own end
         dist.destroy_process_group()
     (Path(folder) / f"{rank}").write_bytes(pickle.dumps(result))
