@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
+from lockstep.optim import SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
 
 # torch's compiler imports a module of its own that uses what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -41,6 +41,7 @@ def values(weights: list[torch.nn.Parameter]) -> list[list[float]]:
         (CorrectedMomentumSGD, {"missing_grad": "zero"}),
         (MomentumSGD, {}),
         (MomentumSGD, {"correction": True}),
+        (SGDW, {"weight_decay": 0.25}),
     ],
 )
 def test_compiled_step_has_the_bits_of_the_eager_one(

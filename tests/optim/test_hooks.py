@@ -102,6 +102,8 @@ def test_hook_on_one_group_sees_that_group_alone() -> None:
         (hooks.GradientHardClipping(-0.5, 0.25), [0.25, 0.25]),
         (hooks.GradientLARS(threshold=0.0, weight_decay=0.5, eps=0.5), None),
         (hooks.GradientLARS(threshold=10.0, weight_decay=0.5), [2.0, 0.5]),
+        # Below the threshold the coefficient takes no part either.
+        (hooks.GradientLARS(threshold=10.0, weight_decay=0.5, coefficient=0.25), [2.0, 0.5]),
     ],
 )
 def test_values(hook: hooks.GradientHook, expected: list[float] | None) -> None:
@@ -114,6 +116,13 @@ def test_values(hook: hooks.GradientHook, expected: list[float] | None) -> None:
         torch.testing.assert_close(weight.grad, torch.tensor([2.0 * ratio, 0.5 * ratio]), rtol=1e-6, atol=0)
     else:
         assert weight.grad.tolist() == expected
+
+
+def test_a_coefficient_that_is_a_power_of_two_scales_the_rates_exactly() -> None:
+    plain, scaled = parameters(), parameters()
+    hooks.GradientLARS(weight_decay=0.1)(torch.optim.SGD(plain))
+    hooks.GradientLARS(weight_decay=0.1, coefficient=2.0**-10)(torch.optim.SGD(scaled))
+    assert equal(grads(scaled), [grad * 2.0**-10 for grad in grads(plain)])
 
 
 @pytest.mark.parametrize(
@@ -220,6 +229,7 @@ def test_noise_fades_as_the_paper_says() -> None:
         (lambda: hooks.GradientLARS(-1), "`threshold` must be finite and at least 0, got -1"),
         (lambda: hooks.GradientLARS(weight_decay=-1), "`weight_decay` must be finite and at least 0, got -1"),
         (lambda: hooks.GradientLARS(eps=0), "`eps` must be above 0, got 0"),
+        (lambda: hooks.GradientLARS(coefficient=0), "`coefficient` must be finite and above 0, got 0"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:

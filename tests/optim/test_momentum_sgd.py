@@ -323,6 +323,20 @@ def test_saved_state_goes_on_to_the_same_bits(cls: type[HookedOptimizer], correc
     assert optimizer.state_dict().keys() == other.state_dict().keys()
 
 
+@BOTH
+def test_a_state_is_loaded_again_and_after_steps_in_parts(cls: type[HookedOptimizer]) -> None:
+    weights = parameters()
+    optimizer = cls(weights)
+    put_grads(weights, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.step(advance=copy.copy(optimizer).advance)
+    for _ in range(2):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        assert optimizer.t == 1
+    assert str(optimizer.state_dict()) == str(saved)
+
+
 def without(mapping: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in mapping.items() if name != key}
 

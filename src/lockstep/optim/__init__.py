@@ -10,3 +10,4 @@ from lockstep.optim.momentum import lr_momentum_step as lr_momentum_step
 from lockstep.optim.momentum import momentum_step as momentum_step
 from lockstep.optim.momentum_sgd import MomentumSGD as MomentumSGD
 from lockstep.optim.schedule import UpdateSchedule as UpdateSchedule
+from lockstep.optim.sgdw import SGDW as SGDW

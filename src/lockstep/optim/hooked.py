@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -10,11 +9,13 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import ParamsT
 
-from lockstep.errors import OrderError, StateError
+from lockstep.errors import OrderError
 from lockstep.optim.hook_list import TIMINGS, HookList, describe
-from lockstep.precision import HasMasters, LossScale, LossScaler, MasterWeights, RampLossScale
+from lockstep.optim.options import check_options
+from lockstep.optim.saved_state import check_saved
+from lockstep.optim.scaled import ScaledOptimizer
 
 Self = TypeVar("Self", bound="HookedOptimizer")
 
@@ -22,15 +23,14 @@ _COUNTERS = ("t", "epoch")
 _OWN = ("use_auto_new_epoch", "_hooks", "_scaler", "_masters")
 
 
-class HookedOptimizer(Optimizer, HasMasters):
+class HookedOptimizer(ScaledOptimizer):
     """An optimizer in torch's conventions with hooks around its arithmetic.
 
     `step` is, in this order: the closure, the hooks of timing "pre", `advance`, the count, the hooks
     of timing "post". A subclass writes `advance`, the arithmetic, and names its state per parameter.
 
-    `update` is a whole training step on one device: the loss times the loss scale, backward, the division
-    by the scale, `step` if all gradients are finite, the next scale. `loss_scaling` and `use_fp32_update`
-    turn on what half precision needs; `lockstep.precision` does the work.
+    `update` is a whole training step on one device. `loss_scaling` and `use_fp32_update` turn on what half
+    precision needs; see `ScaledOptimizer`.
 
     A group's options, given to the constructor or in the dict of a group (which is how parameters
     get values of their own), are ``lr``, ``momentum`` and:
@@ -51,8 +51,6 @@ class HookedOptimizer(Optimizer, HasMasters):
         self.epoch = 0
         self.use_auto_new_epoch = False
         self._hooks = HookList()
-        self._scaler: LossScaler | None = None
-        self._masters: MasterWeights | None = None
         super().__init__(params, defaults)
 
     # Arithmetic ------------------------------------------------------------------------------
@@ -120,39 +118,6 @@ class HookedOptimizer(Optimizer, HasMasters):
                 self._move(advance or self.advance)
         return loss
 
-    def update(
-        self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, **kwargs: Any
-    ) -> Tensor | None:
-        """Do a whole training step on one device.
-
-        In this order: clear the gradients, ``loss_fn(*args, **kwargs)``, backward from the loss times the
-        loss scale, division by the scale, check, `step`, the next scale. Gradients that are not finite
-        change nothing but the scale: no hook is called, nothing moves, nothing is counted. Without a loss
-        scale there is no check, as in any loop.
-
-        Args:
-            loss_fn: Returns the loss, not scaled. Without it the gradients that are there are used, which
-                must be of the loss times the scale.
-            *args: Given to ``loss_fn``.
-            **kwargs: Given to ``loss_fn``.
-
-        Returns:
-            The loss, if there is a function for it.
-        """
-        loss = None
-        if loss_fn is not None:
-            self.zero_grad()
-            with torch.enable_grad():
-                loss = loss_fn(*args, **kwargs)
-                scaled = loss if self._scaler is None else self._scaler.scale(loss)
-                scaled.backward()  # type: ignore[no-untyped-call]  # torch's gap
-        if self._scaler is None:
-            self.step()
-        else:
-            self._scaler.step(self)
-            self._scaler.update()
-        return None if loss is None else loss.detach()
-
     def new_epoch(self, auto: bool = False) -> None:
         """Count an epoch.
 
@@ -202,69 +167,6 @@ class HookedOptimizer(Optimizer, HasMasters):
     def momentum(self, momentum: float) -> None:
         check_options({**self.param_groups[0], "momentum": momentum})
         self.param_groups[0]["momentum"] = momentum
-
-    # Half precision --------------------------------------------------------------------------
-
-    def loss_scaling(self, interval: float = 1000, scale: LossScale | float | None = None) -> None:
-        """Have `update` scale the loss.
-
-        Args:
-            interval: Finite updates it takes Chainer's scale to double after its first overflow; at least 1.
-            scale: A `LossScale`, or a number for a static one, in the place of Chainer's.
-
-        Raises:
-            TypeError: ``scale`` is none of these.
-            ValueError: A number is out of range.
-        """
-        self._scaler = LossScaler(RampLossScale(interval=interval) if scale is None else scale)
-
-    def set_loss_scale(self, loss_scale: float) -> None:
-        """Have `update` scale the loss by a number that stays.
-
-        Args:
-            loss_scale: Positive and finite.
-
-        Raises:
-            ValueError: It is not.
-        """
-        self.loss_scaling(scale=loss_scale)
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """The scale of the next loss; None without `loss_scaling`. Reading it waits for the device."""
-        return None if self._scaler is None else self._scaler.loss_scale
-
-    def update_loss_scale(self) -> None:
-        """Choose the next scale by the gradients that are there; `update` does so itself.
-
-        Without a loss scale there is nothing to choose.
-        """
-        if self._scaler is not None:
-            self._scaler.update(nonfinite=self._scaler.nonfinite(self))
-
-    def is_safe_to_update(self) -> bool:
-        """Tell whether the gradients that are there are finite; waits for the device."""
-        scaler = LossScaler(1.0) if self._scaler is None else self._scaler
-        return not bool(scaler.nonfinite(self))
-
-    def use_fp32_update(self, flag: bool = True) -> None:
-        """Move float32 masters of parameters in half precision, and round them into the parameters.
-
-        Masters begin as the parameters are and follow what is written to these from outside.
-
-        Args:
-            flag: False goes back to moving the parameters themselves, and forgets the masters.
-        """
-        if flag and self._masters is None:
-            self._masters = MasterWeights(self)
-        elif not flag and self._masters is not None:
-            self._masters.dissolve()
-            self._masters = None
-
-    @property
-    def masters(self) -> MasterWeights | None:
-        """The float32 masters; None without `use_fp32_update`."""
-        return self._masters
 
     # Hooks -----------------------------------------------------------------------------------
 
@@ -413,83 +315,9 @@ class HookedOptimizer(Optimizer, HasMasters):
 
     def _check_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Refuse a state that was not written by an optimizer like this one."""
-        _check_keys(
-            "The state", saved, {"state", "param_groups", "hooks", "loss_scale", "masters", *_COUNTERS}
+        wanted = {"state", "param_groups", "hooks", "loss_scale", "masters", *_COUNTERS}
+        check_saved(
+            saved, self.param_groups, wanted=wanted, options=self.defaults, state_keys=self.state_keys
         )
-        groups = saved["param_groups"]
-        sizes = [len(group["params"]) for group in self.param_groups]
-        saved_sizes = [len(group["params"]) for group in groups]
-        if sizes != saved_sizes:
-            raise StateError(
-                f"The groups must hold as many parameters as in the saved state ({saved_sizes}), got {sizes}."
-            )
-        for index, group in enumerate(groups):
-            _check_missing(f"Group {index} of the state", group, {"params", *self.defaults})
-        known = {index for group in groups for index in group["params"]}
-        strangers = sorted(saved["state"].keys() - known)
-        if strangers:
-            raise StateError(f"The state must be about parameters of its groups, got {strangers} too.")
-        for group, saved_group in zip(self.param_groups, groups, strict=True):
-            states = [saved["state"].get(index) for index in saved_group["params"]]
-            keys = self.state_keys(saved_group)
-            for index, weight, state in zip(saved_group["params"], group["params"], states, strict=True):
-                if state is not None:
-                    _check_parameter_state(f"The state of parameter {index}", state, keys, weight.shape)
         self._hooks.check(saved["hooks"])
         self._check_precision(saved)
-
-    def _check_precision(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a loss scale or masters where there are none here, and the other way round."""
-        here = {"loss_scale": self._scaler is not None, "masters": self._masters is not None}
-        there = {key: saved[key] is not None for key in here}
-        if here != there:
-            raise StateError(
-                f"The optimizer must have a loss scale and masters as the saved state has ({there}), "
-                f"got {here}. Call `loss_scaling` or `use_fp32_update` before loading."
-            )
-        if self._scaler is not None:
-            self._scaler.restored(saved["loss_scale"])
-        if self._masters is not None:
-            self._masters.check_masters(saved["masters"])
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse the options of a group that are out of range.
-
-    Raises:
-        ValueError: ``lr``, ``momentum`` or ``missing_grad`` is.
-    """
-    lr, momentum = options["lr"], options["momentum"]
-    if not (0 <= lr < math.inf):
-        raise ValueError(f"`lr` must be finite and at least 0, got {lr}.")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"`momentum` must lie in [0, 1), got {momentum}.")
-    if options["missing_grad"] not in {"skip", "zero"}:
-        raise ValueError(f"`missing_grad` must be 'skip' or 'zero', got {options['missing_grad']!r}.")
-
-
-def _check_missing(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
-    """Refuse a mapping that lacks a key."""
-    missing = sorted(wanted - saved.keys())
-    if missing:
-        raise StateError(f"{subject} must hold {sorted(wanted)}, got none for {missing}.")
-
-
-def _check_keys(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
-    """Refuse a mapping that lacks a key or has another."""
-    _check_missing(subject, saved, wanted)
-    unknown = sorted(saved.keys() - wanted)
-    if unknown:
-        raise StateError(f"{subject} must hold nothing but {sorted(wanted)}, got {unknown} too.")
-
-
-def _check_parameter_state(
-    subject: str, state: Mapping[str, Any], keys: frozenset[str], shape: torch.Size
-) -> None:
-    """Refuse what is remembered for another parameter or by another optimizer."""
-    _check_keys(subject, state, keys)
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape != shape:
-            raise StateError(
-                f"{subject} must hold a {key!r} of shape {tuple(shape)}, got {tuple(value.shape)}."
-            )

@@ -17,17 +17,19 @@ from lockstep.precision import ChangesOnlyGradients
 class GradientLARS(GradientHook, ChangesOnlyGradients):
     """Scale each parameter's gradient so that its step is in proportion to the parameter's norm.
 
-    With ‖·‖ the Euclidean norm of one parameter or its gradient, and λ the weight decay::
+    With ‖·‖ the Euclidean norm of one parameter or its gradient, λ the weight decay and c the coefficient::
 
-        r = ‖w‖ / (ε + ‖g‖ + λ·‖w‖)   where ‖w‖ > threshold, else 1
+        r = c·‖w‖ / (ε + ‖g‖ + λ·‖w‖)   where ‖w‖ > threshold, else 1
         g ← r·(g + λ·w)
 
-    The learning rate then reads as the share of its norm that a parameter moves in a step.
+    With c = 1 the learning rate reads as the share of its norm that a parameter moves in a step. In front of
+    `MomentumSGD` this is the whole of the paper's optimizer, in which c is the trust coefficient.
 
     Args:
         threshold: Parameters of a norm up to this keep their gradient; at least 0.
         weight_decay: λ, at least 0.
         eps: ε, above 0.
+        coefficient: c, above 0.
 
     Raises:
         ValueError: A number is out of range.
@@ -36,7 +38,7 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
     waits for the device.
 
     References: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017,
-    arXiv:1708.03888, section 4.
+    arXiv:1708.03888, section 4 and algorithm 1.
 
     >>> weight = torch.nn.Parameter(torch.tensor([6.0, 8.0]))
     >>> weight.grad = torch.tensor([0.0, 5.0])
@@ -48,6 +50,7 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
     threshold: float = 1e-2
     weight_decay: float = 0.0
     eps: float = 1e-9
+    coefficient: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in (("threshold", self.threshold), ("weight_decay", self.weight_decay)):
@@ -55,13 +58,15 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
                 raise ValueError(f"`{name}` must be finite and at least 0, got {value}.")
         if not self.eps > 0:
             raise ValueError(f"`eps` must be above 0, got {self.eps}.")
+        if not 0 < self.coefficient < math.inf:
+            raise ValueError(f"`coefficient` must be finite and above 0, got {self.coefficient}.")
 
     def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
         """Decay and scale each gradient."""
         rates = [
             torch.where(
                 weight_norm > self.threshold,
-                weight_norm / (self.eps + grad_norm + self.weight_decay * weight_norm),
+                self.coefficient * weight_norm / (self.eps + grad_norm + self.weight_decay * weight_norm),
                 1.0,
             )
             for weight_norm, grad_norm in zip(norms(weights), norms(grads), strict=True)
