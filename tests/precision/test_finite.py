@@ -14,6 +14,7 @@ from lockstep.precision import (
     nonfinite_flags,
     settled,
     unscale_,
+    unscale_and_look_,
 )
 from lockstep.precision.finite import gradients_of
 
@@ -31,6 +32,7 @@ FINITE = {
     "double": torch.full((3,), 1e300, dtype=torch.float64),
     "channels last": torch.ones(1, 2, 3, 3).to(memory_format=torch.channels_last),
     "squares overflow": torch.full((4,), 3e38),
+    "sums overflow and cancel": torch.cat([torch.full((64,), 3e38), torch.full((64,), -3e38)]),
 }
 
 NONFINITE = {
@@ -39,6 +41,7 @@ NONFINITE = {
     "complex": torch.tensor([complex(0.0, NAN)]),
     "conjugated": torch.tensor([complex(0.0, INF)]).conj(),
     "sparse": torch.tensor([[0.0, INF]]).to_sparse(),
+    "infinities of both signs": torch.tensor([INF, -INF]),
     "half": torch.tensor([-INF], dtype=torch.float16),
     "last of many": torch.cat([torch.ones(100_003), torch.tensor([NAN])]),
     "a sum of sparse parts": torch.sparse_coo_tensor([[0, 0]], [3e38, 3e38], (2,), check_invariants=True),
@@ -56,6 +59,7 @@ def test_finite_tensors_pass(name: str) -> None:
     assert flag == 0.0
     assert nonfinite_flag(ours, CPU).item() == 0.0
     assert nonfinite_flags(ours).tolist() == [0.0]
+    assert unscale_and_look_(ours, 1.0)
     assert torch.equal(ours[0].to_dense(), FINITE[name].to_dense())
     assert first_nonfinite({name: FINITE[name], "absent": None}) is None
 
@@ -67,11 +71,13 @@ def test_others_are_found_among_finite_ones(name: str) -> None:
     assert flag == 1.0
     assert nonfinite_flag(ours, CPU).item() == 1.0
     assert nonfinite_flags(ours).tolist() == [0.0] * len(FINITE) + [1.0]
+    assert not unscale_and_look_(ours, 1.0)
     assert first_nonfinite(tensors) == name
 
 
 def test_nothing_is_finite() -> None:
     assert unscale_([], 3.0).item() == 0.0
+    assert unscale_and_look_([], 3.0)
     assert nonfinite_flag([], CPU).item() == 0.0
     assert first_nonfinite({"absent": None}) is None
 
@@ -92,9 +98,13 @@ def test_division_is_rounded_once(make: Callable[[float], float | torch.Tensor],
         torch.randn(1000, generator=generator, dtype=dtype)
         for dtype in (torch.float32, torch.float64, torch.complex64, torch.float16, torch.bfloat16)
     ]
-    ours, flag = divided([*tensors, torch.tensor([[0.0, 5.0]]).to_sparse()], make(factor))
+    tensors.append(torch.tensor([[0.0, 5.0]]).to_sparse())
+    ours, flag = divided(tensors, make(factor))
     assert flag == 0.0
-    for quotient, tensor in zip(ours, tensors, strict=False):
+    looked = [settled(tensor.clone()) for tensor in tensors]
+    assert unscale_and_look_(looked, make(factor))
+    assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(looked, ours, strict=True))
+    for quotient, tensor in zip(ours[:-1], tensors[:-1], strict=True):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         wide = real.float() if real.dtype in HALF_PRECISION else real
         # The factor is taken in the gradient's format, for halves in float32.
@@ -107,6 +117,7 @@ def test_division_is_rounded_once(make: Callable[[float], float | torch.Tensor],
 def test_it_is_the_quotient_that_is_checked(make: Callable[[float], float | torch.Tensor]) -> None:
     assert divided([torch.tensor([1e38])], make(2.0**-14))[1] == 1.0
     assert divided([torch.tensor([1e38])], make(2.0**14))[1] == 0.0
+    assert not unscale_and_look_([torch.tensor([1e38])], make(2.0**-14))
 
 
 def test_gradients_are_settled_where_they_are() -> None:

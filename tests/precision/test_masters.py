@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import StateError
-from lockstep.optim import CorrectedMomentumSGD, MomentumSGD
+from lockstep.optim import SGDW, CorrectedMomentumSGD, MomentumSGD
 from lockstep.precision import LossScaler, MasterWeights
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -30,6 +30,7 @@ OPTIMIZERS: dict[str, Make] = {
     "asgd": lambda weights: torch.optim.ASGD(weights, lr=1e-3),
     "corrected": lambda weights: CorrectedMomentumSGD(weights, lr=1e-3),
     "momentum": lambda weights: MomentumSGD(weights, lr=1e-3, correction=True),
+    "sgdw": lambda weights: SGDW(weights, lr=1e-3),
 }
 HALF = [torch.float16, torch.bfloat16]
 
@@ -209,6 +210,80 @@ def test_a_closure_makes_the_gradients() -> None:
 
     assert masters.step(closure) == 2.0
     assert masters.of(weight).tolist() == [1 - 2.0**-13] * 2
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_an_optimizer_that_asks_for_a_closure_gets_gradients_at_its_masters(
+    dtype: torch.dtype, line_search: str | None
+) -> None:
+    """The plain float32 optimizer, given the gradients of its weights rounded."""
+    x = torch.linspace(-1, 1, 20, dtype=torch.float32).reshape(5, 4).to(dtype)
+
+    def loss_at(weight: torch.Tensor) -> torch.Tensor:
+        return ((x * weight).float().sum(1) - 1).square().mean()
+
+    def lbfgs(weight: nn.Parameter) -> torch.optim.LBFGS:
+        return torch.optim.LBFGS([weight], lr=0.3, max_iter=4, line_search_fn=line_search)
+
+    half = nn.Parameter(torch.full((4,), 0.3).to(dtype))
+    wide = nn.Parameter(half.detach().float())
+    masters, plain = MasterWeights(lbfgs(half)), lbfgs(wide)
+
+    def ours() -> torch.Tensor:
+        masters.zero_grad()
+        loss = loss_at(half)
+        loss.backward()
+        return loss
+
+    def theirs() -> torch.Tensor:
+        rounded = nn.Parameter(wide.detach().to(dtype))
+        loss = loss_at(rounded)
+        loss.backward()
+        wide.grad = rounded.grad.float()
+        return loss
+
+    for _ in range(3):
+        assert masters.step(ours).item() == plain.step(theirs).item()
+        assert torch.equal(masters.of(half), wide)
+        assert torch.equal(half, wide.to(dtype))
+    assert not torch.equal(wide, wide.to(dtype).float())  # else nothing was rounded
+    assert masters.optimizer.param_groups[0]["params"][0] is half
+
+
+def test_a_closure_that_raises_leaves_the_parameters_in_the_groups() -> None:
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
+    masters = MasterWeights(torch.optim.LBFGS([weight]))
+
+    def closure() -> float:
+        raise RuntimeError("no loss")
+
+    with pytest.raises(RuntimeError, match="no loss"):
+        masters.step(closure)
+    assert masters.optimizer.param_groups[0]["params"][0] is weight
+    assert not masters.active
+
+
+@pytest.mark.parametrize("name", ["adamw", "fused adamw", "sgd", "fused sgd"])
+def test_a_state_that_the_optimizer_itself_loads_is_followed(name: str) -> None:
+    """Torch rounds it to the parameters' format; from there it goes on in float32."""
+    model = Net(torch.bfloat16)
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    masters = MasterWeights(optimizer)
+    run(masters, model, range(2))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert remembered(optimizer) == {torch.bfloat16, torch.float32}
+    run(masters, model, range(2, 4))
+    assert remembered(optimizer) == {torch.float32}
+
+
+def remembered(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
+    return {
+        value.dtype
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and key != "step"
+    }
 
 
 def test_going_back_keeps_what_is_remembered_in_the_parameters_format() -> None:

@@ -264,6 +264,27 @@ def test_a_loss_in_half_precision_is_divided_by_what_multiplied_it(dtype: torch.
         scaler.update(nonfinite=torch.zeros(()))
 
 
+def test_several_losses_are_scaled_in_their_containers() -> None:
+    scaler = LossScaler(8.0)
+    one, two = torch.tensor(1.0), torch.tensor(2.0, dtype=torch.float16)
+    assert scaler.scale([one, (two, {"three": 3 * one})]) == [8.0, (16.0, {"three": 24.0})]
+    assert scaler.scale((one,)) == (8.0,)
+
+
+@pytest.mark.parametrize("loss", [3.0, [], None, {"loss": 1.0}])
+def test_what_holds_no_loss_is_refused(loss: Any) -> None:
+    with pytest.raises(TypeError, match=f"a tensor, or hold some, got a {type(loss).__name__} without"):
+        LossScaler().scale(loss)
+
+
+def test_an_optimizer_that_is_gone_is_not_taken_for_another() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    scaler = LossScaler(2.0)
+    scaler.scale(weight.sum()).backward()
+    for _ in range(20):
+        scaler.step(torch.optim.SGD([weight], lr=0.0))  # dies at once, and leaves its address to the next
+
+
 def test_calls_out_of_order_are_refused() -> None:
     weights = parameters()
     optimizer, scaler = torch.optim.SGD(weights), LossScaler()

@@ -20,6 +20,9 @@ _LARGEST_INVERTIBLE = 2.0**126
 _MANTISSA_OF_POWERS = 0.5
 """What `math.frexp` says of powers of two."""
 
+_WIDE: Final = frozenset({torch.float32, torch.float64})
+"""Real formats in which the sum of ordinary gradients is far from the largest number."""
+
 Kinds: TypeAlias = dict[tuple[torch.device, torch.dtype], list[Tensor]]
 """Elements of gradients by device and dtype, as torch's kernels want them."""
 
@@ -53,6 +56,28 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
         return _check_and_multiply_(_by_kind(map(_elements, gradients)), 1.0 / factor, device)
     divide_(gradients, factor)
     return nonfinite_flag(gradients, device)
+
+
+def unscale_and_look_(gradients: Sequence[Tensor], factor: float | Tensor) -> bool:
+    """Do what `unscale_` does and wait for the answer, which on a CPU takes no pass that writes.
+
+    Args:
+        gradients: As `unscale_`.
+        factor: As `unscale_`.
+
+    Returns:
+        Whether all that came out is finite.
+
+    Determinism: the quotients of `unscale_`.
+
+    >>> gradients = [torch.tensor([9.0, 18.0])]
+    >>> unscale_and_look_(gradients, 3.0), gradients
+    (True, [tensor([3., 6.])])
+    """
+    if isinstance(factor, Tensor) or (factor != 1.0 and _is_harmless(factor)):
+        return not unscale_(gradients, factor)
+    divide_(gradients, factor)
+    return _add_up(gradients) or not nonfinite_flag(gradients, CPU)
 
 
 def divide_(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
@@ -146,7 +171,8 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def settled(gradient: Tensor) -> Tensor:
     """Conjugate or negate the elements of a tensor that is only marked so; mostly there is nothing to do."""
-    return gradient.resolve_conj().resolve_neg()
+    marked = gradient.is_conj() or gradient.is_neg()
+    return gradient.resolve_conj().resolve_neg() if marked else gradient
 
 
 def sent(number: Tensor, device: torch.device) -> Tensor:
@@ -186,6 +212,19 @@ def _elements(gradient: Tensor) -> Tensor:
 def _sums(gradient: Tensor) -> Tensor:
     """Give the dense real numbers that a gradient means; a sparse one may hold an element in parts."""
     return _elements(gradient.coalesce() if gradient.is_sparse else gradient)
+
+
+def _add_up(gradients: Sequence[Tensor]) -> bool:
+    """Tell whether all have finite sums, so that each element is finite; where one has none, all may be.
+
+    No infinity and no NaN is lost in a sum. Only dense gradients on a CPU are added up.
+    """
+    for gradient in gradients:
+        if not gradient.is_cpu or gradient.layout is not torch.strided or gradient.dtype not in _WIDE:
+            return False
+        if not math.isfinite(gradient.sum().item()):
+            return False
+    return True
 
 
 def _is_in_parts(gradient: Tensor) -> bool:

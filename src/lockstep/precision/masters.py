@@ -8,9 +8,11 @@ References: Micikevicius et al., "Mixed Precision Training", 2018, arXiv:1710.03
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -33,7 +35,9 @@ class MasterWeights:
     their place, each with the float32 gradient, so that step hooks see masters and their gradients too.
 
     A write to a parameter from outside (a loaded checkpoint, a clamp, a copy from another replica) is
-    followed: before each step, elements of the parameter that are not their master rounded replace it.
+    followed: before each step, elements of the parameter that are not their master rounded replace it. So is
+    a state that the optimizer itself has loaded, which torch rounds to the parameters' format on the way;
+    `load_state_dict` here does not round it.
 
     Args:
         optimizer: Anything with ``param_groups`` and ``state`` in torch's form. Parameters of float32 and
@@ -53,6 +57,7 @@ class MasterWeights:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._masters: dict[Tensor, nn.Parameter] = {}
+        self._state: object = optimizer.state
         self._active = False
         self.refresh()
 
@@ -93,11 +98,16 @@ class MasterWeights:
         """Take the optimizer's step on the masters, and round them into the parameters.
 
         Args:
-            closure: Computes the loss and the parameters' gradients; called once, before.
+            closure: Computes the loss and the parameters' gradients; called once, before. An optimizer that
+                asks for one, as `torch.optim.LBFGS` does, calls it as often as it likes.
 
         Returns:
             What the closure or else the optimizer returned.
         """
+        if closure is not None and asks_for_closure(self._optimizer):
+            self.refresh()
+            with self.in_place():
+                return self._optimizer.step(partial(self._gradients_at_masters, closure))
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -173,6 +183,14 @@ class MasterWeights:
                 self._cast_state(parameter, torch.float32)
             else:
                 master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+        self._follow_load()
+
+    def _follow_load(self) -> None:
+        """Bring what is remembered to float32 again, where the optimizer has loaded another state."""
+        if self._state is not self._optimizer.state:
+            self._state = self._optimizer.state
+            for parameter in self._masters:
+                self._cast_state(parameter, torch.float32)
 
     def dissolve(self) -> None:
         """Go back to moving the parameters themselves, with what is remembered in their own format."""
@@ -265,6 +283,20 @@ class MasterWeights:
                 if old in state:
                     state[new] = state.pop(old)
 
+    def _gradients_at_masters(self, closure: Callable[[], Any]) -> Any:
+        """Have the parameters' gradients computed where the masters are now, and give them to the masters."""
+        self._write_back()
+        self._active = False
+        self._replace({master: parameter for parameter, master in self._masters.items()})
+        try:
+            loss = closure()
+        finally:
+            self._replace(self._masters)
+            self._active = True
+        for parameter, master in self._masters.items():
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        return loss
+
     @torch.no_grad()
     def _write_back(self) -> None:
         by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(
@@ -284,3 +316,9 @@ class MasterWeights:
             # torch's optimizers count steps in a tensor, which for a 0-d parameter has its shape.
             if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
                 remembered[key] = value.to(dtype) if value.is_floating_point() else value
+
+
+def asks_for_closure(optimizer: Optimizer) -> bool:
+    """Tell whether a step of the optimizer must be given a closure that computes gradients anew."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

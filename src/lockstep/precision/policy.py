@@ -11,6 +11,8 @@ from typing import Final
 import torch
 from torch import nn
 
+_AS_IT_IS: Final = nullcontext()
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
@@ -31,7 +33,7 @@ class Precision:
     def autocast(self, device_type: str) -> AbstractContextManager[object]:
         """Open autocast for one shard, without the cache of cast weights that all threads would share."""
         if self.autocast_dtype is None:
-            return nullcontext()
+            return _AS_IT_IS
         return torch.autocast(device_type, dtype=self.autocast_dtype, cache_enabled=False)
 
     def check_model(self, model: nn.Module) -> None:

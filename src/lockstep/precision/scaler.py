@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep import nest
 from lockstep.errors import OrderError, StateError
 from lockstep.precision.finite import gradients_of, nonfinite_flag, sent, unscale_
 from lockstep.precision.leaving_out import left_out_if, why_it_waits
@@ -31,17 +32,22 @@ class HasMasters:
 
 Steppable: TypeAlias = Optimizer | MasterWeights
 
+Losses = TypeVar("Losses")
+"""A tensor, or a nest of them."""
+
 
 @dataclass(slots=True)
 class _Checked:
     """An optimizer whose gradients were divided since the last update of the scale.
 
     Attributes:
+        optimizer: Kept, so that no other gets its ``id``.
         nonfinite: 1 if one of them was not finite, else 0; on the device of the scale.
         masters: What holds the divided gradients, if not the parameters.
         stepped: Whether the step was taken, or left out for the flag.
     """
 
+    optimizer: Steppable
     nonfinite: Tensor
     masters: MasterWeights | None
     stepped: bool = False
@@ -115,7 +121,7 @@ class LossScaler:
         """
         return why_it_waits(_inner(optimizer), _masters_of(optimizer)) is None
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Losses) -> Losses:
         """Multiply a loss by the factor, in float32 at least, on the loss's device.
 
         A loss in half precision hands backward the factor rounded to its format, by which gradients are then
@@ -123,8 +129,19 @@ class LossScaler:
         the factor itself, so let it be a power of two there.
 
         Args:
-            loss: Left untouched; any shape.
+            loss: Left untouched; any shape. Or several, in tuples, lists and dicts.
+
+        Returns:
+            The product, in containers like those given.
+
+        Raises:
+            TypeError: There is no tensor in it.
         """
+        if not nest.tensors(loss):
+            raise TypeError(f"`loss` must be a tensor, or hold some, got a {type(loss).__name__} without.")
+        return cast("Losses", nest.map_tensors(self._scaled, loss))
+
+    def _scaled(self, loss: Tensor) -> Tensor:
         self._device = loss.device
         self._formats.add(loss.dtype)
         wide = loss.float() if loss.dtype in HALF_PRECISION else loss
@@ -148,7 +165,8 @@ class LossScaler:
         else:
             masters.take_gradients()
             gradients = masters.gradients()
-        self._checked[id(optimizer)] = _Checked(unscale_(gradients, self._divisor()), masters)
+        nonfinite = unscale_(gradients, self._divisor())
+        self._checked[id(optimizer)] = _Checked(optimizer, nonfinite, masters)
 
     def nonfinite(self, optimizer: Steppable) -> Tensor:
         """Tell whether an optimizer's gradients are finite: 0 if so, else 1, on the device.
