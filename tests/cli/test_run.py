@@ -15,6 +15,7 @@ import pytest
 
 from launch.processes import descendants
 from lockstep.cli import main
+from lockstep.communicators.orphan import end_with_agent
 from lockstep.launch.agent import Run
 
 RUN = [sys.executable, "-m", "lockstep", "run"]
@@ -104,7 +105,13 @@ def test_several_bare_torchruns_say_what_their_restart_lacks(script: Path) -> No
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP)),
+    ],
+)
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "began"
     folder.mkdir()
@@ -115,6 +122,86 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, script: Path, tm
         agent.send_signal(number)
         assert agent.wait(timeout=60) == 128 + number
     await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+
+
+def test_a_killed_agent_leaves_no_rank_behind(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "began"
+    folder.mkdir()
+    with subprocess.Popen([*RUN, "-n", "2", script, "wait", folder]) as agent:
+        await_true(lambda: len(list(folder.iterdir())) == 2)
+        ranks = descendants(agent.pid)
+        assert len(ranks) == 2
+        os.kill(ranks[0], signal.SIGSTOP)  # not even one that is stopped
+        agent.kill()
+    await_true(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+
+
+def test_a_script_that_comes_after_its_agents_end_says_so(script: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    done = finished([sys.executable, script], {"LOCKSTEP_AGENT": str(gone.pid)})
+    assert done.returncode == 1
+    assert "The agent of `lockstep run` that started this process" in done.stderr
+
+
+def test_an_agent_must_be_a_process_number() -> None:
+    with pytest.raises(ValueError, match="LOCKSTEP_AGENT must be the number of a process, got 'me'"):
+        end_with_agent({"LOCKSTEP_AGENT": "me"})
+
+
+TRAINING = """
+import os, signal, sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+
+kept, fatal, way = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 3))
+samples = TensorDataset(torch.arange(80.0).view(20, 4) / 80, torch.arange(20) % 3)
+updater = ls.ParallelUpdater(
+    ls.BatchIterator(samples, batch_size=6, seed=3),
+    torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    model,
+    devices=["cpu"],
+    num_shards=3,
+    loss_fn=lambda model, x, y: functional.cross_entropy(model(x), y),
+)
+rank, attempt = int(os.environ.get("RANK", 0)), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+if kept.exists():
+    updater.load_state_dict(torch.load(kept, weights_only=True))
+while updater.iteration < 7:
+    updater.update()
+    if rank == 1 and attempt == 0 and updater.iteration == fatal:
+        (kept.parent / "injected").touch()
+        if way == "raise":
+            raise ArithmeticError("the first attempt")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 0:
+        torch.save(updater.state_dict(), f"{kept}.new")
+        os.replace(f"{kept}.new", kept)
+if rank == 0:
+    print(f"<{attempt} {ls.digest(updater.state_dict())}>")
+"""
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["SIGKILL", pytest.param("raise", marks=pytest.mark.slow)],
+)
+def test_a_restarted_run_ends_with_the_bits_of_an_undisturbed_one(way: str, tmp_path: Path) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    alone = finished([sys.executable, script, tmp_path / "alone", 0, way])
+    restarted = finished([*RUN, "-n", "3", "--max-restarts", "1", script, tmp_path / "kept", 4, way])
+    assert restarted.returncode == 0, restarted.stderr
+    assert (tmp_path / "injected").exists()
+    assert lines(alone) == ["<0 " + lines(restarted)[0].removeprefix("<1 ")], alone.stderr
 
 
 STOPPED = """

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import tempfile
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,8 @@ def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> li
 
     Nobody watches them: a rank that fails ends the others by `mp.spawn`.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    # A store that a rank still has open when another failed would hide that failure behind its own removal.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         mp.spawn(_rank_main, (function, size, folder, arguments), nprocs=size, join=True)
         return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(size)]  # noqa: S301 - our own
 
@@ -35,13 +36,12 @@ def _rank_main(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    group = weakref.ref(dist.group.WORLD)
     try:
         result = function(ProcessCommunicator(watch=Watch()), *arguments)
         dist.barrier()
     finally:
-        gc.collect()  # what still holds the group would end it too late
         dist.destroy_process_group()
+    assert group() is None, "something still holds the group, whose threads Python's end would meet"
     (Path(folder) / f"{rank}").write_bytes(pickle.dumps(result))
-    # Python's own end can meet a thread of gloo's, which then aborts; that is not what is tested here.
-    os._exit(0)

@@ -107,25 +107,26 @@ def test_the_first_differing_fields_are_named() -> None:
     assert (raised.value.rank, raised.value.subject) == (1, "b")
 
 
-def test_every_element_is_looked_at_within_so_many_updates() -> None:
+@pytest.mark.parametrize("every", [1, 4, 8, 19])
+def test_every_element_is_looked_at_within_so_many_updates(every: int) -> None:
     tensors = {
         "a": torch.zeros(5, 3),
         "b": torch.zeros(()),
         "c": torch.zeros(7),
         "d": torch.zeros(4, 4).T[:3],
     }
-    watch = StateWatch(lambda: tensors, 4)
-    calm = [watch.part_of(update) for update in range(4)]
-    assert [watch.part_of(update) for update in range(4, 8)] == calm
+    watch = StateWatch(lambda: tensors, every)
+    calm = [watch.part_of(update) for update in range(every)]
+    assert [watch.part_of(update) for update in range(every, 2 * every)] == calm
     for tensor in tensors.values():
         for place in range(tensor.numel()):
             element = (
                 tensor.as_strided((1,), (1,), 0) if tensor.dim() == 0 else tensor[tuple(_at(tensor, place))]
             )
             element.add_(1)
-            assert [watch.part_of(update) for update in range(4)] != calm
+            assert [watch.part_of(update) for update in range(every)] != calm
             element.sub_(1)
-    assert [watch.part_of(update) for update in range(4)] == calm
+    assert [watch.part_of(update) for update in range(every)] == calm
 
 
 def _at(tensor: torch.Tensor, place: int) -> list[int]:

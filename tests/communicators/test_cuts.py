@@ -7,15 +7,11 @@ import random
 
 import pytest
 
-from lockstep.communicators.cuts import _node_counter, _time, cut_over_ranks
+from lockstep.communicators.cuts import cut_over_ranks, time_of
 from lockstep.plan import assign
 from lockstep.tree import ShardSum
 
 TRANSFERS = [0.0, 0.1, 0.5, 1.0, 3.0, 10.0, 100.0]
-
-
-def time_of(runs: list[range], leaves: list[int], seconds: list[float], transfer: float) -> float:
-    return _time(runs, seconds, _node_counter(leaves), transfer)
 
 
 def all_cuts(num_shards: int, size: int) -> list[list[range]]:
@@ -54,7 +50,16 @@ def test_costly_bytes_move_the_cuts_to_whole_nodes() -> None:
         place = ShardSum(first=run.start)
         for shard in run:
             place.push(shard, [])
-        assert len(place.partials) <= 1
+        assert len(place.partials) == 1
+
+
+def test_a_rank_takes_as_long_as_the_slowest_of_its_places() -> None:
+    places = [[1.0, 1.0], [1.0, 1.0]]
+    seconds = [2.0, 1.0]
+    assert [len(run) for run in cut_over_ranks(range(4), seconds, 0.1)] == [1, 3]
+    # One shard takes the first rank as long as two, and three the second as long as four.
+    assert [len(run) for run in cut_over_ranks(range(4), seconds, 0.1, places)] == [2, 2]
+    assert time_of([range(1), range(1, 4)], range(4), seconds, 0.0, places) == 4.0
 
 
 def test_a_negative_time_is_refused() -> None:

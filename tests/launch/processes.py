@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import struct
+from contextlib import suppress
 from pathlib import Path
 
+SHARED = Path("/dev/shm")  # noqa: S108 - where the system keeps it
 LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 
@@ -26,6 +28,24 @@ def _is_tracker(pid: str) -> bool:
 def descendants(of: int) -> list[int]:
     """List the children of a process, theirs, and so on."""
     return [pid for child in children(of) for pid in (child, *descendants(child))]
+
+
+def left_in_memory() -> set[str]:
+    """List the files and semaphores of shared memory that no process has in use."""
+    inodes = {entry.name: entry.inode() for entry in os.scandir(SHARED)}
+    used = _used_inodes()
+    return {name for name, inode in inodes.items() if inode not in used}
+
+
+def _used_inodes() -> set[int]:
+    """Read what processes have mapped; a semaphore is mapped under a name that it had before."""
+    inodes = set()
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        # It has ended meanwhile, or is the system's.
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            lines = path.read_text().splitlines()
+            inodes.update(int(line.split()[4]) for line in lines if f" {SHARED}/" in line)
+    return inodes
 
 
 def listening(pid: int) -> set[str]:

@@ -1,7 +1,9 @@
 """Every way to fail, in every phase of an update: the other ranks say so within seconds, and nothing is left.
 
 One rank of three fails at a point that the test's own code reaches: a dataset, a loss function, a hook on a
-gradient, a communicator's sum, a hook on the optimizer, a schedule of epochs. It notes when.
+gradient, a communicator's sum, a hook on the optimizer, a schedule of epochs. It notes when. A small model's
+gradients ride with the message by which ranks meet; a large one's are sent during backward, and there the
+fault happens once they are.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import lockstep as ls
-from launch.processes import children, listening
+from launch.processes import children, left_in_memory, listening
+from lockstep.communicators import PendingSum
+from lockstep.updaters.pace import MEASURED, WARM_UP
 
 TIMEOUT = 9.0
 """Seconds that ranks wait for each other; a third of it may pass in silence."""
@@ -32,6 +36,8 @@ machine that is busy with other things stretches them."""
 FAULTY, SIZE = 1, 3
 UPDATE = 2
 """The update, counted from 1, in which the fault happens."""
+EARLY_UPDATE = WARM_UP + MEASURED + 5
+"""The same where gradients are to be sent during backward, which begins one or two updates earlier."""
 
 WAYS = ["raise", "leave", "exit", "SIGKILL", "SIGSTOP"]
 PHASES = ["start-up", "data loading", "forward", "backward", "reduce", "optimizer", "end"]
@@ -43,22 +49,32 @@ SAMPLE = [
     ("SIGSTOP", "optimizer"),
 ]
 """Each way once, in different phases; the others are long."""
-CASES = [
-    pytest.param(way, phase, id=f"{way}-{phase}", marks=() if (way, phase) in SAMPLE else pytest.mark.slow)
-    for way in WAYS
-    for phase in PHASES
-]
+EARLY_PHASES = ["forward", "backward", "sending", "reduce", "optimizer"]
+EARLY_SAMPLE = [("raise", "reduce"), ("SIGKILL", "sending")]
+
+
+def cases(phases: Sequence[str], sample: Sequence[tuple[str, str]]) -> list[Any]:
+    """Every way in every phase; those outside of the sample are long."""
+    return [
+        pytest.param(
+            way, phase, id=f"{way}-{phase}", marks=() if (way, phase) in sample else pytest.mark.slow
+        )
+        for way in WAYS
+        for phase in phases
+    ]
 
 
 class Fault:
     """Happens once, when its phase is reached in its update."""
 
-    def __init__(self, way: str, phase: str, folder: str, rank: int) -> None:
+    def __init__(self, way: str, phase: str, folder: str, rank: int, *, early: bool) -> None:
         self.way, self.phase, self.folder, self.rank = way, phase, Path(folder), rank
+        self.early = early
+        self.when = EARLY_UPDATE if early else UPDATE
         self.update = 0
 
     def at(self, phase: str) -> None:
-        if self.rank != FAULTY or phase != self.phase or (phase != "start-up" and self.update != UPDATE):
+        if self.rank != FAULTY or phase != self.phase or (phase != "start-up" and self.update != self.when):
             return
         time.sleep(0.6)  # two beats, for only what was heard can be told of a rank that dies
         (self.folder / "injected").write_text(json.dumps([self.way, self.phase, time.time()]))
@@ -69,6 +85,11 @@ class Fault:
         if self.way == "exit":
             os._exit(3)
         os.kill(os.getpid(), getattr(signal, self.way))
+
+    def note(self, what: str) -> None:
+        """Leave a note that this rank came to something in the update of the fault."""
+        if self.update == self.when:
+            (self.folder / f"{what}-{self.rank}").touch()
 
 
 class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -93,17 +114,23 @@ class FaultySum(ls.ProcessCommunicator):
             self.fault.at("reduce")
         return super().exchange_with(*arguments, **options)
 
+    def begin_sum(self, *arguments: Any, **options: Any) -> PendingSum:
+        self.fault.note("begun")
+        return super().begin_sum(*arguments, **options)
+
     def sum_partials(self, *arguments: Any, **options: Any) -> Any:
         self.fault.at("reduce")
         return super().sum_partials(*arguments, **options)
 
 
-def train(way: str, phase: str, folder: str) -> None:
-    fault = Fault(way, phase, folder, int(os.environ["RANK"]))
+def train(way: str, phase: str, folder: str, early: bool) -> None:
+    fault = Fault(way, phase, folder, int(os.environ["RANK"]), early=early)
     try:
         run(fault)
-    except ls.PeerError as error:
-        told = {"rank": error.rank, "phase": error.phase, "traceback": error.traceback, "when": time.time()}
+    except (ls.PeerError, ls.PeerInterrupt) as error:
+        told = {"rank": error.rank, "when": time.time()}
+        if isinstance(error, ls.PeerError):
+            told |= {"phase": error.phase, "traceback": error.traceback}
         (fault.folder / f"told-{fault.rank}").write_text(json.dumps(told))
         raise
 
@@ -114,8 +141,9 @@ def run(fault: Fault) -> None:
     communicator.fault = fault
     fault.at("start-up")
     torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    width = 600 if fault.early else 4
+    model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     optimizer.register_step_pre_hook(lambda *_: fault.at("optimizer"))
     updater = ls.ParallelUpdater(
         ls.BatchIterator(Samples(fault), batch_size=6),
@@ -127,15 +155,17 @@ def run(fault: Fault) -> None:
         epoch_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, ending(fault)),
         communicator=communicator,
     )
-    for _ in range(4):
+    for _ in range(fault.when + 2):
         fault.update += 1
         updater.update()
 
 
 def loss_with(fault: Fault) -> Callable[..., torch.Tensor]:
-    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Sequential, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         fault.at("forward")
-        scores = model(x)
+        hidden = model[0](x)
+        hidden.register_hook(lambda _: fault.at("sending"))  # the other layers' gradients are made by then
+        scores = model[2](model[1](hidden))
         scores.register_hook(lambda _: fault.at("backward"))
         return functional.cross_entropy(scores, y)
 
@@ -151,28 +181,61 @@ def ending(fault: Fault) -> Callable[[int], float]:
     return factor
 
 
-@pytest.mark.parametrize(("way", "phase"), CASES)
+@pytest.mark.parametrize(("way", "phase"), cases(PHASES, SAMPLE))
 def test_every_rank_says_who_failed_and_why(way: str, phase: str, tmp_path: Path) -> None:
-    before = listening(os.getpid())
+    told = fault_in(way, phase, tmp_path, early=False)
+    check_told(told, way, phase, doing=phase)
+
+
+@pytest.mark.parametrize(("way", "phase"), cases(EARLY_PHASES, EARLY_SAMPLE))
+def test_a_fault_while_gradients_are_sent(way: str, phase: str, tmp_path: Path) -> None:
+    told = fault_in(way, phase, tmp_path, early=True)
+    check_told(told, way, phase, doing="backward" if phase == "sending" else phase)
+    check_sending(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param("forward", marks=pytest.mark.slow),
+        "sending",
+        pytest.param("optimizer", marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupt_of_one_rank_ends_all_of_them(phase: str, tmp_path: Path) -> None:
+    fault_in("SIGINT", phase, tmp_path, early=True)
+    check_sending(tmp_path)
+
+
+def fault_in(way: str, phase: str, folder: Path, *, early: bool) -> list[dict[str, Any]]:
+    """Have the fault happen, check that all ranks end by it, and give what the others were told."""
+    before, kept = listening(os.getpid()), left_in_memory()
     with pytest.raises(ls.PeerError) as raised:
-        ls.launch(train, SIZE, args=(way, phase, str(tmp_path)), timeout=TIMEOUT)
+        ls.launch(train, SIZE, args=(way, phase, str(folder), early), timeout=TIMEOUT)
     assert raised.value.rank == FAULTY
-    injected_way, injected_phase, began = json.loads((tmp_path / "injected").read_text())
+    injected_way, injected_phase, began = json.loads((folder / "injected").read_text())
     assert (injected_way, injected_phase) == (way, phase), "the fault happened"
-    told = [json.loads((tmp_path / f"told-{rank}").read_text()) for rank in range(SIZE) if rank != FAULTY]
+    told = [json.loads((folder / f"told-{rank}").read_text()) for rank in range(SIZE) if rank != FAULTY]
     assert [each["rank"] for each in told] == [FAULTY] * (SIZE - 1)
-    assert [each["phase"] for each in told] == [phase] * (SIZE - 1)
-    check_traceback(way, phase, [each["traceback"] for each in told])
     assert max(each["when"] - began for each in told) < SOON
     assert children() == []
     assert listening(os.getpid()) == before
+    assert left_in_memory() <= kept
+    return told
 
 
-def check_traceback(way: str, phase: str, tracebacks: Sequence[str]) -> None:
-    """Who raised sent the line that did; who died could send none."""
-    for text in tracebacks:
-        assert (f"FloatingPointError: in {phase}" in text) == (way == "raise")
-        assert ("SIG" not in way and way != "exit") or text == ""
+def check_sending(folder: Path) -> None:
+    """Every rank had begun to send in the update of the fault."""
+    begun = {path.name for path in folder.glob("begun-*")}
+    assert begun == {f"begun-{rank}" for rank in range(SIZE)}
+
+
+def check_told(told: Sequence[dict[str, Any]], way: str, phase: str, *, doing: str) -> None:
+    """All know what the rank was doing; who raised sent the line that did, and who died could send none."""
+    for each in told:
+        assert each["phase"] == doing
+        assert (f"FloatingPointError: in {phase}" in each["traceback"]) == (way == "raise")
+        assert ("SIG" not in way and way != "exit") or each["traceback"] == ""
 
 
 def test_the_sample_has_every_way() -> None:

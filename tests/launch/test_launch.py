@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -149,6 +150,7 @@ def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
     folder.mkdir()
     with subprocess.Popen([sys.executable, script, folder]) as parent:
         ranks = wait_for(lambda: [int(path.name) for path in folder.iterdir()], count=2)
+        os.kill(ranks[0], signal.SIGSTOP)  # not even one that is stopped stays behind
         parent.kill()
     wait_for(lambda: [pid for pid in ranks if not Path(f"/proc/{pid}").exists()], count=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
+from lockstep.communicators.polling import may_poll
 from lockstep.communicators.watch import Watch
-from lockstep.errors import PeerError
+from lockstep.errors import OrderError, PeerError
 
 Parcel: TypeAlias = "tuple[torch.Tensor, int]"
 """A tensor without gaps, and the rank it goes to or comes from."""
@@ -46,14 +48,29 @@ class Channel:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float, watch: Watch) -> None:
-        self.group = group
+        # Held by torch.distributed, which is to end it: it must not outlive that in a communicator.
+        self._group = weakref.ref(group)
         self.watch = watch
         watch.protect(group)
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.bytes_sent = 0
         """What this rank has sent so far, without what the transport adds."""
+        self.polls = may_poll(self.size)
+        """Whether to look for the end of short exchanges before sleeping."""
         self._timeout = timedelta(seconds=timeout)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The group.
+
+        Raises:
+            OrderError: It has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise OrderError("A communicator is of no use after torch.distributed.destroy_process_group.")
+        return group
 
     @property
     def is_in_order(self) -> bool:

@@ -113,6 +113,11 @@ class Communicator(ABC):
     def watch(self) -> Watch:
         """Tells what the other ranks are doing, and whether one has failed."""
 
+    @property
+    def exact(self) -> bool:
+        """Whether sums over shards have the tree's bits, wherever shards are cut over ranks."""
+        return True
+
     @abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
         """Send one small message to every rank, and give those of all ranks in order of ranks.

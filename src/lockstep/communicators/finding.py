@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lockstep.communicators.communicator import Communicator
 from lockstep.communicators.environment import read_environment, timeout_for
 from lockstep.communicators.local import LocalCommunicator
+from lockstep.communicators.orphan import end_with_agent
 from lockstep.communicators.process import ProcessCommunicator
 
 
@@ -27,8 +28,9 @@ def find_communicator(*, timeout: float | None = None) -> Communicator:
         ValueError: The environment is incomplete or contradicts itself.
         PeerError: A rank did not come in time.
         OrderError: The launcher has started the ranks again, with a store of addresses that still holds those
-            of the dead; the message says what cures it.
+            of the dead; the message says what cures it. Or that launcher has ended.
     """
+    end_with_agent(os.environ)
     seconds = timeout_for(timeout, os.environ)
     if dist.is_available() and dist.is_initialized():
         alone = dist.get_world_size() == 1

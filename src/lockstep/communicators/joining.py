@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from datetime import timedelta
@@ -9,6 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+# Its functions keep the default group of the moment of its import as the default of an argument, for good, so
+# that no one could end that group. Building torch's first optimizer imports it, so it has to come before.
+import torch.distributed.nn.functional
 
 from lockstep.communicators.brief import BriefPeerErrors
 from lockstep.communicators.environment import BRIEF, RunEnvironment, read_environment
@@ -78,6 +83,19 @@ def _initialise(found: RunEnvironment, store: Store, timeout: timedelta) -> None
         torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=found.rank, world_size=found.size, timeout=timeout)
+    atexit.register(_leave, os.getpid())
+
+
+def _leave(process: int) -> None:
+    """Destroy the default process group, unless somebody has; a forked process has none of its threads.
+
+    To let go of a tensor, a thread of gloo's needs Python. If Python is ending then, the thread is ended in
+    the middle of a destructor and takes the process with it: "terminate called without an active exception",
+    SIGABRT, though the script is through. The end of the group waits for its threads, and comes with the last
+    hold on it, so lockstep keeps none.
+    """
+    if process == os.getpid() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _store(found: RunEnvironment, timeout: timedelta) -> Store:

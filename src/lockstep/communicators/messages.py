@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.communicators.channel import Channel
+from lockstep.communicators.polling import poll
 
 SHORT: Final = 4096
 """Bytes. Messages up to this length travel at once, longer ones after all ranks know the longest."""
 LENGTH: Final = 8
 """Bytes that say how long a message is."""
+PAIR: Final = 2
+"""Ranks that have only each other to send to."""
 ALIGNMENT: Final = 64
 """Bytes. A head and its body begin at multiples of this, so that numbers can be read where they lie."""
 
@@ -34,10 +37,11 @@ class Table:
         """Bytes of each body."""
         self.rows = torch.frombuffer(self._buffer, dtype=torch.uint8).view(size, self._width)
         """The message of each rank with its body."""
+        self._bodies = self.rows[:, self._head : self._head + room].unbind()
 
     def body(self, rank: int) -> torch.Tensor:
         """Give the bytes that travel with a rank's message."""
-        return self.rows[rank, self._head : self._head + self.room]
+        return self._bodies[rank]
 
     def write(self, rank: int, message: bytes) -> None:
         """Put the beginning of a message to a rank's place."""
@@ -75,10 +79,29 @@ def _round(channel: Channel, framed: bytes, table: Table) -> list[tuple[int, byt
     table.write(channel.rank, framed)
     rows = table.rows.to(channel.message_device)
     channel.bytes_sent += rows[0].nbytes * (channel.size - 1)
-    # One collective: messages from rank to rank take several times as long where cores are busy.
     with channel.waiting():
-        work = dist.all_gather(list(rows.unbind()), rows[channel.rank], group=channel.group, async_op=True)
+        work = _send(channel, rows)
+    if channel.polls and work is not None and rows is table.rows:
+        poll(work)
     channel.wait([(work, None)])
     if rows is not table.rows:
         table.rows.copy_(rows)
     return [table.read(rank) for rank in range(channel.size)]
+
+
+def _send(channel: Channel, rows: torch.Tensor) -> dist.Work | None:
+    """Begin to send this rank's row to the others and to receive theirs.
+
+    That is one collective: messages from rank to rank take several times as long where cores are busy.
+    """
+    own = rows[channel.rank]
+    work: dist.Work | None
+    if channel.size != PAIR:
+        work = dist.all_gather(list(rows.unbind()), own, group=channel.group, async_op=True)
+    else:
+        # Nothing for oneself, all for the other: unlike all_gather, this copies nothing on its way.
+        other = 1 - channel.rank
+        splits = [0, 0]
+        splits[other] = own.numel()
+        work = dist.all_to_all_single(rows[other], own, splits, splits, group=channel.group, async_op=True)
+    return work

@@ -18,6 +18,7 @@ from lockstep.communicators.environment import timeout_for
 from lockstep.communicators.joining import join_run
 from lockstep.communicators.messages import Table, exchange
 from lockstep.communicators.ordered import Extent, Sizes, plan_sum
+from lockstep.communicators.orphan import end_with_agent
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.pair import PairSum, is_pair, sum_pair
 from lockstep.communicators.reduction import ARENAS, Reduction
@@ -61,6 +62,7 @@ class ProcessCommunicator(Communicator):
         timeout: float | None = None,
         watch: Watch | None = None,
     ) -> None:
+        end_with_agent(os.environ)
         seconds = timeout_for(timeout, os.environ)
         if group is None and not dist.is_initialized():
             watch = join_run(seconds)
@@ -84,6 +86,11 @@ class ProcessCommunicator(Communicator):
     def watch(self) -> Watch:
         """Tells what the other ranks are doing, and whether one has failed."""
         return self._channel.watch
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing is rounded on its way; see `Communicator.exact`."""
+        return self._wire is PLAIN
 
     @property
     def bytes_sent(self) -> int:

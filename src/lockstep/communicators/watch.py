@@ -172,6 +172,7 @@ class PeerWatch(Watch):
             self._closing.set()
             self._pulse.stop()
             self._judge.join()
+            self._groups.clear()  # nobody is to end them later than their owner
 
     def _keep_watch(self) -> None:
         """Wait for a failure, and break what waits for the failed rank."""

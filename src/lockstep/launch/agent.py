@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lockstep.communicators.environment import BRIEF
+from lockstep.communicators.orphan import AGENT
 from lockstep.launch.rank import loopback_interface
 
 ENDING: Final = 10
@@ -82,6 +83,7 @@ class Run:
         """
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         variables[BRIEF] = "1"
+        variables[AGENT] = str(os.getpid())
         variables["LOCKSTEP_TIMEOUT"] = f"{self.timeout:g}"
         variables.setdefault("OMP_NUM_THREADS", "1")
         variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(ENDING))

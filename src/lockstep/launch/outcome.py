@@ -22,7 +22,7 @@ class Outcome:
         value: What `main` returned.
         error: The error's type and message; empty where none was raised.
         traceback: The error's traceback as text.
-        peer: The rank that the error blames, if it is a `PeerError`.
+        peer: The rank that the error blames, if it is another's.
         phase: What the failed rank was doing, if that is known.
         exit_code: Of a process that ended without a word; below 0 for a signal's number.
     """

@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import PeerError
+from lockstep.communicators.orphan import end_with_parent
+from lockstep.errors import PeerError, PeerInterrupt
 from lockstep.launch.outcome import Outcome
 
 
@@ -64,6 +65,7 @@ def run_rank(assignment: Assignment, call: bytes, lifeline: Connection, report: 
         lifeline: At its end once the launching process has ended.
         report: Takes one `Outcome`, pickled.
     """
+    end_with_parent()  # and where the system does not know how, or it has ended already, by a thread
     threading.Thread(target=_end_with, args=(lifeline,), name="lockstep lifeline", daemon=True).start()
     os.environ.update(assignment.variables())
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
@@ -93,14 +95,15 @@ def _outcome(rank: int, call: bytes) -> tuple[bytes, int]:
         if not error.code:
             return pickle.dumps(Outcome(rank)), 0
         return pickle.dumps(_raised(rank, error)), error.code if isinstance(error.code, int) else 1
-    except Exception as error:  # noqa: BLE001 - told to the launching process, which raises
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - told to the launching process, which raises
         # As Python does for a script's last error; the watch tells the other ranks of it at the end.
         sys.last_value = error
         return pickle.dumps(_raised(rank, error)), 1
 
 
 def _raised(rank: int, error: BaseException) -> Outcome:
-    peer, phase = (error.rank, error.phase) if isinstance(error, PeerError) else (None, "")
+    peer = error.rank if isinstance(error, PeerError | PeerInterrupt) and error.rank != rank else None
+    phase = error.phase if isinstance(error, PeerError) else ""
     return Outcome(
         rank,
         error=f"{type(error).__name__}: {error}",

@@ -1,0 +1,59 @@
+"""How a process leaves its group when Python ends: exit codes are true, whatever it still holds."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import atexit, os, sys, weakref
+import torch, torch.distributed as dist
+import lockstep as ls
+
+way = sys.argv[1]
+atexit.register(lambda: print("alive" if group() else "gone"))  # runs after what is registered later
+communicator = ls.find_communicator()
+group = weakref.ref(dist.group.WORLD)
+torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=1.0)  # the first one imports much of torch
+if way == "forked":
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+works = [dist.all_reduce(torch.ones(30_000), async_op=True) for _ in range(60)]
+works[10].wait()
+del works  # gloo's threads let go of the last 49, one after the other
+if way == "raise":
+    raise ArithmeticError("at the end")
+if way == "exit":
+    sys.exit(5)
+"""
+
+
+def ends(way: str) -> list[tuple[int, str]]:
+    """Run the script on two ranks; give their exit codes, and whether the group outlived its end."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, way],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            | {"GLOO_SOCKET_IFNAME": "lo", "LOCKSTEP_TIMEOUT": "20"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert not any("terminate called" in errors for _, errors in said), said
+    return [(rank.returncode, out.strip()) for rank, (out, _) in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.parametrize(("way", "code"), [("return", 0), ("raise", 1), ("exit", 5)])
+def test_the_group_ends_before_python_does(way: str, code: int) -> None:
+    assert ends(way) == [(code, "gone")] * 2
