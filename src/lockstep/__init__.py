@@ -25,9 +25,11 @@ from lockstep.errors import LockstepError as LockstepError
 from lockstep.errors import NonFiniteError as NonFiniteError
 from lockstep.errors import OrderError as OrderError
 from lockstep.errors import PeerError as PeerError
+from lockstep.errors import PeerInterrupt as PeerInterrupt
 from lockstep.errors import RandomStreamWarning as RandomStreamWarning
 from lockstep.errors import ReplayWarning as ReplayWarning
 from lockstep.errors import ReplicaError as ReplicaError
+from lockstep.errors import ReplicaInterrupt as ReplicaInterrupt
 from lockstep.errors import StateError as StateError
 from lockstep.launch import launch as launch
 from lockstep.metrics import report as report

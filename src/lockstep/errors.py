@@ -15,7 +15,7 @@ class OrderError(LockstepError, RuntimeError):
 
 
 class ReplicaError(LockstepError, RuntimeError):
-    """The work of one shard raised; the original error is the ``__cause__``.
+    """The work of one shard raised, and the original error is the ``__cause__``; or its thread hung.
 
     Attributes:
         device: The device of the replica that failed, as text.
@@ -26,6 +26,18 @@ class ReplicaError(LockstepError, RuntimeError):
         super().__init__(message)
         self.device = device
         self.shard = shard
+
+
+class ReplicaInterrupt(KeyboardInterrupt):
+    """Ctrl-C came while devices were at work; whoever catches `KeyboardInterrupt` catches it.
+
+    Attributes:
+        devices: The devices that were at work, as text.
+    """
+
+    def __init__(self, message: str, *, devices: list[str]) -> None:
+        super().__init__(message)
+        self.devices = devices
 
 
 class NonFiniteError(LockstepError, ArithmeticError):
@@ -72,6 +84,20 @@ class PeerError(LockstepError, RuntimeError):
         self.rank = rank
         self.phase = phase
         self.traceback = traceback
+
+
+class PeerInterrupt(KeyboardInterrupt):
+    """Ctrl-C came to another rank, and this one stops with it, where everything is as after the last update.
+
+    Whoever catches `KeyboardInterrupt` catches it.
+
+    Attributes:
+        rank: The rank that was interrupted.
+    """
+
+    def __init__(self, message: str, *, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class StateError(LockstepError, ValueError):

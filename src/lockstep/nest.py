@@ -1,4 +1,4 @@
-"""Walk nested batches: tuples, lists, dicts and named tuples with tensors at their ends.
+"""Walk nested batches: tuples, lists, dicts, named tuples and dataclasses with tensors at their ends.
 
 Models take and give such nests, and whoever cuts or moves a batch must reach every tensor in it.
 Containers keep their type; whatever is neither a container nor a tensor is passed on as it is.
@@ -8,6 +8,7 @@ A tensor is called by the path that leads to it, written as Python would: ``batc
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -26,6 +27,8 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
         return rebuild(nest, [map_tensors(function, part) for part in nest.values()])
     if isinstance(nest, tuple | list):
         return rebuild(nest, [map_tensors(function, part) for part in nest])
+    if is_record(nest):
+        return rebuild(nest, [map_tensors(function, part) for part in record_parts(nest).values()])
     return nest
 
 
@@ -52,6 +55,20 @@ def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.T
     elif isinstance(nest, tuple | list):
         for index, part in enumerate(nest):
             yield from named_tensors(part, f"{name}[{index}]")
+    elif is_record(nest):
+        for key, part in record_parts(nest).items():
+            yield from named_tensors(part, f"{name}.{key}")
+
+
+def is_record(nest: Any) -> bool:
+    """Tell an object of a dataclass, which is a container by the names of its fields."""
+    return dataclasses.is_dataclass(nest) and not isinstance(nest, type)
+
+
+def record_parts(record: Any) -> dict[str, Any]:
+    """Give what the fields of such an object hold; one that was never set is left out."""
+    names = [each.name for each in dataclasses.fields(record)]
+    return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
 
 def rows(nest: Any, dim: int = 0, *, name: str = "batch") -> int:
@@ -106,7 +123,7 @@ def narrow(nest: Any, part: range, dim: int = 0, *, name: str = "batch") -> Any:
 
 
 def rebuild(container: Any, parts: Iterable[Any]) -> Any:
-    """Make a container like the given tuple, list or mapping, around other parts in the same order.
+    """Make a container like the given one, of any kind, around other parts in the same order.
 
     >>> rebuild({"x": 1, "y": 2}, [10, 20])
     {'x': 10, 'y': 20}
@@ -120,6 +137,11 @@ def rebuild(container: Any, parts: Iterable[Any]) -> Any:
         return result
     if isinstance(container, Mapping):
         return dict(zip(container, parts, strict=True))
+    if is_record(container):
+        result = copy.copy(container)
+        for name, part in zip(record_parts(container), parts, strict=True):
+            object.__setattr__(result, name, part)  # a frozen one, too
+        return result
     if isinstance(container, _NamedTuple):
         return container._make(parts)
     return type(container)(parts)

@@ -123,6 +123,8 @@ def total(partials: Sequence[PartialSum]) -> Tensors:
 
     Determinism: the bits depend on which shards were present, and on nothing else.
     """
+    if len(partials) == 1:
+        return partials[0].tensors
     for into, other in merge_order([partial.shard for partial in partials]):
         add_into(partials[into].tensors, partials[other].tensors)
     return partials[0].tensors

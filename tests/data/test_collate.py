@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data import Samples, collate
+from lockstep.data.samples import NOT_FETCHED
 
 
 class Pair(NamedTuple):
@@ -226,6 +227,11 @@ def test_samples_outside_of_the_dataset_are_refused(indices: range | tuple[int, 
 def test_fetched_samples_are_used() -> None:
     samples = Samples(TensorDataset(torch.zeros(3)), (0, 1), [(torch.tensor(7.0),), (torch.tensor(8.0),)])
     assert collate(samples)[0].tolist() == [7.0, 8.0]
+
+
+def test_samples_that_were_not_fetched_with_the_others_are_loaded() -> None:
+    samples = Samples([(1.0,), (2.0,)], (0, 1), [NOT_FETCHED, (8.0,)])
+    assert collate(samples)[0].tolist() == [1.0, 8.0]
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep as ls
 from lockstep.replicas.buffers import BufferRule
 from tests.updaters.small import Changing, updater_of
 
@@ -81,6 +82,120 @@ def test_an_untouched_buffer_keeps_its_bits() -> None:
     before = model.table.clone()
     one_update(model, torch.ones(7, 1), num_shards=3)
     assert torch.equal(model.table.view(torch.int32), before.view(torch.int32))
+
+
+class Walking(nn.Module):
+    """Adds its inputs to buffers of all formats, in some shards to none, and to one buffer in none."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.pattern = pattern
+        draw = torch.Generator().manual_seed(1)
+        for dtype in FORMATS:
+            start = torch.randn(3, generator=draw, dtype=torch.float64).mul(8).to(dtype)
+            self.register_buffer(str(dtype).replace(".", "_"), start)
+        self.register_buffer("scalar", torch.tensor(0.1))
+        self.register_buffer("table", torch.tensor([0.1, float("nan"), -0.0, float("-inf")]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.pattern[int(x[0, 0])] == "1":
+            for buffer in self.buffers():
+                if buffer is not self.table:
+                    buffer.copy_((buffer + (1.0 + x.sum()) / 7).to(buffer.dtype))
+        return (self.weight * x).mean()
+
+
+FORMATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+FORMATS += (torch.int64, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("rule", ["mean", "first"])
+@pytest.mark.parametrize("pattern", ["11111", "00000", "10000", "00001", "01011", "00110"])
+def test_on_a_device_that_nobody_reads_buffers_become_the_same(pattern: str, rule: BufferRule) -> None:
+    x = torch.arange(5.0).repeat_interleave(torch.tensor([3, 3, 3, 2, 2]))[:, None]
+    found = set()
+    for fused in (False, True):
+        for devices in (1, 2, 3):
+            model = Walking(pattern)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+            with updater_of(
+                model,
+                x,
+                optimizer=optimizer,
+                devices=devices,
+                num_shards=5,
+                batch_size=13,
+                buffers=rule,
+                on_overflow="skip",
+            ) as updater:
+                assert (updater.why_it_waits is None) == fused
+                updater.update()
+            found.add(ls.digest(dict(model.named_buffers())))
+    assert len(found) == 1
+    start = Walking(pattern)
+    changed = [not same_bits(model.get_buffer(name), buffer) for name, buffer in start.named_buffers()]
+    assert any(changed) == ("1" in pattern)
+    assert same_bits(model.table, start.table)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return ls.digest({"": left}) == ls.digest({"": right})
+
+
+def test_a_buffer_whose_sign_alone_changes_has_changed() -> None:
+    class Flipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("zero", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.zero.neg_()
+            return (self.weight * x).mean()
+
+    model = one_update(Flipping(), torch.ones(4, 1), num_shards=2)
+    assert model.zero.signbit().all()
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_tensor_of_another_format_becomes_one_of_the_buffers(unread: bool) -> None:
+    class Widening(Changing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = (self.weight * x).mean()
+            self.total = self.total.double() + x.sum().double()
+            self.count = self.count.float() + 1.0
+            return loss
+
+    x = torch.tensor([[1.0], [2.0], [4.0], [9.0]])
+    model = Widening("rebound")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    on_overflow = "skip" if unread else "retry"
+    with updater_of(model, x, optimizer=optimizer, num_shards=4, on_overflow=on_overflow) as updater:
+        assert (updater.why_it_waits is None) == unread
+        updater.update()
+    assert (model.total.dtype, model.total.item()) == (torch.float32, 14.0)
+    assert (model.count.dtype, model.count.item()) == (torch.int64, 6)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [torch.ones(1).expand(3), torch.ones(3).to(torch.float8_e4m3fn), torch._neg_view(-torch.ones(3))],
+    ids=["expanded", "float8", "negated"],
+)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_buffer_that_cannot_be_packed_is_looked_at_and_named(odd: torch.Tensor, devices: int) -> None:
+    model = Changing("in place")
+    model.register_buffer("odd", odd)
+    x = torch.tensor([[1.0], [2.0], [4.0], [9.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    with updater_of(
+        model, x, optimizer=optimizer, devices=devices, num_shards=4, on_overflow="skip"
+    ) as updater:
+        assert updater.update().applied
+        assert updater.why_it_waits == "the buffer 'odd' is no plain run of numbers"
+    assert (model.total.item(), model.count.item()) == (14.0, 6)
+    assert torch.equal(model.odd.float(), torch.ones(3))
 
 
 class Caching(nn.Module):

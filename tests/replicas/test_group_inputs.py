@@ -76,7 +76,22 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "all whole": (
         lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim=None).forward(torch.ones(2)),
         ValueError,
-        "must hold a tensor with a dimension that counts samples, got none",
+        "`batch` must hold an input that is split over devices, got all given whole. Name the dimension",
+    ),
+    "each whole": (
+        lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim={"x": None, "y": None}).forward([torch.ones(2)] * 2),
+        ValueError,
+        "must hold an input that is split over devices, got all given whole",
+    ),
+    "wrong name beside a right dimension": (
+        lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim={"x": 1}).bind(data=[("z", (6, 5))]),
+        ValueError,
+        "`data` and `labels` must name 'x', which `batch_dim` and the model have, got 'z', which they have",
+    ),
+    "wrong name at reshape beside a right dimension": (
+        lambda: bound(batch_dim={"y": 0}).reshape(data=[("x", (6, 5))], labels=[("z", (6, 5))]),
+        ValueError,
+        "`labels` must name the inputs that are bound, ['y'], got ['z']",
     ),
     "bound twice": (lambda: bound().bind(data=[("x", (6, 5))]), ls.OrderError, "Inputs are bound once"),
     "not bound": (
@@ -140,6 +155,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "got the string '0.bias'",
     ),
     "shards": (
+        lambda: ls.ReplicaGroup(net(), TWO, num_shards=True),
+        TypeError,
+        "`num_shards` must be an integer, got True",
+    ),
+    "no shards": (
         lambda: ls.ReplicaGroup(net(), TWO, num_shards=0),
         ValueError,
         "`num_shards` must be at least 1",

@@ -16,6 +16,7 @@ from lockstep.data.load_ahead import load_ahead
 from lockstep.data.sample_streams import SampleStreams, draws_nothing
 from lockstep.data.samples import MapDataset, Samples
 from lockstep.errors import StateError
+from lockstep.integers import check_integer
 
 OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"
 
@@ -84,9 +85,9 @@ class BatchIterator(Iterator):
         sample_streams: bool = True,
     ) -> None:
         _check_dataset(dataset)
-        _check_integer("batch_size", batch_size, minimum=1)
-        _check_integer("seed", seed)
-        _check_integer("num_workers", num_workers, minimum=0)
+        check_integer("batch_size", batch_size, minimum=1)
+        check_integer("seed", seed)
+        check_integer("num_workers", num_workers, minimum=0)
         if last_batch not in get_args(LastBatch):
             raise ValueError(f"`last_batch` must be 'wrap', 'short' or 'drop', got {last_batch!r}.")
         if last_batch == "drop" and batch_size > len(dataset):
@@ -127,7 +128,7 @@ class BatchIterator(Iterator):
             StopIteration: The batches end before it.
             Exception: What the order sampler or, in a worker, the dataset raised; nothing has moved.
         """
-        _check_integer("ahead", ahead, minimum=0)
+        check_integer("ahead", ahead, minimum=0)
         while len(self._ahead) <= ahead:
             if self._supply is None:
                 self._supply = self._samples_from(self._num_advanced + len(self._ahead))
@@ -147,7 +148,7 @@ class BatchIterator(Iterator):
         Raises:
             StopIteration: Fewer batches are left; nothing has moved.
         """
-        _check_integer("num_batches", num_batches, minimum=1)
+        check_integer("num_batches", num_batches, minimum=1)
         self.peek(num_batches - 1)
         start = self._cursor
         for _ in range(num_batches):
@@ -249,9 +250,9 @@ class BatchIterator(Iterator):
     def _saved_cursor(self, state: Mapping[str, Any]) -> Cursor:
         """Read a saved place, and refuse what does not fit this iterator."""
         seed, epoch, position = state["seed"], state["epoch"], state["position"]
-        _check_integer("seed", seed)
-        _check_integer("epoch", epoch, minimum=0)
-        _check_integer("position", position, minimum=0)
+        check_integer("seed", seed)
+        check_integer("epoch", epoch, minimum=0)
+        check_integer("position", position, minimum=0)
         last = self._num_samples - (self.batch_size if self.last_batch == "drop" else 1)
         if position > last:
             rule = f"must lie in 0..{last}, for there are {self._num_samples} samples and a batch must follow"
@@ -371,14 +372,6 @@ def _check_dataset(dataset: object) -> None:
         raise TypeError(f"`dataset` {rule}, got a {type(dataset).__name__}.")
     if len(dataset) == 0:
         raise ValueError("`dataset` must hold at least one sample, got none.")
-
-
-def _check_integer(name: str, value: object, minimum: int | None = None) -> None:
-    """Refuse what is no integer, or too small a one."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}.")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
 
 
 def _check_keys(state: Mapping[str, Any], *, expected: Mapping[str, Any]) -> None:

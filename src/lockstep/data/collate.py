@@ -76,7 +76,7 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     if not isinstance(samples, Samples):
         return _field(samples, "", device, padding)
     if samples.fetched is not None:
-        return _field(samples.fetched, "", device, padding)
+        return _field(samples.fetch(), "", device, padding)  # some may not have been, for want of a reader
     dataset: Any = samples.dataset
     indices = samples.indices
     # Not `isinstance`: a subclass may do more to a sample than to index its tensors.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lockstep import nest
+from lockstep.integers import check_integer
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
 from lockstep.replicas.flat_parameters import FlatParameters, Flattened
@@ -21,7 +22,7 @@ from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.nccl import BroadcastingSet
 from lockstep.replicas.one_graph import attached_forward
 from lockstep.replicas.passes import Passes
-from lockstep.replicas.replica_set import ReplicaSet
+from lockstep.replicas.replica_set import ReplicaSet, Timeout
 from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, read_inputs
 from lockstep.replicas.wrapping import Wrapping
 
@@ -75,7 +76,9 @@ class DataParallel(Wrapping):
             where it can be differentiated again (``create_graph=True``) and whose number of intra-op threads
             its bits depend on: with one they are the same both ways.
         buffers: How buffers are combined over shards, ``"mean"`` or ``"first"``.
-        timeout: Seconds after which a device's thread that is still at work counts as hung; None for never.
+        timeout: Seconds after which a device still at work counts as hung; the first one then has a thread of
+            its own too. ``"auto"``: half an hour for the threads of the others, while the calling thread
+            is not watched. None for never.
 
     Raises:
         TypeError: `module` is no module, or cannot be copied.
@@ -106,11 +109,11 @@ class DataParallel(Wrapping):
         worker_init_fn: Callable[[int], None] | None = None,
         parallel_backward: bool = True,
         buffers: BufferRule = "mean",
-        timeout: float | None = None,
+        timeout: Timeout = "auto",
     ) -> None:
         super().__init__(module)
-        if num_shards is not None and num_shards < 1:
-            raise ValueError(f"`num_shards` must be at least 1, got {num_shards}.")
+        if num_shards is not None:
+            check_integer("num_shards", num_shards, minimum=1)
         if use_nccl and not flatten_parameters:
             raise ValueError("`flatten_parameters` must be True where `use_nccl` is, got False.")
         if buffers not in ("mean", "first"):
@@ -159,7 +162,8 @@ class DataParallel(Wrapping):
             What the module returns, each tensor that of the whole batch, on the first device.
 
         Raises:
-            ReplicaError: The module raised in a shard, or its thread hung; the device is named.
+            ReplicaError: The module raised in a shard, or a device hung; it is named.
+            ReplicaInterrupt: Ctrl-C came while devices were at work; they are named.
             TypeError: The module returned something that cannot be put together.
             ValueError: The inputs or outputs are not as long as each other, or hold no sample.
         """

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
+
+_NOTHING: Final = nullcontext()
 
 Devices: TypeAlias = "str | int | torch.device | Sequence[str | torch.device]"
 
@@ -87,7 +89,7 @@ def _parse(name: str | torch.device, rule: str = "`devices` must name") -> torch
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
     """Make a device the current one of its type; a CPU needs none."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
 
 
 def _indices(device_type: str) -> range:

@@ -112,7 +112,7 @@ def _output_dim(path: str, tensor: torch.Tensor, given: int | None) -> int | Non
 
 
 def named_outputs(returned: Any) -> list[tuple[str, torch.Tensor]]:
-    """List the tensors that a model returned, by the key of a dict and otherwise by ``output``.
+    """List the tensors that a model returned, by a dict's key, a dataclass's field, and otherwise ``output``.
 
     >>> [name for name, _ in named_outputs({"logits": torch.zeros(1), "states": [torch.zeros(1)]})]
     ['logits', 'states[0]']
@@ -121,6 +121,9 @@ def named_outputs(returned: Any) -> list[tuple[str, torch.Tensor]]:
     """
     if isinstance(returned, Mapping):
         return [pair for key, part in returned.items() for pair in nest.named_tensors(part, str(key))]
+    if nest.is_record(returned):
+        parts = nest.record_parts(returned)
+        return [pair for key, part in parts.items() for pair in nest.named_tensors(part, key)]
     return list(nest.named_tensors(returned, "output"))
 
 
@@ -145,8 +148,10 @@ def _plan(returned: Any) -> Any:
         return type(returned), [_plan(part) for part in returned]
     if returned is None or isinstance(returned, PLAIN):
         return repr(returned)
+    if nest.is_record(returned):
+        return type(returned), [(key, _plan(part)) for key, part in nest.record_parts(returned).items()]
     raise TypeError(
-        "`model` must return tensors in tuples, lists and dicts, beside plain values, "
+        "`model` must return tensors in tuples, lists, dicts and dataclasses, beside plain values, "
         f"got a {type(returned).__name__}."
     )
 

@@ -62,11 +62,20 @@ def _known(name: str, names: Mapping[str, str], argument: str) -> str:
 
 @dataclass(slots=True)
 class _Kept:
-    """The gradient of one parameter as it was left: the sum, its version, and the part of each device."""
+    """The gradient of one parameter as it was left: the sum, its version, and the part of each device.
+
+    Attributes:
+        adds: Whether the next backward adds to it.
+    """
 
     total: torch.Tensor
     version: int
     parts: Tensors
+    adds: bool
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Tell whether nobody has changed the sum since."""
+        return self.total is parameter.grad and self.version == self.total._version
 
 
 @dataclass(slots=True)
@@ -86,9 +95,9 @@ class GradientStore:
         """
         before: Tensors = self.parts(parameter, len(parts)) if add else [None for _ in parts]
         if total is not None:
-            total = total.to(parameter)
-            if parameter._backward_hooks:
-                total = _hooked(parameter, total)
+            if total.dtype != parameter.dtype or total.device != parameter.device:
+                total = total.to(parameter)
+            total = hooked(parameter, total)
         if add and parameter.grad is not None:
             if total is not None:
                 with torch.no_grad():
@@ -101,14 +110,20 @@ class GradientStore:
         if parameter.grad is None:
             self._kept.pop(parameter, None)
         else:
-            self._kept[parameter] = _Kept(parameter.grad, parameter.grad._version, parts)
+            self._kept[parameter] = _Kept(parameter.grad, parameter.grad._version, parts, add)
 
     def parts(self, parameter: nn.Parameter, num_devices: int) -> Tensors:
         """Give the part of each device; None where there is none."""
         kept = self._kept.get(parameter)
-        if kept is None or kept.total is not parameter.grad or kept.version != kept.total._version:
+        if kept is None or not kept.holds(parameter):
             return [None] * num_devices
         return (kept.parts + [None] * num_devices)[:num_devices]
+
+    def make_room(self) -> None:
+        """Let go of parts that the next backward replaces, and of those that add up to nothing any more."""
+        for parameter, kept in list(self._kept.items()):
+            if not kept.adds or not kept.holds(parameter):
+                del self._kept[parameter]
 
     def clear(self, parameter: nn.Parameter) -> None:
         """Forget the gradient of one parameter."""
@@ -123,10 +138,20 @@ def _sum(old: torch.Tensor | None, new: torch.Tensor | None, total: torch.Tensor
     return old.add_(new)
 
 
-def _hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """Run the hooks that a user registered on a parameter on its gradient."""
+def hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+    """Run the hooks that a user registered on a parameter on its gradient, once for the whole batch.
+
+    Args:
+        parameter: Left as it is.
+        gradient: What its hooks see.
+
+    Returns:
+        The answer of the last hook that gave one; the gradient itself where none did.
+    """
+    if not parameter._backward_hooks:
+        return gradient
     with torch.no_grad():
-        for hook in (parameter._backward_hooks or {}).values():
+        for hook in parameter._backward_hooks.values():
             replaced = hook(gradient)
             gradient = gradient if replaced is None else replaced
     return gradient

@@ -11,23 +11,24 @@ import torch
 from torch import nn
 
 from lockstep.errors import OrderError
+from lockstep.integers import check_integer
 from lockstep.replicas.binding import Description
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
 from lockstep.replicas.gradients import GradientStore, GradMode, read_grad_modes
 from lockstep.replicas.input_gradients import InputGradients
-from lockstep.replicas.measuring import Updatable, portions
+from lockstep.replicas.interrupts import Interrupts
+from lockstep.replicas.last_passes import LastPasses
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.output_gradients import read_output_grads
 from lockstep.replicas.parameters import read_parameters, share_parameters, write_parameters
 from lockstep.replicas.passes import Backward, Forward, Passes, schedule
-from lockstep.replicas.replica_set import ReplicaSet
+from lockstep.replicas.replica_set import Timeout
 from lockstep.replicas.scatter import BatchDim, check_dims
-from lockstep.replicas.signature import Signature
 from lockstep.tree import Tensors
 
 
-class ReplicaGroup(ReplicaSet):
+class ReplicaGroup(LastPasses):
     """One model on several devices: forward and backward of a batch that is split over them.
 
     A batch is cut into shards, the devices run their shards at the same time, and what comes out is put
@@ -48,7 +49,8 @@ class ReplicaGroup(ReplicaSet):
         workloads: Relative speeds of the devices, positive and finite; equal ones by default.
         batch_dim: The dimension that counts samples: one for all inputs, or one for each by the name of the
             argument or the path in it (``"pair[0]"``), 0 where none is given. None: the input is given whole
-            to every shard, and its gradient is the sum over shards.
+            to every shard, and its gradient is the sum over shards; not for all inputs at once, for
+            then nothing is split.
         output_dim: The same for outputs, by the key of a dict or ``"output[0]"``; by default that of the
             inputs where it is one number, else 0. None: the output is one value for the whole batch, and put
             together as the mean over shards weighted by their samples. An output without dimensions always
@@ -57,12 +59,16 @@ class ReplicaGroup(ReplicaSet):
             does not compute it; one word for all, inputs included, or words by parameter.
         fixed: Names of parameters without a gradient, unless `grad_mode` names them.
         input_grads: Whether backward also gives the gradients of inputs (of `data`, where labels are bound).
+        device_grads: Whether the part of each device is kept beside the sum, for ``gradients(merge=False)``;
+            they take the memory of a gradient for each device.
         training: Whether this group trains. One that does not keeps no graphs and has no gradients.
         num_shards: Shards a batch, or None for one a device.
         buffers: The rule by which the buffers of shards become the model's: "mean" or "first".
         shared_group: Use the parameters and buffers of this group's model wherever names agree: the same
             memory and the same gradients. Outputs stay each group's own.
-        timeout: Seconds after which a device's thread that is still at work counts as hung; None for never.
+        timeout: Seconds after which a device still at work counts as hung; the first one then has a thread of
+            its own too. ``"auto"``: half an hour for the threads of the others, while the calling thread
+            is not watched. None for never.
 
     Raises:
         TypeError: The model is no module or cannot be copied, `fixed` is a string, or a dimension no number.
@@ -92,36 +98,40 @@ class ReplicaGroup(ReplicaSet):
         grad_mode: GradMode | Mapping[str, GradMode] = "write",
         fixed: Iterable[str] = (),
         input_grads: bool = False,
+        device_grads: bool = True,
         training: bool = True,
         num_shards: int | None = None,
         buffers: BufferRule = "mean",
         shared_group: ReplicaGroup | None = None,
-        timeout: float | None = None,
+        timeout: Timeout = "auto",
     ) -> None:
-        if num_shards is not None and num_shards < 1:
-            raise ValueError(f"`num_shards` must be at least 1, got {num_shards}.")
+        if num_shards is not None:
+            check_integer("num_shards", num_shards, minimum=1)
         if input_grads and not training:
             raise ValueError("`input_grads` must be False in a group with training=False, got True.")
         check_dims(batch_dim, "batch_dim")
         if output_dim == "batch_dim":
             output_dim = batch_dim if isinstance(batch_dim, int) else 0
         check_dims(output_dim, "output_dim")
-        super().__init__(model, devices, workloads=workloads, timeout=timeout)
+        super().__init__(
+            model,
+            devices,
+            workloads=workloads,
+            timeout=timeout,
+            batch_dim=batch_dim,
+            training=training,
+            input_grads=input_grads and grad_mode != "null",
+        )
         self._modes = read_grad_modes(model, grad_mode, fixed)
         self._frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
         if shared_group is not None:
             share_parameters(model, shared_group.model)
         self._store: GradientStore = GradientStore() if shared_group is None else shared_group._store  # noqa: SLF001 - shared on purpose
-        self._signature = Signature(model.forward, batch_dim)
         self._passes = Passes(self, buffers=buffers)
         self._output_dim = output_dim
         self._num_shards = num_shards
-        self._trains = training
-        self._wants_input_grads = input_grads and grad_mode != "null"
+        self._keeps_parts = device_grads
         self._inputs_add = grad_mode == "add"
-        self._forward: Forward | None = None
-        self._merged: list[torch.Tensor] = []
-        self._input_gradients: InputGradients | None = None
 
     def bind(self, data: Sequence[Description], labels: Sequence[Description] | None = None) -> None:
         """Fix the names and shapes of inputs; a forward with others is refused from now on.
@@ -133,7 +143,8 @@ class ReplicaGroup(ReplicaSet):
         Raises:
             OrderError: Inputs are bound already.
             TypeError: A description is not a name and a shape.
-            ValueError: Names come twice, or shapes do not hold the same number of samples.
+            ValueError: Names come twice, shapes do not hold the same number of samples, or the model cannot
+                compute with them, as far as that shows without values.
         """
         self._signature.bind(data, labels)
 
@@ -150,7 +161,8 @@ class ReplicaGroup(ReplicaSet):
         Raises:
             OrderError: No inputs are bound.
             TypeError: A description is not a name and a shape; nothing has changed.
-            ValueError: Other names or numbers of dimensions, or no common number of samples; likewise.
+            ValueError: Other names or numbers of dimensions, no common number of samples, or shapes that the
+                model cannot compute with; likewise.
         """
         changed = self._signature.reshape(data, labels)
         if changed:
@@ -193,14 +205,17 @@ class ReplicaGroup(ReplicaSet):
 
         Raises:
             OrderError: The group is closed.
-            ReplicaError: The model raised in a shard, or a thread hung; the device is named, and the group
-                can be used on.
+            ReplicaError: The model raised in a shard, or a device hung; it is named, and the group can be
+                used on.
+            ReplicaInterrupt: Ctrl-C came while devices were at work; likewise.
             TypeError: The model returned something that cannot be put together.
             ValueError: The batch does not fit what was bound, or `batch_dim`, or outputs do not fit it.
         """
         wants_grads = self._wants_input_grads and torch.is_grad_enabled()
         inputs = self._signature.read(batch, input_grads=wants_grads)
         self._drop_forward()
+        if self._trains and torch.is_grad_enabled():
+            self._store.make_room()
         with nullcontext() if self._trains else torch.no_grad():
             forward = self._passes.forward(
                 inputs,
@@ -225,7 +240,8 @@ class ReplicaGroup(ReplicaSet):
 
         Raises:
             OrderError: The group does not train, or there is no forward with a graph to follow.
-            ReplicaError: Backward raised in a shard; gradients are as before.
+            ReplicaError: Backward raised in a shard, or a device hung; gradients are as before.
+            ReplicaInterrupt: Ctrl-C came while devices were at work; likewise.
             TypeError: A gradient is no tensor.
             ValueError: A gradient has another shape than its output, or none was given and there is no loss.
         """
@@ -236,70 +252,25 @@ class ReplicaGroup(ReplicaSet):
         forward = self._last()
         grads = read_output_grads(forward.outputs, self._merged, output_grads)
         backward = self._passes.backward(forward, grads, retain_graph=retain_graph)
-        self._keep(forward, backward)
-
-    def outputs(self, *, merge: bool = True) -> list[Any]:
-        """Give the outputs of the last forward.
-
-        Args:
-            merge: One tensor for each output; else for each output a list of tensors, one a device, None
-                where the device had no samples.
-
-        Raises:
-            OrderError: There was no forward.
-        """
-        forward = self._last()
-        if merge:
-            return list(self._merged)
-        parts = [
-            forward.outputs.merged(device, done) if done else None
-            for device, done in zip(self.devices, forward.done, strict=True)
-        ]
-        return [
-            [None if part is None else part[index] for part in parts] for index in range(len(self._merged))
-        ]
-
-    def output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Give the name and shape of each output of the last forward, of the whole batch.
-
-        Raises:
-            OrderError: There was no forward.
-        """
-        names = self._last().outputs.names
-        return [(name, tuple(tensor.shape)) for name, tensor in zip(names, self._merged, strict=True)]
-
-    def input_grads(self, *, merge: bool = True) -> list[Any]:
-        """Give the gradients of inputs that the last backward gave, in the order of the call.
-
-        Args:
-            merge: One tensor for each input, on its device; else for each input a list with one a device.
-                None stands for an input without a gradient: whole numbers, labels, and what backward did
-                not reach.
-
-        Raises:
-            OrderError: They were not asked for, or there was no backward.
-        """
-        if not self._wants_input_grads:
-            raise OrderError(
-                "Gradients of inputs are there with input_grads=True, and a `grad_mode` not 'null'."
-            )
-        if self._input_gradients is None:
-            raise OrderError("Gradients of inputs must follow a backward.")
-        if merge:
-            return list(self._input_gradients.merged())
-        parts = [self._input_gradients.of_device(place, device) for place, device in enumerate(self.devices)]
-        return [list(each) for each in zip(*parts, strict=True)]
+        with Interrupts():
+            self._keep(forward, backward)
 
     def gradients(self, *, merge: bool = True) -> dict[str, Any]:
         """Give the gradients of parameters by name.
 
         Args:
             merge: The sum over devices, ``parameter.grad``; else a list with the part of each device, None
-                where there is none. Parts of a gradient that was changed from outside are forgotten.
+                where there is none. Parts of a gradient that was changed from outside are forgotten, and
+                so are, in the next forward that keeps graphs, those that its backward will replace.
+
+        Raises:
+            OrderError: Parts are asked for, and were not to be kept.
         """
         named = self.model.named_parameters()
         if merge:
             return {name: parameter.grad for name, parameter in named}
+        if not self._keeps_parts:
+            raise OrderError("Gradients by device are there with device_grads=True.")
         return {name: self._store.parts(parameter, len(self.devices)) for name, parameter in named}
 
     def zero_grad(self) -> None:
@@ -340,28 +311,6 @@ class ReplicaGroup(ReplicaSet):
             self.model, parameters, buffers, allow_missing=allow_missing, allow_extra=allow_extra
         )
 
-    def update_metric(
-        self, metric: Updatable, labels: Any, *, per_device: bool = False, pad: int = 0
-    ) -> None:
-        """Show a metric the outputs of the last forward: ``metric.update(outputs, labels)``.
-
-        Args:
-            metric: Anything with `update`, also of torchmetrics.
-            labels: A tensor or nest with one entry a sample, cut as the bound labels are.
-            per_device: One call for each device with its own samples; else one call for all, so that the
-                result is that of one device whatever the metric counts.
-            pad: How many samples at the end of the batch are padding, which is not counted; an output that is
-                one value for all samples comes as it is.
-
-        Raises:
-            OrderError: There was no forward.
-            ValueError: Labels are for another number of samples, or `pad` leaves none; nothing was counted.
-        """
-        forward = self._last()
-        read = self._signature.read_labels(labels, forward.inputs.num_samples)
-        for outputs, target in portions(forward, self.devices, read, per_device=per_device, pad=pad):
-            metric.update(outputs, target)
-
     def install_monitor(self, monitor: Monitor | None) -> None:
         """Let a monitor watch the replicas at work; None takes away the one that is there.
 
@@ -378,20 +327,11 @@ class ReplicaGroup(ReplicaSet):
         self._drop_forward()
         self._passes.release()
 
-    def _last(self) -> Forward:
-        if self._forward is None:
-            raise OrderError("A forward must come first.")
-        return self._forward
-
-    def _drop_forward(self) -> None:
-        """Let go of the last forward, so that its graph and the next one's are never there together."""
-        self._forward = None
-        self._merged = []
-
     def _keep(self, forward: Forward, backward: Backward) -> None:
         """Write or add what backward gave."""
-        parts = [backward.device_total(place) for place in range(len(self.devices))]
-        totals = backward.total(keep=True)
+        kept = range(len(self.devices)) if self._keeps_parts else ()
+        parts = [backward.device_total(place) for place in kept]
+        totals = backward.total(keep=self._keeps_parts)
         for index, (name, parameter) in enumerate(forward.parameters):
             own: Tensors = [part[index] if part else None for part in parts]
             self._store.put(parameter, totals[index], own, add=self._modes.get(name) == "add")

@@ -49,7 +49,9 @@ class Link:
         totals = backward.total(keep=False) or [None] * len(self.parameters)
         inputs = InputGradients(self.forward.inputs, self.forward.shards, backward.inputs)
         return inputs.merged() + [
-            None if gradient is None else gradient.to(parameter)
+            gradient
+            if gradient is None or (gradient.dtype == parameter.dtype and gradient.device == parameter.device)
+            else gradient.to(parameter)
             for gradient, parameter in zip(totals, self.parameters, strict=True)
         ]
 

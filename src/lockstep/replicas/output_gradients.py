@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lockstep import nest
 from lockstep.replicas.gather import Outputs
 from lockstep.tree import Tensors
 
@@ -36,21 +37,26 @@ def read_output_grads(outputs: Outputs, merged: list[torch.Tensor], given: Any) 
     """
     if given is None:
         return _of_the_loss(outputs, merged)
+    if isinstance(given, torch.Tensor) and isinstance(outputs.shards[0].returned, torch.Tensor):
+        return [_checked(given, outputs.names[0], merged[0])]
     returned = outputs.nest([_Output(index) for index in range(len(merged))])
     if isinstance(returned, _Output) and isinstance(given, tuple | list):
         returned = [returned]
     grads: Tensors = [None] * len(merged)
     for index, grad in _pairs(returned, given):
-        name, output = outputs.names[index], merged[index]
-        if not isinstance(grad, torch.Tensor):
-            raise TypeError(f"`output_grads` must hold a tensor for {name!r}, got a {type(grad).__name__}.")
-        if grad.shape != output.shape:
-            raise ValueError(
-                f"`output_grads` must have the shape {tuple(output.shape)} for {name!r}, got "
-                f"{tuple(grad.shape)}."
-            )
-        grads[index] = grad.detach().to(output.dtype)
+        grads[index] = _checked(grad, outputs.names[index], merged[index])
     return grads
+
+
+def _checked(grad: Any, name: str, output: torch.Tensor) -> torch.Tensor:
+    """Give what stands for the gradient of one output in that one's dtype."""
+    if not isinstance(grad, torch.Tensor):
+        raise TypeError(f"`output_grads` must hold a tensor for {name!r}, got a {type(grad).__name__}.")
+    if grad.shape != output.shape:
+        raise ValueError(
+            f"`output_grads` must have the shape {tuple(output.shape)} for {name!r}, got {tuple(grad.shape)}."
+        )
+    return grad.detach().to(output.dtype)
 
 
 def _of_the_loss(outputs: Outputs, merged: list[torch.Tensor]) -> Tensors:
@@ -82,6 +88,9 @@ def _pairs(returned: Any, given: Any) -> list[tuple[int, Any]]:
                 f"`output_grads` must have the keys of the output, {list(returned)}, got {_kind(given)}."
             )
         return [pair for key, part in given.items() for pair in _pairs(returned[key], part)]
+    if nest.is_record(returned):
+        parts = nest.record_parts(given) if nest.is_record(given) else given
+        return _pairs(nest.record_parts(returned), parts)
     if isinstance(returned, tuple | list):
         if not isinstance(given, tuple | list) or len(given) != len(returned):
             raise ValueError(

@@ -7,9 +7,10 @@ stream and from the same buffers, as in an update. What an update does in one go
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
@@ -17,15 +18,18 @@ from torch import nn
 from lockstep import plan
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
-from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots, combine
+from lockstep.replicas.buffers import AnyBufferSum, BufferRule, ReplicaBuffers, combine
 from lockstep.replicas.gather import Outputs, read_outputs
-from lockstep.replicas.replica_passes import Mode, ReplicaPasses, ShardForward, Watch
+from lockstep.replicas.interrupts import Interrupts
+from lockstep.replicas.replica_passes import Mode, ReplicaPasses, ShardForward, Turn, Watch
 from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.replicas.scatter import BatchDim, Inputs
 from lockstep.replicas.settings import ALONE, Carried, Computing, ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
+from lockstep.replicas.slots import Slot, buffer_slots
+from lockstep.replicas.summing import add_up
 from lockstep.streams import stream_seed
-from lockstep.tree import PartialSum, ShardSum, Tensors, merge_order, total
+from lockstep.tree import PartialSum, ShardSum, Tensors
 
 
 @dataclass(slots=True)
@@ -66,15 +70,17 @@ class Backward:
         parameters: For each device the sums over its shards, one entry for each parameter that asks for a
             gradient, in the order of the model's; half precision as float32.
         inputs: For each shard, by index, the gradient of its part of each input.
+        replicas: Whose threads add up.
     """
 
     parameters: list[ShardSum]
     inputs: dict[int, Tensors]
+    replicas: ReplicaSet
 
     def device_total(self, place: int) -> Tensors:
         """Sum the parameters' gradients over the shards of one device, leaving what is here untouched."""
         partials = self.parameters[place].partials
-        return _total_apart(partials) if partials else []
+        return add_up(partials, self.replicas, keep=True) if partials else []
 
     def total(self, *, keep: bool) -> Tensors:
         """Sum the parameters' gradients over all shards, in the tree's order, on the first device.
@@ -82,14 +88,11 @@ class Backward:
         Args:
             keep: Leave the sums of the devices as they are; else they are added to in place.
         """
-        partials = [partial for place in self.parameters for partial in place.partials]
-        device = next(
-            (each.device for partial in partials for each in partial.tensors if each is not None), None
-        )
+        partials = [each for place in self.parameters for each in place.partials]
+        device = next((each.device for sums in partials for each in sums.tensors if each is not None), None)
         if device is None:
             return partials[0].tensors
-        partials = [_moved(partial, device) for partial in partials]
-        return _total_apart(partials) if keep else total(partials)
+        return add_up([_moved(each, device) for each in partials], self.replicas, keep=keep)
 
 
 class Passes:
@@ -104,6 +107,8 @@ class Passes:
         self._set = replicas
         self._rule: BufferRule = buffers
         self._streams = ShardStreams(replicas.devices)
+        # Two threads of the user's take turns; one may come back in, from a hook.
+        self._lock = threading.RLock()
         self._replicas: list[ReplicaPasses] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._slots: list[Slot] = []
@@ -132,14 +137,15 @@ class Passes:
 
         Raises:
             OrderError: The group is closed, or was told to stop.
-            ReplicaError: The model raised in a shard.
+            ReplicaError: The model raised in a shard, or a device hung.
+            ReplicaInterrupt: Ctrl-C came; all but the random number drawn is as it was.
             TypeError: The model returned something that cannot be put together.
             ValueError: So it is with its shape.
 
         Determinism: with a number of shards the bits of all outputs and buffers depend on the batch, the
         model, that number and the key; not on devices or workloads.
         """
-        with Computing(self._settings()) as settings:
+        with self._lock, Interrupts() as interrupts, Computing(self._settings()) as settings:
             self._follow()
             forward = Forward(
                 inputs,
@@ -152,8 +158,8 @@ class Passes:
                 has_graph=settings.grad,
             )
 
-            def run(streams: Streams, *, at_once: bool) -> list[BufferSum]:
-                return self._forward(forward, streams, settings, at_once=at_once)
+            def run(streams: Streams, *, at_once: bool) -> list[AnyBufferSum]:
+                return self._forward(forward, streams, settings, interrupts, at_once=at_once)
 
             sums = self._streams.compute(run, _seeds(forward.key), several=_several(forward.shards))
             in_order = [each for place in forward.done for each in place]
@@ -174,7 +180,8 @@ class Passes:
 
         Raises:
             OrderError: There is no graph, or the group is closed, or was told to stop.
-            ReplicaError: Backward raised in a shard.
+            ReplicaError: Backward raised in a shard, or a device hung.
+            ReplicaInterrupt: Ctrl-C came.
 
         Determinism: as `forward`.
         """
@@ -190,15 +197,23 @@ class Passes:
             nonlocal spent
             if spent:  # an attempt that drew past its shards' streams has used the graphs up
                 with Carried(forward.settings):
-                    self._forward(forward, streams, forward.settings, at_once=at_once)
+                    self._forward(forward, streams, forward.settings, interrupts, at_once=at_once)
             spent = True
-            return self._backward(forward, output_grads, streams, settings, retain_graph, at_once=at_once)
+            return self._backward(
+                forward,
+                output_grads,
+                streams,
+                settings,
+                interrupts,
+                retain_graph=retain_graph,
+                at_once=at_once,
+            )
 
-        with Computing(self._settings()) as settings:
+        with self._lock, Interrupts() as interrupts, Computing(self._settings()) as settings:
             results = self._streams.compute(run, _seeds(forward.key), several=_several(forward.shards))
         inputs = {index: grads for _, by_shard in results for index, grads in by_shard.items()}
         _check_complete(len(inputs), forward.shards)
-        return Backward([sums for sums, _ in results], inputs)
+        return Backward([sums for sums, _ in results], inputs, self._set)
 
     def release(self) -> None:
         """Let go of replicas, and give torch back its random kernels, until the next forward."""
@@ -207,9 +222,9 @@ class Passes:
 
     def _settings(self) -> ThreadSettings:
         """Take what the calling thread computes under, as far as other threads have to know it."""
-        if len(self._set.devices) > 1:
+        if self._set.carries:
             return ThreadSettings.capture(self._set.device_types)
-        return replace(ALONE, grad=torch.is_grad_enabled(), inference=torch.is_inference_mode_enabled())
+        return _alone(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
     def _follow(self) -> None:
         """Follow the model where it has changed since the last time."""
@@ -232,11 +247,17 @@ class Passes:
         ]
 
     def _forward(
-        self, forward: Forward, streams: Streams, settings: ThreadSettings, *, at_once: bool
-    ) -> list[BufferSum]:
+        self,
+        forward: Forward,
+        streams: Streams,
+        settings: ThreadSettings,
+        interrupts: Interrupts,
+        *,
+        at_once: bool,
+    ) -> list[AnyBufferSum]:
         """Run forward on all devices from a calling thread that is in the state for it."""
         forward.done = [[] for _ in forward.shards]
-        sums: list[BufferSum | None] = [None] * len(forward.shards)
+        sums: list[AnyBufferSum | None] = [None] * len(forward.shards)
 
         def work(place: int) -> None:
             replica = forward.replicas[place]
@@ -245,11 +266,11 @@ class Passes:
                 forward.inputs,
                 mode=forward.mode,
                 stream=streams(replica.device),
-                stopping=lambda: self._set.stopping,
+                turn=self._turn(place, interrupts),
                 watch=self.watch,
             )
 
-        self._set.run(work, settings=settings, at_once=at_once)
+        self._set.run(work, settings=settings, at_once=at_once, waiting=interrupts.window)
         return [each for each in sums if each is not None]
 
     def _backward(
@@ -258,8 +279,9 @@ class Passes:
         output_grads: Sequence[torch.Tensor | None],
         streams: Streams,
         settings: ThreadSettings,
-        retain_graph: bool,
+        interrupts: Interrupts,
         *,
+        retain_graph: bool,
         at_once: bool,
     ) -> list[tuple[ShardSum, dict[int, Tensors]]]:
         """Run backward on all devices from a calling thread that is in the state for it."""
@@ -272,16 +294,20 @@ class Passes:
                 lambda shard: forward.outputs.grads_of(shard, output_grads),
                 mode=forward.mode,
                 stream=streams(replica.device),
-                stopping=lambda: self._set.stopping,
+                turn=self._turn(place, interrupts),
                 watch=self.watch,
                 retain_graph=retain_graph,
             )
 
-        self._set.run(work, settings=settings, at_once=at_once)
+        self._set.run(work, settings=settings, at_once=at_once, waiting=interrupts.window)
         return results
 
+    def _turn(self, place: int, interrupts: Interrupts) -> Turn:
+        """Give a replica what it asks of the group."""
+        return Turn(partial(self._set.stops_before, place), interrupts.window)
+
     @torch.no_grad()
-    def _combine(self, sums: Sequence[BufferSum], weight: float) -> None:
+    def _combine(self, sums: Sequence[AnyBufferSum], weight: float) -> None:
         """Make what the shards made of the buffers the model's."""
         if self._slots:
             combine(sums, self._slots, weight=weight)
@@ -291,6 +317,12 @@ class Passes:
 def schedule(num_samples: int, num_shards: int | None, workloads: tuple[float, ...]) -> list[list[Shard]]:
     """Cut a batch into shards and give them to devices by `plan.schedule`; last answers are remembered."""
     return plan.schedule([num_samples], num_shards, workloads)
+
+
+@lru_cache(maxsize=4)
+def _alone(grad: bool, inference: bool) -> ThreadSettings:
+    """Give the settings of a thread that carries nothing anywhere."""
+    return replace(ALONE, grad=grad, inference=inference)
 
 
 def draw_key() -> int:
@@ -313,21 +345,7 @@ def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:
         raise OrderError("The group was told to stop before all shards were computed; run the forward again.")
 
 
-def _total_apart(partials: Sequence[PartialSum]) -> Tensors:
-    """Sum partial sums in the tree's order, as `tree.total` does, and leave them as they are."""
-    sums = [partial.tensors for partial in partials]
-    for into, other in merge_order([partial.shard for partial in partials]):
-        sums[into] = _sum_apart(sums[into], sums[other])
-    return sums[0]
-
-
-def _sum_apart(left: Tensors, right: Tensors) -> Tensors:
-    """Add tensor by tensor into new ones; a lone one stays."""
-    return [
-        other if own is None else own if other is None else own + other
-        for own, other in zip(left, right, strict=True)
-    ]
-
-
 def _moved(partial: PartialSum, device: torch.device) -> PartialSum:
+    if all(each is None or each.device == device for each in partial.tensors):
+        return partial
     return PartialSum(partial.shard, [None if each is None else each.to(device) for each in partial.tensors])

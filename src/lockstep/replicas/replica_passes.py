@@ -13,7 +13,8 @@ from torch import nn
 from lockstep import nest
 from lockstep.errors import ReplicaError
 from lockstep.plan import Shard
-from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
+from lockstep.replicas.at_work import samples_text
+from lockstep.replicas.buffers import AnyBufferSum, ReplicaBuffers
 from lockstep.replicas.scatter import Inputs
 from lockstep.replicas.shard_streams import Stream, resume_stream, stream_position
 from lockstep.tree import ShardSum, Tensors
@@ -29,6 +30,19 @@ class Watch(Protocol):
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Give what is entered around the backward of a shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a replica that works asks of the group it belongs to.
+
+    Attributes:
+        stops: Told before each shard what comes and which; where it says yes, the rest is left undone.
+        window: Entered while the user's code runs: there an interrupt may be raised.
+    """
+
+    stops: Callable[[str, Shard], bool]
+    window: AbstractContextManager[None]
 
 
 @dataclass(slots=True)
@@ -116,9 +130,9 @@ class ReplicaPasses:
         *,
         mode: Mode,
         stream: Stream,
-        stopping: Callable[[], bool],
+        turn: Turn,
         watch: Watch | None,
-    ) -> tuple[list[ShardForward], BufferSum]:
+    ) -> tuple[list[ShardForward], AnyBufferSum]:
         """Run forward on shards, one after another, each from the same buffers and in its own random stream.
 
         Args:
@@ -126,7 +140,7 @@ class ReplicaPasses:
             inputs: To be cut.
             mode: How modules run.
             stream: Opens the random stream of a shard.
-            stopping: Asked before each shard; where it says yes, the rest is left undone.
+            turn: Says whether to go on.
             watch: Entered around each forward.
 
         Raises:
@@ -136,12 +150,12 @@ class ReplicaPasses:
         sums = self.buffers.begin(first)
         done = []
         for shard in shards:
-            if stopping():
+            if turn.stops("forward", shard):
                 break
             self._put_back_buffers()
             observed = nullcontext() if watch is None else watch.forward(self.place, shard, self.replica)
             with mode.on(self.replica), observed:
-                done.append(self._forward(shard, inputs, stream))
+                done.append(self._forward(shard, inputs, stream, turn))
             if self.buffers:
                 # A single shard's buffers are taken as they are: x * n / n is not always x.
                 alone = len(shard.samples) == inputs.num_samples
@@ -156,11 +170,12 @@ class ReplicaPasses:
         else:
             self.buffers.restore()
 
-    def _forward(self, shard: Shard, inputs: Inputs, stream: Stream) -> ShardForward:
+    def _forward(self, shard: Shard, inputs: Inputs, stream: Stream, turn: Turn) -> ShardForward:
         with stream(shard):
             try:
                 piece = inputs.cut(shard.samples, self.device)
-                returned = self.replica(*piece.args, **piece.kwargs)
+                with turn.window:
+                    returned = self.replica(*piece.args, **piece.kwargs)
             except Exception as error:
                 raise self._error("forward", shard, error) from error
             position = stream_position(self.device) if torch.is_grad_enabled() else None
@@ -173,7 +188,7 @@ class ReplicaPasses:
         *,
         mode: Mode,
         stream: Stream,
-        stopping: Callable[[], bool],
+        turn: Turn,
         watch: Watch | None,
         retain_graph: bool,
     ) -> tuple[ShardSum, dict[int, Tensors]]:
@@ -184,7 +199,7 @@ class ReplicaPasses:
             output_grads: Gives the gradient of each tensor a shard returned, on its device; None for none.
             mode: How modules run, should backward run forward again.
             stream: Opens the random stream of a shard.
-            stopping: Asked before each shard; where it says yes, the rest is left undone.
+            turn: Says whether to go on.
             watch: Entered around each backward.
             retain_graph: Whether backward is to be possible once more.
 
@@ -198,15 +213,16 @@ class ReplicaPasses:
         sums = ShardSum(done[0].shard.index if done else 0)
         inputs: dict[int, Tensors] = {}
         for each in done:
-            if stopping():
-                break
             shard = each.shard
+            if turn.stops("backward", shard):
+                break
             observed = nullcontext() if watch is None else watch.backward(self.place, shard, self.replica)
             with mode.on(self.replica), observed, stream(shard):
                 if each.position is not None:
                     resume_stream(each.position, self.device)
                 try:
-                    self._backward(each, output_grads(each), retain_graph=retain_graph)
+                    with turn.window:
+                        self._backward(each, output_grads(each), retain_graph=retain_graph)
                 except Exception as error:
                     raise self._error("backward", shard, error) from error
                 finally:
@@ -229,11 +245,10 @@ class ReplicaPasses:
             torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
 
     def _error(self, phase: str, shard: Shard, error: Exception) -> ReplicaError:
-        samples = f"samples {shard.samples.start}..{shard.samples.stop - 1}"
         where = f"{self.device} (device {self.place} of 0..{self.num_places - 1})"
+        what = f"The {phase} of shard {shard.index} ({samples_text(shard)})"
         return ReplicaError(
-            f"The {phase} of shard {shard.index} ({samples}) raised {type(error).__name__} on {where}: "
-            f"{error}",
+            f"{what} raised {type(error).__name__} on {where}: {error}",
             device=str(self.device),
             shard=shard.index,
         )

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from lockstep import plan
-from lockstep.errors import OrderError, ReplicaError
+from lockstep.errors import OrderError
+from lockstep.plan import Shard
+from lockstep.replicas.at_work import AtWork
 from lockstep.replicas.copies import ModelWatch, copy_model
 from lockstep.replicas.devices import Devices, device_context, parse_devices
 from lockstep.replicas.memory import keep_freed_memory
 from lockstep.replicas.settings import Carried, Computing, ThreadSettings
 from lockstep.replicas.worker import Worker
+
+Timeout: TypeAlias = "float | Literal['auto'] | None"
+"""Seconds after which a device counts as hung; "auto" watches the threads of all but the first."""
+
+PATIENCE: Final = 1800.0
+"""Seconds that "auto" waits for a thread, as torch's own DistributedDataParallel waits for a process."""
+
+AT_ONCE: Final = nullcontext()
 
 
 class ReplicaSet:
@@ -33,9 +46,10 @@ class ReplicaSet:
         devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed.
         workloads: Relative speeds of the devices, by which shards are assigned; equal ones by default.
         frozen: Names of parameters that ask for no gradient on the replicas, whatever they do in the model.
-        timeout: Seconds, above 0, after which devices whose threads are still at work count as hung; then the
-            first device has a thread of its own too. None waits without end. Work that is done in the calling
-            thread, one device after another, is not timed.
+        timeout: Seconds, above 0, after which devices still at work count as hung; the first device then has
+            a thread of its own too, also where devices work one after another. ``"auto"``: half an hour for
+            the threads of the other devices, from when the calling thread has done its own share, which
+            is not watched; costs nothing. None waits without end.
 
     Raises:
         ValueError: A device or a workload is not what it must be, or a parameter has no shape yet.
@@ -55,7 +69,7 @@ class ReplicaSet:
         *,
         workloads: Sequence[float] | None = None,
         frozen: Collection[str] = (),
-        timeout: float | None = None,
+        timeout: Timeout = "auto",
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
@@ -68,10 +82,11 @@ class ReplicaSet:
                 f"`workloads` must hold one number a device ({len(self.devices)}), got {len(self.workloads)}."
             )
         self.device_types = sorted({device.type for device in self.devices})
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
+        self._seconds = _check_timeout(timeout)
+        self._watches_all = timeout is not None and timeout != "auto"
         self._frozen = frozenset(frozen)
-        self._timeout = timeout
+        self.at_work = AtWork(self.devices)
+        """What the devices are doing."""
         self._replicas: list[nn.Module] = []
         self._watch: ModelWatch | None = None
         self._parameters: list[nn.Parameter] = []
@@ -100,9 +115,26 @@ class ReplicaSet:
         """Whether another replica has failed or the user asked to stop; long work looks between its parts."""
         return self._stopping
 
+    @property
+    def carries(self) -> bool:
+        """Whether work may be done in other threads, which have to know the caller's settings."""
+        return len(self.devices) > 1 or self._watches_all
+
     def stop(self) -> None:
-        """Ask every replica to end its work at the next look."""
+        """Ask every replica to end its work at the next look; an interrupt came just now."""
         self._stopping = True
+        self.at_work.mark()
+
+    def stops_before(self, place: int, phase: str, shard: Shard) -> bool:
+        """Take note of what a device comes to next, and tell whether it is to be left undone.
+
+        Args:
+            place: The device's number.
+            phase: What is to be done with the shard.
+            shard: Which one.
+        """
+        self.at_work.come_to(place, phase, shard)
+        return self._stopping
 
     def refresh(self) -> bool:
         """Make the replicas follow the model: its structure, attributes, hooks and values.
@@ -156,7 +188,12 @@ class ReplicaSet:
         return [parameter._version for parameter in self._parameters]
 
     def run(
-        self, work: Callable[[int], None], *, settings: ThreadSettings | None = None, at_once: bool = True
+        self,
+        work: Callable[[int], None],
+        *,
+        settings: ThreadSettings | None = None,
+        at_once: bool = True,
+        waiting: AbstractContextManager[None] = AT_ONCE,
     ) -> None:
         """Do one piece of work on every replica, and come back when all have ended.
 
@@ -164,57 +201,84 @@ class ReplicaSet:
             work: Called with the index of each device; long work should look at `stopping`.
             settings: What all threads compute under, if the calling thread is in that state already; by
                 default its own are taken.
-            at_once: In the devices' threads; else one after another in the calling thread.
+            at_once: In the devices' threads; else one after another.
+            waiting: Entered where the calling thread waits for the others.
 
         Raises:
             OrderError: The group is closed.
-            ReplicaError: A device's thread is still at work after the timeout.
+            ReplicaError: A device is still at work after the timeout.
+            ReplicaInterrupt: The calling thread was interrupted.
             BaseException: What the first device (by index) that failed raised; the others were asked to stop.
         """
         self._check_open()
         self._stopping = False
-        if settings is None:
-            with Computing(ThreadSettings.capture(self.device_types)) as taken:
-                self._run(work, taken, at_once=at_once)
-        else:
-            self._run(work, settings, at_once=at_once)
+        self.at_work.clear()
+        try:
+            if settings is None:
+                with Computing(ThreadSettings.capture(self.device_types)) as taken:
+                    self._run(work, taken, at_once, waiting)
+            else:
+                self._run(work, settings, at_once, waiting)
+        except KeyboardInterrupt:
+            self._abandon()  # a replica may be half switched to another mode
+            raise
 
-    def _run(self, work: Callable[[int], None], settings: ThreadSettings, *, at_once: bool) -> None:
+    def _run(
+        self,
+        work: Callable[[int], None],
+        settings: ThreadSettings,
+        at_once: bool,
+        waiting: AbstractContextManager[None],
+    ) -> None:
         """Do the work from a calling thread that is in the state for it."""
 
-        def here(place: int) -> None:
-            try:
-                with device_context(self.devices[place]):
-                    work(place)
-            except BaseException:
-                self._stopping = True
-                raise
+        def there(places: range) -> None:
+            for place in places:
+                with Carried(settings):
+                    self._do(work, place)
 
-        def there(place: int) -> None:
-            with Carried(settings):
-                here(place)
-
-        if at_once and self._timeout is not None:
-            self._run_in_threads(range(len(self.devices)), None, there)
-        elif at_once and len(self.devices) > 1:
-            self._run_in_threads(range(1, len(self.devices)), here, there)
+        count = len(self.devices)
+        each = [range(place, place + 1) for place in range(count)]
+        if self._watches_all:
+            self._run_in_threads(each if at_once else [range(count)], None, there, waiting)
+        elif at_once and count > 1:
+            self._run_in_threads(each[1:], partial(self._do, work, 0), there, waiting)
         else:
-            for place in range(len(self.devices)):
-                here(place)
+            for place in range(count):
+                self._do(work, place)
+
+    def _do(self, work: Callable[[int], None], place: int) -> None:
+        """Do one device's work in the calling thread."""
+        self.at_work.begin(place)
+        try:
+            with self.at_work, device_context(self.devices[place]):
+                work(place)
+        except BaseException:
+            self._stopping = True
+            raise
+        self.at_work.end(place)
 
     def _run_in_threads(
-        self, places: range, here: Callable[[int], None] | None, there: Callable[[int], None]
+        self,
+        runs: Sequence[range],
+        here: Callable[[], None] | None,
+        there: Callable[[range], None],
+        waiting: AbstractContextManager[None],
     ) -> None:
-        """Run these places in their threads and place 0 here; after an interrupt no thread stays in use."""
+        """Run these places in threads and maybe place 0 here; after an interrupt no thread stays in use."""
         if not self._workers:
-            self._workers = [Worker(f"lockstep-{place}-{self.devices[place]}") for place in places]
+            names = [f"lockstep-{run[0]}-{self.devices[run[0]]}" for run in runs]
+            self._workers = [Worker(name) for name in names]
+        workers = self._workers[: len(runs)]
         errors: list[BaseException | None] = []
         try:
-            for place, worker in zip(places, self._workers, strict=True):
-                worker.begin(partial(there, place))
-            if here is not None:
-                errors.append(_attempt(here))
-            errors += self._wait(places)
+            with self.at_work:
+                for run, worker in zip(runs, workers, strict=True):
+                    worker.begin(partial(there, run))
+                if here is not None:
+                    errors.append(_attempt(here))
+                with waiting:
+                    errors += self._wait(runs, workers)
         except BaseException:
             self._abandon()
             raise
@@ -222,21 +286,14 @@ class ReplicaSet:
             if error is not None:
                 raise error
 
-    def _wait(self, places: range) -> list[BaseException | None]:
-        """Wait for all threads, and give what each raised."""
-        if self._timeout is None:
-            return [worker.wait() for worker in self._workers]
-        end = time.monotonic() + self._timeout
-        ended = [worker.ended(end - time.monotonic()) for worker in self._workers]
-        hung = [place for place, done in zip(places, ended, strict=True) if not done]
-        if not hung:
-            return [worker.wait() for worker in self._workers]
-        names = ", ".join(f"{self.devices[place]} (device {place})" for place in hung)
-        raise ReplicaError(
-            f"The work on {names} of 0..{len(self.devices) - 1} was not done after {self._timeout} seconds.",
-            device=str(self.devices[hung[0]]),
-            shard=None,
-        )
+    def _wait(self, runs: Sequence[range], workers: Sequence[Worker]) -> list[BaseException | None]:
+        """Wait for threads, and give what each raised."""
+        end = time.monotonic() + self._seconds
+        ended = [worker.ended(end - time.monotonic()) for worker in workers]
+        if not all(ended):
+            late = [place for run, done in zip(runs, ended, strict=True) if not done for place in run]
+            raise self.at_work.hung(late, self._seconds)
+        return [worker.wait() for worker in workers]
 
     def _check_open(self) -> None:
         if self._closed:
@@ -245,7 +302,9 @@ class ReplicaSet:
     def _abandon(self) -> None:
         """Let go of threads and replicas; a thread that is still at work ends by itself after that work."""
         self._stopping = True
-        self._workers = []
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.close()
         self._replicas = []
         self._watch = None
 
@@ -262,10 +321,21 @@ class ReplicaSet:
         self._closed = True
 
 
-def _attempt(job: Callable[[int], None]) -> BaseException | None:
+def _check_timeout(timeout: Timeout) -> float:
+    """Give the seconds to wait."""
+    if timeout is None:
+        return math.inf
+    if timeout == "auto":
+        return PATIENCE
+    if not timeout > 0:
+        raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
+    return timeout
+
+
+def _attempt(job: Callable[[], None]) -> BaseException | None:
     """Run the calling thread's part; what it raises waits until the other threads have ended."""
     try:
-        job(0)
+        job()
     except BaseException as error:  # noqa: BLE001 - raised by the caller once all threads have ended
         return error
     return None

@@ -186,7 +186,7 @@ def given_dims(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int 
 
 
 def _belongs(path: str, name: str) -> bool:
-    return path == name or path.startswith(f"{name}[")
+    return path == name or path.startswith((f"{name}[", f"{name}."))
 
 
 def positive_dim(path: str, tensor: torch.Tensor, dim: int) -> int:
@@ -221,6 +221,11 @@ def count_samples(
         elif tensor.shape[dim] != length:
             rule = f"must hold as many samples as `{first}` ({length})"
             raise ValueError(f"`{path}` {rule} along dimension {dim}, got {tensor.shape[dim]}.")
+    if length < 0 and paths:
+        raise ValueError(
+            f"`{argument}` must hold an input that is split over devices, got all given whole. "
+            "Name the dimension that counts its samples in `batch_dim`."
+        )
     if length < 0:
         raise ValueError(f"`{argument}` must hold a tensor with a dimension that counts samples, got none.")
     if length == 0:

@@ -58,12 +58,11 @@ class ThreadSettings:
             device_types: Those to take the state of autocast for.
             training: Record for backward, whatever the thread does now.
         """
-        default_device = torch.get_default_device()
         return cls(
             grad=training or torch.is_grad_enabled(),
             inference=not training and torch.is_inference_mode_enabled(),
             autocast=tuple(_autocast(kind) for kind in device_types),
-            default_device=None if default_device.type == "cpu" else default_device,
+            default_device=_default_device(),
             flush_denormal=_flushes_denormals(),
             streams=_current_streams() if "cuda" in device_types else (),
         )
@@ -148,13 +147,12 @@ class Carried:
 
     def __enter__(self) -> None:
         settings = self._settings
-        self._autocast = tuple(_autocast(cast.device_type) for cast in settings.autocast)
+        self._autocast = _switch_autocast(settings.autocast)
         self._flush = _flushes_denormals()
         self._device: AbstractContextManager[object] = settings.default_device or nullcontext()
         self._streams = _current_streams() if settings.streams else ()
         _set_streams(settings.streams)
         self._computing.__enter__()
-        _set_autocast(settings.autocast)
         if settings.flush_denormal != self._flush:
             torch.set_flush_denormal(settings.flush_denormal)
         self._device.__enter__()
@@ -165,7 +163,7 @@ class Carried:
         self._device.__exit__(kind, error, trace)
         if self._settings.flush_denormal != self._flush:
             torch.set_flush_denormal(self._flush)
-        _set_autocast(self._autocast)
+        _switch_autocast(self._autocast)
         self._computing.__exit__(kind, error, trace)
         _set_streams(self._streams)
 
@@ -176,10 +174,24 @@ def _autocast(device_type: str) -> Autocast:
     )
 
 
-def _set_autocast(states: Iterable[Autocast]) -> None:
+def _switch_autocast(states: Iterable[Autocast]) -> list[Autocast]:
+    """Set autocast where it is in another state, and give the states that were there."""
+    before = []
     for cast in states:
-        torch.set_autocast_enabled(cast.device_type, cast.enabled)
-        torch.set_autocast_dtype(cast.device_type, cast.dtype)
+        kind = cast.device_type
+        if torch.is_autocast_enabled(kind) != cast.enabled or torch.get_autocast_dtype(kind) != cast.dtype:
+            before.append(_autocast(kind))
+            torch.set_autocast_enabled(kind, cast.enabled)
+            torch.set_autocast_dtype(kind, cast.dtype)
+    return before
+
+
+def _default_device() -> torch.device | None:
+    """Give the calling thread's default device, None for the CPU; it is a mode, and mostly there is none."""
+    if not torch._C._len_torch_function_stack():  # noqa: SLF001 - a tenth of the time of the public way
+        return None
+    device = torch.get_default_device()
+    return None if device.type == "cpu" else device
 
 
 def _flushes_denormals() -> bool:

@@ -52,6 +52,7 @@ class ShardStreams:
         accelerators = [device for device in devices if device.type != "cpu"]
         # Two threads on one accelerator would share its generator.
         self._one_at_a_time = len(set(accelerators)) < len(accelerators)
+        self._idle: BorrowedGenerators | None = None
         weakref.finalize(self, self._override.remove)
 
     def compute(self, run: Computation[R_co], seed_of: Callable[[Shard], int], *, several: bool) -> R_co:
@@ -78,8 +79,11 @@ class ShardStreams:
             self._fall_back("The model drew from the default random generator past its shard's stream")
         if stream_is_open():  # inside another group's shard, whose thread does not own the default generator
             return run(_thread_streams(seed_of), at_once=False)
-        with BorrowedGenerators(self._devices) as generators:
-            return run(generators.streams(seed_of), at_once=False)
+        borrowed, self._idle = self._idle or BorrowedGenerators(self._devices), None
+        with borrowed as generators:
+            computed = run(generators.streams(seed_of), at_once=False)
+        self._idle = borrowed
+        return computed
 
     def release(self) -> None:
         """Give torch back its random kernels, until the next shards are computed at once."""
@@ -87,6 +91,8 @@ class ShardStreams:
 
     def _can_override(self) -> bool:
         """Install what gives threads random streams, or go on without, once and for all."""
+        if self._override.installed:
+            return True
         try:
             self._override.install()
         except StreamOverrideError as error:

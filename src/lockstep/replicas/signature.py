@@ -8,7 +8,14 @@ from typing import Any
 import torch
 
 from lockstep.errors import OrderError
-from lockstep.replicas.binding import Binding, Description, bind, check_same_inputs
+from lockstep.replicas.binding import (
+    Binding,
+    Description,
+    bind,
+    check_names,
+    check_same_inputs,
+    read_descriptions,
+)
 from lockstep.replicas.scatter import (
     BatchDim,
     Inputs,
@@ -26,11 +33,18 @@ class Signature:
     Args:
         forward: What is called; names the positions while nothing is bound.
         batch_dim: The dimension that counts samples.
+        check: Called with shapes that are to be bound and those that are bound, before anything changes.
     """
 
-    def __init__(self, forward: Callable[..., Any], batch_dim: BatchDim) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        batch_dim: BatchDim,
+        check: Callable[[Binding, Binding | None], None],
+    ) -> None:
         self._names = positional_names(forward)
         self._batch_dim = batch_dim
+        self._check = check
         self.bound: Binding | None = None
         """The names and shapes that are bound."""
 
@@ -38,14 +52,20 @@ class Signature:
         """Fix names and shapes; see `ReplicaGroup.bind`."""
         if self.bound is not None:
             raise OrderError("Inputs are bound once; call reshape to change their shapes.")
-        self.bound = bind(data, labels, self._batch_dim)
+        shapes = read_descriptions(data, labels)
+        check_names([path for each in shapes for path in each], self._batch_dim, self._names)
+        binding = bind(*shapes, self._batch_dim)
+        self._check(binding, None)
+        self.bound = binding
 
     def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None) -> bool:
         """Change shapes; see `ReplicaGroup.reshape`."""
         if self.bound is None:
             raise OrderError("reshape must follow bind, which names the inputs.")
-        binding = bind(data, labels, self._batch_dim)
-        check_same_inputs(self.bound, binding)
+        shapes = read_descriptions(data, labels)
+        check_same_inputs(self.bound, *shapes)
+        binding = bind(*shapes, self._batch_dim)
+        self._check(binding, self.bound)
         changed = binding != self.bound
         self.bound = binding
         return changed

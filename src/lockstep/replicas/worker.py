@@ -10,10 +10,15 @@ import threading
 import weakref
 from _thread import allocate_lock
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
 Job = Callable[[], None]
+
+GLANCE: Final = 0.1
+"""Seconds after which a thread that waits looks whether it was interrupted: `_thread.interrupt_main`, and on
+Windows Ctrl-C, do not end a wait."""
 
 
 class Mailbox:
@@ -49,8 +54,13 @@ class Worker:
         # before Python joins it, earlier than `atexit` functions run; concurrent.futures does the same.
         self._thread = threading.Thread(target=_serve, args=(self._mailbox,), name=name, daemon=False)
         threading._register_atexit(_close_at_exit, weakref.ref(self._mailbox))  # type: ignore[attr-defined]
-        weakref.finalize(self, self._mailbox.close).atexit = False
+        self._finalizer = weakref.finalize(self, self._mailbox.close)
+        self._finalizer.atexit = False
         self._thread.start()
+
+    def close(self) -> None:
+        """Let the thread end after the job that it may be doing; a worker nobody holds does so itself."""
+        self._finalizer()
 
     def begin(self, job: Job) -> None:
         """Hand over a job; the one before must have been waited for."""
@@ -64,8 +74,10 @@ class Worker:
             Whether it has ended.
         """
         done = self._mailbox.done
-        if not done.acquire(timeout=max(seconds, 0.0)):
-            return False
+        while not done.acquire(timeout=min(max(seconds, 0.0), GLANCE)):
+            seconds -= GLANCE
+            if seconds <= 0.0:
+                return False
         done.release()
         return True
 

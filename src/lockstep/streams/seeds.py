@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 
 SEED_BITS = 32  # a CPU generator reads no more of its seed than this
 
@@ -71,6 +72,7 @@ def _permute(word: int) -> int:
     return word ^ word >> 16
 
 
+@lru_cache(maxsize=64)
 def _key(seed: int) -> int:
     """Fold all bits of an integer into 64, sign included, 64 at a time from the lowest."""
     key = _MASK_64 if seed < 0 else 0

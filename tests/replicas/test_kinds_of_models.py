@@ -1,0 +1,202 @@
+"""Whatever a module takes, gives, and does on the way, on several devices it is what it is on one."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import lockstep as ls
+from lockstep import nest
+
+X = torch.randn(7, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+Named = namedtuple("Named", "a b")
+
+
+@dataclass(frozen=True)
+class Record:
+    a: torch.Tensor
+    scale: float = 2.0
+    more: list[torch.Tensor] = field(default_factory=list)
+
+
+class Model(nn.Module):
+    """Calls a function of its layers and of the inputs."""
+
+    def __init__(self, function: Callable[..., Any], *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers).double()
+        self.function = function
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.function(self.layers, *inputs)
+
+
+def linear(function: Callable[..., Any]) -> nn.Module:
+    return Model(lambda layers, *inputs: function(layers[0], *inputs), nn.Linear(4, 4))
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    model[2].weight = model[0].weight
+    return model
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    model[0].register_forward_hook(lambda _, inputs, output: output * inputs[0].mean(1, keepdim=True))
+    model[1].register_forward_pre_hook(lambda _, inputs: (inputs[0] + 1,))
+    model[1].register_full_backward_hook(lambda _module, before, _after: tuple(2 * each for each in before))
+    model[0].weight.register_hook(lambda grad: 3 * grad)
+    return model
+
+
+def wrapped() -> nn.Module:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+    return nn.Sequential(nn.Linear(4, 4).double(), ls.DataParallel(inner, ["cpu"] * 2))
+
+
+def computed() -> nn.Module:
+    parts = parametrizations.spectral_norm(nn.Linear(4, 3)), parametrizations.weight_norm(nn.Linear(3, 2))
+    return nn.Sequential(*parts).double().eval()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
+    "dataclass": (lambda: linear(lambda f, r: Record(f(r.a) * r.scale, 3.0, [r.a])), (Record(X),)),
+    "dataclass beside a tensor": (lambda: linear(lambda f, x, r: f(x) + r.more[0]), (X, Record(X, 1.0, [X]))),
+    "dataclass in a dict": (lambda: linear(lambda f, d: {"out": f(d["r"].a)}), ({"r": Record(X)},)),
+    "named tuple": (lambda: linear(lambda f, n: Named(f(n.a), n.b * 2)), (Named(X, X),)),
+    "ordered dict": (
+        lambda: linear(lambda f, x: OrderedDict(b=f(x), a=[2 * f(x), {"z": x.sum(1)}])),
+        (X,),
+    ),
+    "plain values": (lambda: linear(lambda f, x: (f(x), None, "s", 3, {"k": True})), (X,)),
+    "one output twice": (lambda: linear(lambda f, x: [f(x)] * 2), (X,)),
+    "input handed through": (lambda: linear(lambda f, x: (x, f(x))), (X,)),
+    "no dimension": (lambda: linear(lambda f, x: f(x).mean()), (X,)),
+    "penalty": (lambda: linear(lambda f, x: (f(x), f.weight.square().sum())), (X,)),
+    "input changed in place": (lambda: linear(lambda f, x: f(x.clone().mul_(2))), (X,)),
+    "one tensor given twice": (lambda: linear(lambda f, x, y: f(x * y)), (X, X)),
+    "masks and bytes": (
+        lambda: linear(lambda f, x, mask: f(x.double() / 255) * mask[:, None]),
+        ((X * 50).to(torch.uint8), X[:, 0] > 0),
+    ),
+    "not contiguous": (lambda: nn.Linear(4, 3).double(), (X.t().contiguous().t(),)),
+    "every other": (lambda: nn.Linear(2, 3).double(), (X[::2, ::2],)),
+    "expanded": (lambda: nn.Linear(4, 3).double(), (X[:1].expand(7, 4),)),
+    "channels last": (
+        lambda: nn.Conv2d(3, 8, 3).double().to(memory_format=torch.channels_last),
+        (torch.randn(7, 3, 5, 5).double().to(memory_format=torch.channels_last),),
+    ),
+    "sparse gradients": (
+        lambda: nn.Embedding(10, 3, sparse=True).double(),
+        (torch.tensor([1, 2, 3, 1, 5, 9, 9]),),
+    ),
+    "complex": (lambda: linear(lambda f, x: torch.complex(f(x), x) * torch.complex(x, f(x))), (X,)),
+    "tied weights": (tied, (X,)),
+    "hooks": (hooked, (X,)),
+    "one inside another": (wrapped, (X,)),
+    "computed weights": (computed, (X,)),
+}
+
+
+def square(output: Any) -> torch.Tensor:
+    numbers = [each for each in nest.tensors(output) if each.is_floating_point() or each.is_complex()]
+    return torch.stack([each.abs().square().sum() for each in numbers]).sum()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = [
+        (name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None
+    ]
+    return {name: grad.to_dense().clone() for name, grad in named}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
+@pytest.mark.parametrize("name", CASES)
+def test_several_devices_give_what_one_gives(name: str) -> None:
+    make, inputs = CASES[name]
+    torch.manual_seed(0)
+    model = make()
+    net = ls.DataParallel(model, ["cpu"] * 3)
+    output = net(*inputs)
+    square(output).backward()
+    found = gradients(model)
+    model.zero_grad()
+    expected = model(*inputs)
+    square(expected).backward()
+    # Sums over samples are made in another order, so the last bits differ.
+    torch.testing.assert_close(found, gradients(model), rtol=1e-10, atol=1e-10)
+    assert type(output) is type(expected)
+    for ours, theirs in zip(nest.tensors(output), nest.tensors(expected), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_group_knows_fields_by_their_names() -> None:
+    model = linear(lambda f, r: Record(f(r.a), r.scale, [f(r.more[0].t()).t()]))
+    record = Record(X, 1.0, [X.t().contiguous()])
+    dims = {"args[0].more": 1}
+    with ls.ReplicaGroup(
+        model, ["cpu"] * 2, batch_dim=dims, output_dim={"more": 1}, input_grads=True
+    ) as group:
+        out = group.forward(record)
+        assert [name for name, _ in group.output_shapes()] == ["a", "more[0]"]
+        group.backward(Record(torch.ones(7, 4), 1.0, [None]))
+        torch.testing.assert_close(out.more[0], out.a.t())
+        assert [None if grad is None else grad.shape for grad in group.input_grads()] == [X.shape, None]
+
+
+def test_a_packed_sequence_is_refused() -> None:
+    packed = pack_padded_sequence(torch.randn(5, 7, 4), [5, 5, 4, 4, 3, 2, 1])
+    with pytest.raises(ValueError, match=r"must hold as many samples as `input\[0\]` \(24\)"):
+        ls.DataParallel(nn.LSTM(4, 3), ["cpu"] * 2)(packed)
+
+
+def test_a_copy_made_between_forward_and_backward_is_a_module_of_its_own() -> None:
+    net = ls.DataParallel(nn.Linear(4, 3).double(), ["cpu"] * 2)
+    output = net(X)
+    other = copy.deepcopy(net)
+    output.sum().backward()
+    assert other.module.weight.grad is None
+    other(X).sum().backward()
+    assert torch.equal(other.module.weight.grad, net.module.weight.grad)
+
+
+def test_parameters_frozen_and_thawed_between_forwards() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).double()
+    net = ls.DataParallel(model, ["cpu"] * 2)
+    for frozen in (True, False, True):
+        model.zero_grad()
+        model[0].weight.requires_grad_(not frozen)
+        net(X).sum().backward()
+        assert (model[0].weight.grad is None) == frozen
+        assert model[1].weight.grad is not None
+
+
+def test_two_threads_of_the_users_take_turns() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double()
+    net = ls.DataParallel(model, ["cpu"] * 2)
+    expected = net(X)
+    outputs: list[torch.Tensor] = []
+
+    def work() -> None:
+        for _ in range(20):
+            outputs.append(net(X))
+            outputs[-1].sum().backward()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outputs) == 40
+    assert all(torch.equal(each, expected) for each in outputs)
