@@ -30,12 +30,14 @@ PUBLIC = [
     "OrderError",
     "ParallelUpdater",
     "PeerError",
+    "PeerInterrupt",
     "ProcessCommunicator",
     "RampLossScale",
     "RandomStreamWarning",
     "ReplayWarning",
     "ReplicaError",
     "ReplicaGroup",
+    "ReplicaInterrupt",
     "Samples",
     "StandardUpdater",
     "StateError",
@@ -66,7 +68,17 @@ def test_the_public_names() -> None:
         check=True,
         timeout=60,
     ).stdout.split()
-    parts = {"communicators", "errors", "nest", "plan", "precision", "replicas", "state", "streams"}
+    parts = {
+        "communicators",
+        "errors",
+        "integers",
+        "nest",
+        "plan",
+        "precision",
+        "replicas",
+        "state",
+        "streams",
+    }
     parts |= {"trainer", "tree", "updaters"}  # modules that Python binds because something imported them
     assert [name for name in names if name not in parts] == PUBLIC
 

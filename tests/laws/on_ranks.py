@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,9 +17,10 @@ from lockstep import Communicator, tree
 from lockstep.communicators import Contribution
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum
-from lockstep.updaters import engine, riding
+from lockstep.updaters import engine, over_ranks, riding
 from lockstep.updaters.meeting import RankMeeting
 from lockstep.updaters.over_ranks import RankReduction
+from lockstep.updaters.pace import Pace, Pacer, Told
 from lockstep.updaters.schedule import Everywhere
 from tests.laws import several
 from tests.laws.half import TOO_HIGH, in_half, loss_of
@@ -131,6 +133,26 @@ def nonfinite_shards(num_devices: int) -> str:
         return ls.digest([repr(shard) for shard in found])
 
 
+class Restless(Pacer):
+    """Finds another pace after every try."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._random = random.Random(0)  # noqa: S311 - no secret
+
+    def settle(self, told: Sequence[Told | None]) -> None:
+        """Draw how fast the ranks are, and what bytes cost."""
+        seconds = tuple(self._random.choice([1.0, 2.0, 5.0]) for _ in told)
+        self.pace = Pace(seconds, self._random.choice([0.0, 30.0]))
+
+
+def moved(num_devices: int, **options: Any) -> str:
+    """Compute every update's shards on other ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(over_ranks, "Pacer", Restless)
+        return trained(num_devices, updates=3 * NUM_UPDATES, num_shards=8, **options)
+
+
 HALF = Workload("half convnet", lambda: Rounded(CONVNET.build().bfloat16()), (1, 8, 8))
 MODELS = {"mlp": MLP, "convnet": CONVNET, "transformer": TRANSFORMER}
 RUNS: dict[str, Run] = {
@@ -145,6 +167,8 @@ RUNS: dict[str, Run] = {
     "accumulated": partial(trained, work=CONVNET, num_shards=3, accumulate=2),
     "first buffers": partial(trained, work=CONVNET, buffers="first"),
     "uneven devices": partial(trained, work=TRANSFORMER, place=uneven, num_shards=6),
+    "moved about": partial(moved, work=CONVNET, optimizer="adamw"),
+    "moved about, strided": partial(moved, work=TRANSFORMER, split="strided", precision="bf16"),
     "above the limit of one thread": partial(trained, work=WIDE, updates=2),
     "flat": partial(trained, work=CONVNET, flat_gradients=True),
     "sum": partial(trained, reduction="sum"),

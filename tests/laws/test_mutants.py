@@ -13,7 +13,8 @@ from torch import nn
 
 from lockstep import tree
 from lockstep.replicas import settings, shard_streams
-from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
+from lockstep.replicas.buffer_sums import BufferSum
+from lockstep.replicas.buffers import ReplicaBuffers
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters import engine, reduction
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
@@ -67,8 +68,8 @@ def test_a_sum_over_a_stack_is_caught(work: Workload, monkeypatch: pytest.Monkey
 def test_buffers_carried_from_shard_to_shard_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     begin, restore = ReplicaBuffers.begin, ReplicaBuffers.restore
 
-    def restoring_begin(self: ReplicaBuffers, first: int) -> BufferSum:
-        sums = begin(self, first)
+    def restoring_begin(self: ReplicaBuffers, first: int, *, unread: bool = False) -> BufferSum:
+        sums = begin(self, first, unread=unread)
         restore(self)
         return sums
 

@@ -13,9 +13,19 @@ import torch
 
 import lockstep as ls
 from lockstep import Communicator
+from lockstep.plan import assign
 from tests.communicators.groups import run_on_ranks
 from tests.laws.models import CONVNET
-from tests.laws.on_ranks import MUTANTS, RUNS, all_runs, in_one_process, mutated, trained
+from tests.laws.on_ranks import (
+    MUTANTS,
+    NUM_UPDATES,
+    RUNS,
+    Restless,
+    all_runs,
+    in_one_process,
+    mutated,
+    trained,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +41,17 @@ def test_processes_are_only_places(size: int, alone: dict[str, str]) -> None:
         differing = [key for key, digest in found.items() if digest != alone[key[0]]]
         assert not differing, f"rank {rank}: {differing}"
         assert len(found) == 2 * len(alone)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_shards_that_are_moved_about_do_move(size: int) -> None:
+    pacer, cuts = Restless(movable=True, by_workloads=False), set()
+    usual, places = assign(8, [1.0] * size), [[1.0]] * size
+    for _ in range(3 * NUM_UPDATES):
+        pacer.settle([None] * size)
+        assert pacer.pace is not None
+        cuts.add(tuple(map(len, pacer.pace.cut(range(8), usual, places))))
+    assert len(cuts) > 2, cuts
 
 
 def test_without_a_number_of_shards_the_places_of_all_ranks_are_the_shards() -> None:

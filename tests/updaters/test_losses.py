@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,11 +23,32 @@ def lone_metric(model: nn.Module, x: torch.Tensor) -> ls.Loss:
     return ls.Loss(mean_of_output(model, x), metrics={"a": 1.0})  # type: ignore[dict-item]
 
 
+def three_metrics(model: nn.Module, x: torch.Tensor) -> ls.Loss:
+    return ls.Loss(mean_of_output(model, x), metrics={"a": torch.ones(3)})
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_metric_may_be_a_tensor_of_two_elements(num_devices: int, dtype: torch.dtype) -> None:
+    def counted(model: nn.Module, x: torch.Tensor, *, stacked: bool) -> ls.Loss:
+        pair = torch.tensor([3, len(x)], dtype=dtype)
+        return ls.Loss(mean_of_output(model, x), metrics={"a": pair if stacked else tuple(pair)})
+
+    found = []
+    for stacked in (False, True):
+        loss_fn = partial(counted, stacked=stacked)
+        with updater_of(nn.Linear(2, 1), X, devices=num_devices, loss_fn=loss_fn) as updater:
+            found.append(updater.update().metrics["a"])
+    assert found[0] == found[1]
+    assert float(found[1]) == 3 * num_devices / len(X)
+
+
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize(
     ("loss_fn", "kind", "rule"),
     [
         (complex_loss, TypeError, "`loss_fn` must return a real loss, got torch.complex64"),
+        (three_metrics, TypeError, r"`metrics\['a'\]` of a Loss must be a pair \(sum, weight\), got tensor"),
         (lone_metric, TypeError, r"`metrics\['a'\]` of a Loss must be a pair \(sum, weight\), got 1.0"),
     ],
 )

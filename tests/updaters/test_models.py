@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep as ls
+from lockstep.updaters.stepping import PER_PARAMETER, step_whole
 from tests.updaters.small import mean_of_output, updater_of
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -267,15 +269,50 @@ def test_a_scheduler_finds_the_step_taken(devices: int) -> None:
     assert rates == [1.0, 0.5, 0.5, 0.25]
 
 
-def test_hooks_of_the_optimizer_run_once_for_a_step_in_parts() -> None:
+@pytest.mark.parametrize("devices", [1, 3])
+def test_hooks_of_the_optimizer_run_once_for_a_step(devices: int) -> None:
+    """With one device the step is whole, with three it is taken in parts."""
     model = wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: list[str] = []
     optimizer.register_step_pre_hook(lambda found, *_: calls.append(f"pre {found is optimizer}"))
     optimizer.register_step_post_hook(lambda found, *_: calls.append(f"post {found is optimizer}"))
-    with updater_of(model, X, devices=3, num_shards=3, optimizer=optimizer) as updater:
+    with updater_of(model, X, devices=devices, num_shards=3, optimizer=optimizer) as updater:
         updater.update()
     assert calls == ["pre True", "post True"]
+
+
+@pytest.mark.parametrize("kind", sorted(PER_PARAMETER, key=lambda kind: kind.__name__))
+def test_a_step_without_pytorchs_wrappers_is_the_step(kind: type[torch.optim.Optimizer]) -> None:
+    weights = [nn.Parameter(torch.linspace(-1.0, 1.0, 12)) for _ in range(2)]
+    bare, plain = (kind([weight], lr=0.1) for weight in weights)  # type: ignore[call-arg]  # all of these take one
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.linspace(2.0, -1.0, 12)
+        with torch.enable_grad():
+            step_whole(bare)
+            assert torch.is_grad_enabled()
+        plain.step()
+    assert torch.equal(*weights)
+
+
+def test_a_hook_on_all_optimizers_runs_too() -> None:
+    calls: list[bool] = []
+    model = wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = register_optimizer_step_post_hook(lambda found, *_: calls.append(found is optimizer))
+    try:
+        with updater_of(model, X, optimizer=optimizer) as updater:
+            updater.update()
+    finally:
+        hook.remove()
+    assert calls == [True]
+
+
+def test_a_profiler_sees_the_step() -> None:
+    with updater_of(wide(), X) as updater, torch.autograd.profiler.profile() as profile:
+        updater.update()
+    assert "Optimizer.step#SGD.step" in {event.name for event in profile.function_events}
 
 
 def test_an_optimizer_of_some_of_the_parameters_moves_those() -> None:

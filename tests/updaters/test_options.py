@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -92,6 +93,33 @@ def test_a_sum_is_that_of_the_shards_means(accumulate: int, loss_scale: float | 
     assert model.weight.grad is not None
     assert model.weight.grad.item() == sum(means)
     assert result.weight == 4 * accumulate
+
+
+def test_the_scale_of_an_optimizer_is_where_the_updaters_begins() -> None:
+    def optimizer_of(model: nn.Module, scale: Any) -> ls.MomentumSGD:
+        optimizer = ls.MomentumSGD(model.parameters(), lr=1.0)
+        optimizer.loss_scaling(scale=scale)
+        return optimizer
+
+    model = nn.Linear(1, 1)
+    own = ls.DynamicLossScale(8.0, interval=1)
+    for given, expected in ((None, own), (4.0, ls.StaticLossScale(4.0))):
+        with updater_of(model, optimizer=optimizer_of(model, own), loss_scale=given) as updater:
+            assert updater.loss_scale == expected
+            assert updater.update().loss_scale == expected.factor
+            assert updater.get_optimizer("main").loss_scale == own
+    nets = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
+    for scales, message in (
+        ((own, own), None),
+        ((own, 2.0), "`loss_scale` must be given for optimizers that"),
+    ):
+        optimizers = {name: optimizer_of(nets[name], scale) for name, scale in zip(nets, scales, strict=True)}
+        with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+            updater = ls.ParallelUpdater(
+                ls.BatchIterator(torch.ones(4, 1), 4), optimizers, nets, devices=["cpu"], loss_fn=len
+            )
+            assert updater.loss_scale == own
+            updater.finalize()
 
 
 def test_a_sum_with_buffers_has_the_buffers_of_a_mean() -> None:

@@ -12,14 +12,23 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.updaters import pace
 from lockstep.updaters.overlap import Overlap
+from lockstep.updaters.pace import MEASURED, WARM_UP
 from tests.laws.runs import finalized, state_digest
 
-NUM_UPDATES = 7
-DISTURBED = 4
-"""The update in which something else happens, counted from 0; gradients are sent early since update 2."""
-MARKED = 11
-"""A sample of the disturbed update's batch, in the last shard of the last rank."""
+FIRST = WARM_UP + MEASURED + 2
+"""The first update, counted from 0, whose gradients are sent early: one after the ranks settled on a pace."""
+DISTURBED = FIRST + 2
+"""The update in which something else happens."""
+NUM_UPDATES = FIRST + 5
+TIMED_AGAIN = 2 * (FIRST - 1) - 1
+"""The update at whose meeting the ranks agree to be timed again, where that is after twice as many."""
+BATCH_SIZE = 12
+OPENING = DISTURBED % 2 * BATCH_SIZE
+"""The first sample of the disturbed update's batch, in the first shard of the first rank."""
+MARKED = OPENING + BATCH_SIZE - 1
+"""The last one, in the last shard of the last rank."""
 
 
 class Net(nn.Module):
@@ -77,7 +86,7 @@ class Disturbed:
         self.calls = 0
 
     def __call__(self, model: Any, x: torch.Tensor, samples: torch.Tensor) -> Any:
-        sample = 0 if self.what == "spare, in an earlier shard" else MARKED
+        sample = OPENING if self.what == "spare, in an earlier shard" else MARKED
         marked = self.update == DISTURBED and bool((samples == sample).any())
         self.calls += marked
         way = self.what.partition(",")[0] if marked else "plain"
@@ -90,7 +99,7 @@ class Disturbed:
         return ls.Loss(loss, weight=0 if marked and self.what == "no weight" else None)
 
 
-def disturbed(what: str) -> dict[str, Any]:
+def disturbed(what: str, *, updates: int = NUM_UPDATES, again: int = pace.AGAIN) -> dict[str, Any]:
     """Train, and tell how it ended and how many gradients were there before the ranks met."""
     early: list[int] = []
     plain = Overlap.take
@@ -104,9 +113,9 @@ def disturbed(what: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(1)
     model, loss_fn, raised = Net(), Disturbed(what), ""
-    data = TensorDataset(torch.randn(24, 4), torch.arange(24))
+    data = TensorDataset(torch.randn(2 * BATCH_SIZE, 4), torch.arange(2 * BATCH_SIZE))
     updater = ls.ParallelUpdater(
-        ls.BatchIterator(data, 12, shuffle=False),
+        ls.BatchIterator(data, BATCH_SIZE, shuffle=False),
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model,
         devices=["cpu"],
@@ -116,7 +125,9 @@ def disturbed(what: str) -> dict[str, Any]:
     )
     with pytest.MonkeyPatch.context() as patch, finalized(updater):
         patch.setattr(Overlap, "take", take)
-        while updater.iteration < NUM_UPDATES:
+        patch.setattr(pace, "WORTH", 0.0)  # a busy machine shall move no shard
+        patch.setattr(pace, "AGAIN", again)
+        while updater.iteration < updates:
             loss_fn.update = updater.iteration
             try:
                 updater.update()
@@ -129,7 +140,8 @@ WHATS = ["nothing", "spare", "spare, in an earlier shard", "reentrant", "raise",
 
 
 def all_of_them() -> dict[str, dict[str, Any]]:
-    return {what: disturbed(what) for what in WHATS}
+    timed = {"timed again": disturbed("nothing", updates=TIMED_AGAIN + FIRST + 1, again=2)}
+    return timed | {what: disturbed(what) for what in WHATS}
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -142,19 +154,21 @@ def alone() -> dict[str, dict[str, Any]]:
     return all_of_them()
 
 
-@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("what", [*WHATS, "timed again"])
 def test_the_bits_are_those_of_one_process(what: str, found: Any, alone: Any) -> None:
     assert [rank[what]["end"] for rank in found] == [alone[what]["end"]] * len(found)
 
 
+BEFORE = [FIRST, FIRST + 1]
+AFTER = [FIRST + 3, FIRST + 4]
 CHECKS: dict[str, Callable[[list[int]], bool]] = {
-    "nothing": lambda early: early == [2, 3, 4, 5, 6],
-    "spare": lambda early: early[:2] == [2, 3] and 4 not in early,
-    "spare, in an earlier shard": lambda early: early[:2] == [2, 3] and 4 not in early,
-    "reentrant": lambda early: early[:2] == [2, 3] and 4 not in early,
-    "raise": lambda early: early[:2] == [2, 3],
-    "no weight": lambda early: early[:2] == [2, 3] and 4 not in early,
-    "overflow": lambda early: early == [2, 3, 4, 4, 5, 6],
+    "nothing": lambda early: early == [*BEFORE, DISTURBED, *AFTER],
+    "spare": lambda early: early[:2] == BEFORE and DISTURBED not in early,
+    "spare, in an earlier shard": lambda early: early[:2] == BEFORE and DISTURBED not in early,
+    "reentrant": lambda early: early[:2] == BEFORE and DISTURBED not in early,
+    "raise": lambda early: early[:2] == BEFORE,
+    "no weight": lambda early: early[:2] == BEFORE and DISTURBED not in early,
+    "overflow": lambda early: early == [*BEFORE, DISTURBED, DISTURBED, *AFTER],
 }
 
 
@@ -162,6 +176,11 @@ CHECKS: dict[str, Callable[[list[int]], bool]] = {
 def test_gradients_are_sent_early_where_the_guess_is_right(what: str, found: Any) -> None:
     for rank in found:
         assert CHECKS[what](rank[what]["early"]), rank[what]["early"]
+
+
+def test_gradients_wait_while_ranks_are_timed_again(found: Any) -> None:
+    for rank in found:
+        assert rank["timed again"]["early"] == [*range(FIRST, TIMED_AGAIN + 1), TIMED_AGAIN + FIRST]
 
 
 def test_a_shard_whose_gradients_were_given_away_in_vain_is_computed_anew(found: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any, SupportsFloat
 import torch
 
 from lockstep.communicators import Contribution
+from lockstep.updaters.pace import Told
 from lockstep.updaters.result import ShardReport
 
 
@@ -27,6 +28,7 @@ class Account:
         buffers: The same for buffers.
         buffer_weights: For each buffer, the weights of the shards that changed it.
         workloads: The relative speeds of the rank's places from the next try on.
+        told: How long the rank takes, if it has measured that.
     """
 
     reports: Sequence[ShardReport]
@@ -35,6 +37,7 @@ class Account:
     buffers: Contribution
     buffer_weights: Sequence[float]
     workloads: Sequence[float]
+    told: Told | None
 
     def to_plain(self) -> dict[str, Any]:
         """Give it as lists and numbers."""
@@ -45,6 +48,7 @@ class Account:
             "buffers": _plain_contribution(self.buffers),
             "buffer_weights": list(self.buffer_weights),
             "workloads": list(self.workloads),
+            "told": None if self.told is None else [self.told.seconds, self.told.transfer],
         }
 
     @classmethod
@@ -57,6 +61,7 @@ class Account:
             _contribution(plain["buffers"]),
             plain["buffer_weights"],
             plain["workloads"],
+            None if plain["told"] is None else Told(*plain["told"]),
         )
 
 
@@ -84,7 +89,10 @@ def _plain(value: SupportsFloat) -> Any:
 def _value(plain: Any) -> Any:
     if isinstance(plain, list):
         kind, number = plain
-        return torch.tensor(number, dtype=getattr(torch, kind), device="cpu")
+        dtype = getattr(torch, kind)
+        if isinstance(number, float):
+            return torch.scalar_tensor(number, dtype=dtype, device="cpu")  # several times as fast as `tensor`
+        return torch.tensor(number, dtype=dtype, device="cpu")
     return plain
 
 

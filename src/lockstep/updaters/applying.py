@@ -11,15 +11,16 @@ from torch import nn
 from lockstep.precision import why_it_waits
 from lockstep.replicas.buffers import combine
 from lockstep.replicas.settings import ThreadSettings
+from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.commit import Committer
-from lockstep.updaters.engine import Attempt, GradientEngine
+from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.epochs import Epochs
 from lockstep.updaters.handover import hand_over
 from lockstep.updaters.late import raised
 from lockstep.updaters.names import Names
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.training import Training
-from lockstep.updaters.tries import AnyTry, Tried, UnreadTry
+from lockstep.updaters.tries import AnyTry, UnreadTry
 
 
 class Applier:
@@ -71,14 +72,15 @@ class Applier:
             drawn: How many batches to move past, by the iterator's name.
         """
         if isinstance(tried, UnreadTry) and self.why_it_waits(names) is not None:
-            tried = tried.read(self._training.loss_scale)
+            tried = tried.read()
         if len(names) > 1:
             return self._commit_several(names, tried, settings, drawn)
-        late = self._apply(names, tried, settings) if tried.movable else []
-        late += self._count(tried.movable, drawn, tried.flag)
+        movable = tried.movable
+        late = self._apply(names, tried, settings) if movable else []
+        late += self._count(movable, drawn, tried.flag)
         tried.move(self._training.scale)
         _raise_first(late)
-        return tried.result(applied=tried.movable)
+        return tried.result(applied=movable)
 
     def _commit_several(
         self, names: Names, tried: AnyTry, settings: ThreadSettings, drawn: Mapping[str, int]
@@ -94,15 +96,20 @@ class Applier:
         tried.move(self._training.scale)
         return tried.result(applied=tried.movable)
 
-    def step(self, names: Names, tried: Tried, settings: ThreadSettings) -> UpdateResult:
+    def step(self, names: Names, tried: AnyTry, settings: ThreadSettings) -> AnyTry:
         """Move the weights without counting, and raise at once what user code raises.
 
         Whoever calls this puts everything back after an exception.
+
+        Returns:
+            What was tried, as far as it has been read by now.
         """
+        if isinstance(tried, UnreadTry) and self.why_it_waits(names) is not None:
+            tried = tried.read()
         if tried.movable:
             _raise_first(self._apply(names, tried, settings))
         tried.move(self._training.scale)
-        return tried.result(applied=tried.movable)
+        return tried
 
     def _apply(self, names: Names, tried: AnyTry, settings: ThreadSettings) -> list[BaseException]:
         """Step, then make the new buffers state.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 
 from torch.optim import Optimizer
+
+from lockstep.integers import check_integer
+from lockstep.optim import HookedOptimizer
+from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 
 
 def check_counts(**counts: int | None) -> None:
@@ -16,10 +19,8 @@ def check_counts(**counts: int | None) -> None:
         ValueError: One is too small.
     """
     for name, count in counts.items():
-        if not isinstance(count, int | None):
-            raise TypeError(f"`{name}` must be an integer, got {count!r}.")
-        if count is not None and count < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {count}.")
+        if count is not None:
+            check_integer(name, count, minimum=1)
 
 
 def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
@@ -30,16 +31,6 @@ def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
     """
     if choice not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {choice!r}.")
-
-
-def check_seed(seed: object) -> None:
-    """Refuse a seed that is no integer.
-
-    Raises:
-        TypeError: It is none.
-    """
-    if not isinstance(seed, int):
-        raise TypeError(f"`seed` must be an integer, got {seed!r}.")
 
 
 def check_sharding(
@@ -77,12 +68,29 @@ def check_closures(optimizers: Mapping[str, Optimizer]) -> None:
         TypeError: There is one, such as `torch.optim.LBFGS`.
     """
     for optimizer in optimizers.values():
-        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-        if closure is not None and closure.default is inspect.Parameter.empty:
+        if asks_for_closure(optimizer):
             raise TypeError(
                 "`optimizer` must step by the gradients that are there, got "
                 f"{type(optimizer).__name__}, whose step() asks for a closure that computes them anew."
             )
+
+
+def chosen_scale(given: LossScale | float | None, optimizers: Mapping[str, Optimizer]) -> LossScale:
+    """Take the loss scale that is given, or else the one that optimizers were given, or else 1.
+
+    Raises:
+        TypeError: What is given is no loss scale.
+        ValueError: It is out of range, or optimizers have several.
+    """
+    if given is not None:
+        return parse_loss_scale(given)
+    own = {each.loss_scale for each in optimizers.values() if isinstance(each, HookedOptimizer)} - {None}
+    if len(own) > 1:
+        raise ValueError(
+            "`loss_scale` must be given for optimizers that have loss scales of their own, which differ: "
+            f"got None, and {sorted(map(repr, own))}."
+        )
+    return parse_loss_scale(own.pop() if own else None)
 
 
 def check_step(*, accumulate: int, on_overflow: str) -> None:

@@ -46,7 +46,7 @@ class PlaceTimes:
         def run(place: int) -> None:
             begin = time.perf_counter()
             compute(place)
-            self._wait(place)
+            wait_for(self._devices[place])
             self._seconds[place] += time.perf_counter() - begin
             self._samples[place] += sum(len(shard.samples) for shard, _ in work[place])
 
@@ -74,8 +74,8 @@ class PlaceTimes:
         )
         return speeds
 
-    def _wait(self, place: int) -> None:
-        """Wait until an accelerator has done what it was given."""
-        device = self._devices[place]
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+
+def wait_for(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given, so that a clock tells how long that took."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

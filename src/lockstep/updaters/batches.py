@@ -21,7 +21,7 @@ def batch_size(batch: Any) -> int:
     Raises:
         ValueError: There are none, or tensors of the batch disagree in length.
     """
-    size = len(batch) if isinstance(batch, Samples) else nest.rows(batch)
+    size = len(batch) if _are_samples(batch) else nest.rows(batch)
     if size == 0:
         raise ValueError("`batch` must hold at least one sample, got none.")
     return size
@@ -38,16 +38,21 @@ def shard_arrays(batch: Any, shard: Shard, device: torch.device, converter: Conv
         converter: Makes arrays of samples.
     """
     part = shard.samples
-    if isinstance(batch, Samples):
+    if _are_samples(batch):
         return converter(batch[part.start : part.stop : part.step], device)
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
-        mine = tensor if len(part) == len(tensor) else tensor[part.start : part.stop : part.step]
+        mine = tensor if len(part) == tensor.size(0) else tensor[part.start : part.stop : part.step]
         # Kernels may round differently where elements lie apart.
         mine = mine if part.step == 1 else mine.contiguous()
         return mine if mine.device == device else mine.to(device, non_blocking=True)
 
     return nest.map_tensors(rows, batch)
+
+
+def _are_samples(batch: Any) -> bool:
+    """Tell samples from arrays; to ask a tuple whether it is of an abstract class takes ten times as long."""
+    return type(batch) is not tuple and isinstance(batch, Samples)
 
 
 def call_arguments(arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -56,8 +61,8 @@ def call_arguments(arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     >>> call_arguments({"x": 1})
     ((), {'x': 1})
     """
+    if isinstance(arrays, (tuple, list)):
+        return tuple(arrays), {}
     if isinstance(arrays, Mapping):
         return (), dict(arrays)
-    if isinstance(arrays, tuple | list):
-        return tuple(arrays), {}
     return (arrays,), {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,13 +13,15 @@ from torch import nn
 from lockstep import plan
 from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
-from lockstep.precision import Precision, first_nonfinite, nonfinite_flags
+from lockstep.precision import Precision, first_nonfinite
 from lockstep.replicas import ReplicaGroup
-from lockstep.replicas.buffers import BufferRule, BufferSum, ReplicaBuffers, Slot, buffer_slots
+from lockstep.replicas.buffers import BufferRule, ReplicaBuffers
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
+from lockstep.replicas.slots import Slot, buffer_slots
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum, Tensors
+from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.flat import FlatGradients
@@ -39,37 +41,12 @@ from lockstep.updaters.reduction import (
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.schedule import Everywhere, Part
 from lockstep.updaters.shards import Place, PlaceSums, Recipe
-from lockstep.updaters.verdict import Verdict
+from lockstep.updaters.verdict import judge
 
 SIDE_BY_SIDE: Final = 400_000
 """Elements. With fewer parameters one thread has added them up before a second has begun."""
 
 ALONE: Final = Everywhere()
-
-
-@dataclass(slots=True)
-class Attempt:
-    """What one try at a batch came to; nothing of the training state has changed.
-
-    Attributes:
-        gradients: The gradient of the mean loss for each parameter that asks for one; None where no shard
-            reached it.
-        verdict: Whether it is finite.
-        buffers: What the shards made of the buffers, one entry a place.
-        samples: How many samples took part; 1 where a single shard did.
-        reports: What each shard that took part measured, in order.
-    """
-
-    gradients: Tensors
-    verdict: Verdict
-    buffers: list[BufferSum]
-    samples: int
-    reports: list[ShardReport]
-
-    @property
-    def nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient is not finite, or None; waits for the device."""
-        return self.verdict.nonfinite
 
 
 class GradientEngine:
@@ -121,6 +98,7 @@ class GradientEngine:
         self._precision = precision
         self._buffer_rule: BufferRule = buffers
         self._places: list[Place] = []
+        self._several_devices = len(set(group.devices)) > 1
         self._named: dict[str, nn.Parameter] = {}
         self.parameters: list[nn.Parameter] = []
         """The model's parameters that ask for a gradient, in the order of `Attempt.gradients`."""
@@ -133,7 +111,17 @@ class GradientEngine:
         self._idle: tuple[int, ...] = ()
         self.side_by_side = False
         """Whether reducing and stepping are worth more than one thread."""
+        self.reads_weights = False
+        """Whether weights of the last losses were tensors, which the host waited for."""
         self._streams = ShardStreams(group.devices)
+
+    @property
+    def why_it_waits(self) -> str | None:
+        """Why the last attempt read something though nobody asked for a verdict; None if it did not."""
+        if self.reads_weights:
+            return "the weight of a Loss is a tensor, which tells whether its shard takes part"
+        unpackable = self._places[0].buffers.unpackable if self._places else None
+        return None if unpackable is None else f"the buffer {unpackable!r} is no plain run of numbers"
 
     @property
     def shards_a_batch(self) -> int:
@@ -204,6 +192,8 @@ class GradientEngine:
         sizes = [batch_size(batch) for batch in batches]
         self._prepare()
         part = self.part(sizes)
+        if self._ranks is not None:
+            self._ranks.begin()
         work = [
             [(shard, shard_arrays(batches[shard.batch], shard, device, self._converter)) for shard in run]
             for run, device in zip(part.runs, self.group.devices, strict=True)
@@ -221,6 +211,7 @@ class GradientEngine:
                 where, part, self._like, self._precision.held_dtype is not None
             )
         sums = self._compute(work, recipe, first_stream, settings)
+        self.reads_weights = recipe.reads_weights
         again = interrupted()
         if self._ranks is None:
             return None if again else self._reduce(sums, recipe, settings)
@@ -235,8 +226,8 @@ class GradientEngine:
         )
         if found is None:
             return None
-        found.gradients, flag = finished(found.gradients, recipe.finish(found.reports))
-        return self._checked(found, [flag])
+        found.gradients, finite = finished(found.gradients, recipe.finish(found.reports))
+        return self._checked(found, [finite])
 
     def find_nonfinite(self, batches: Sequence[Any], **options: Any) -> list[NonFiniteShard]:
         """List the shards whose gradients are not finite, and change nothing.
@@ -338,7 +329,9 @@ class GradientEngine:
         def compute(place: int) -> None:
             stream = streams(group.devices[place])
             with _resting([places[place].parameters[index] for index in idle]) if idle else nullcontext():
-                sums[place] = places[place].run(work[place], recipe, stream, lambda: group.stopping)
+                sums[place] = places[place].run(
+                    work[place], recipe, stream, partial(group.stops_before, place)
+                )
 
         timing = self._timing
         if timing is None:
@@ -352,17 +345,17 @@ class GradientEngine:
         """Add up the places, divide once by the summed weight and the loss scale, and check the result."""
         reports = [report for place in sums for report in place.reports]
         partials = [partial for place in sums for partial in place.gradients.partials]
-        if len(self._places) > 1:
+        if self._several_devices:
             partials = gather(partials, self.group.devices[0])
-        gradients, flags = self._sum(
+        gradients, finite = self._sum(
             partials or [PartialSum(0, [None] * len(self.parameters))], recipe.finish(reports), settings
         )
         whole = WholeBatch(
-            gradients, [place.buffers for place in sums], sum(place.samples for place in sums), reports
+            gradients, [place.buffers for place in sums], sum([place.samples for place in sums]), reports
         )
-        return self._checked(whole, flags)
+        return self._checked(whole, finite)
 
-    def _checked(self, whole: WholeBatch, flags: Sequence[torch.Tensor | None]) -> Attempt:
+    def _checked(self, whole: WholeBatch, finite: Sequence[bool | None]) -> Attempt:
         """Make an attempt of the whole gradient and of what was told of its slices."""
         if whole.reports and all(gradient is None for gradient in whole.gradients):
             raise ValueError(
@@ -372,37 +365,26 @@ class GradientEngine:
         gradients = whole.gradients if self.flat is None else self.flat.store(whole.gradients)
         return Attempt(
             gradients=gradients,
-            verdict=self._verdict(gradients, flags),
+            verdict=judge(self._named, gradients, finite),
             buffers=whole.buffers,
             samples=whole.samples,
             reports=whole.reports,
         )
 
-    def _verdict(self, gradients: Tensors, flags: Sequence[torch.Tensor | None]) -> Verdict:
-        """Read the flags and name the parameter they are about; where there are none, read nothing."""
-        unread = flags[0] is None
-        if not unread and not any(flags):
-            return Verdict()
-        named = zip(self._named, gradients, strict=True)
-        present = {name: gradient for name, gradient in named if gradient is not None}
-        if unread and present:
-            return Verdict.unread(list(present), nonfinite_flags(list(present.values())))
-        return Verdict(first_nonfinite(present))
-
     def _sum(
-        self, partials: list[PartialSum], finish: Finish[torch.Tensor | None], settings: ThreadSettings
-    ) -> tuple[Tensors, list[torch.Tensor | None]]:
+        self, partials: list[PartialSum], finish: Finish[bool | None], settings: ThreadSettings
+    ) -> tuple[Tensors, list[bool | None]]:
         """Sum and finish, in slices side by side where that pays."""
         if not (self.side_by_side and can_be_cut(partials)):
-            gradients, flag = reduce_whole(partials, finish)
-            return gradients, [flag]
-        flags: list[torch.Tensor | None] = []
+            gradients, told = reduce_whole(partials, finish)
+            return gradients, [told]
+        finite: list[bool | None] = []
 
         def reduce(place: int) -> None:
-            flags.append(reduce_slice(partials, self._slices[place], finish))
+            finite.append(reduce_slice(partials, self._slices[place], finish))
 
         self.group.run(reduce, settings=settings)
-        return roots(partials, len(self.parameters)), flags
+        return roots(partials, len(self.parameters)), finite
 
 
 def _in_float32(parameter: torch.Tensor) -> torch.Tensor:

@@ -25,12 +25,15 @@ class Followers:
         self._main = main
         self._modules = list(modules)
 
-    @torch.no_grad()
     def follow(self) -> None:
         """Copy what the main one holds into the others."""
+        if self._modules and not lazy.is_uninitialised(self._main):
+            self._copy()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        """Do so where there is something on both sides."""
         for module in self._modules:
-            if lazy.is_uninitialised(self._main):
-                return
             if lazy.is_uninitialised(module):
                 module.load_state_dict(self._main.state_dict())  # which gives its parameters their shapes
             theirs = dict(_tensors(self._main))

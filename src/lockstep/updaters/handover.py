@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import nn
 
+from lockstep.replicas.gradients import hooked
 from lockstep.tree import Tensors
 
 
@@ -31,20 +31,11 @@ def hand_over(
     for parameter in frozen:
         parameter.grad = None
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None and parameter._backward_hooks:
-            gradient = _hooked(parameter, gradient)  # noqa: PLW2901 - a hook's answer stands in for it
+        if gradient is not None:
+            gradient = hooked(parameter, gradient)  # noqa: PLW2901 - a hook's answer stands in for it
         target = receiver(parameter)
         # A half-precision parameter without a master is nobody's; its gradient comes in float32 all the same.
         target.grad = gradient if gradient is None else gradient.to(target.dtype)
-
-
-def _hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
-    """Run a parameter's tensor hooks on its gradient."""
-    with torch.no_grad():
-        for hook in (parameter._backward_hooks or {}).values():
-            replaced = hook(gradient)
-            gradient = gradient if replaced is None else replaced
-    return gradient
 
 
 def refuse_accumulate_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

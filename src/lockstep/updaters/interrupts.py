@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # the module `signal` wraps it in enums, at ten times the cost
-import threading
-from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any
+from types import FrameType
+
+from lockstep.replicas.interrupts import HeldSignal
+from lockstep.replicas.replica_set import ReplicaSet
 
 
-class HeldInterrupts:
+class HeldInterrupts(HeldSignal):
     """Take note of SIGINT during an update, and raise it where nothing has changed yet.
 
     The first Ctrl-C asks the replicas to stop at their next shard. A second one, given by somebody who
@@ -17,30 +17,13 @@ class HeldInterrupts:
     main thread only; elsewhere Python delivers no signals and this does nothing.
 
     Args:
-        on_interrupt: Called at the first Ctrl-C; must be quick.
+        group: Asked to stop at the first Ctrl-C, and knows who was at work then.
     """
 
-    def __init__(self, on_interrupt: Callable[[], None]) -> None:
-        self._on_interrupt = on_interrupt
-        self._handler: Any = None
-        self._pending = False
+    def __init__(self, group: ReplicaSet) -> None:
+        super().__init__()
+        self._group = group
         self._committing = False
-
-    def __enter__(self) -> HeldInterrupts:
-        if threading.current_thread() is threading.main_thread():
-            handler = _signal.getsignal(_signal.SIGINT)
-            if callable(handler):
-                self._handler = handler
-                _signal.signal(_signal.SIGINT, self._note)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._handler is not None:
-            _signal.signal(_signal.SIGINT, self._handler)
-            if self._pending and error is None:
-                self._handler(_signal.SIGINT, None)
 
     def check(self) -> bool:
         """Deliver an interrupt that came since; called where nothing has changed yet.
@@ -50,7 +33,8 @@ class HeldInterrupts:
         """
         came, self._pending = self._pending, False
         if came:
-            self._handler(_signal.SIGINT, None)
+            with self._group.at_work:
+                self._handler(_signal.SIGINT, None)
         return came
 
     def commit(self) -> None:
@@ -68,4 +52,4 @@ class HeldInterrupts:
             self._handler(number, frame)
             return
         self._pending = True
-        self._on_interrupt()
+        self._group.stop()

@@ -20,7 +20,8 @@ class Loss:
         weight: How much the mean stands for, say its number of tokens: at least 0, a number or a tensor of
             one element. None for the number of samples. A shard of weight 0 takes no part in the update.
         metrics: Sums and weights by name, for example ``{"accuracy": (correct, count)}``; they are added
-            up over shards, so that the quotient is that of the whole batch.
+            up over shards, so that the quotient is that of the whole batch. A pair may be a tensor of two
+            elements as well.
 
     >>> Loss(torch.tensor(0.5, requires_grad=True), weight=12, metrics={"accuracy": (9, 12)}).weight
     12
@@ -28,7 +29,9 @@ class Loss:
 
     value: torch.Tensor
     weight: float | torch.Tensor | None = None
-    metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor]] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor] | torch.Tensor] = field(
+        default_factory=dict
+    )
 
 
 class LossFunction(Protocol):
@@ -111,7 +114,11 @@ def check_loss(returned: object) -> Loss:
 
 
 def _is_pair(value: object) -> bool:
-    return isinstance(value, tuple | list) and len(value) == len(("sum", "weight"))
+    """Say whether it falls into two: two values, or a tensor of two elements."""
+    two = len(("sum", "weight"))
+    if isinstance(value, torch.Tensor):
+        return value.shape == (two,)
+    return isinstance(value, tuple | list) and len(value) == two
 
 
 def loss_weight(loss: Loss, num_samples: int) -> float:

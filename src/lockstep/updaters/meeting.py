@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 from lockstep.communicators import Communicator
-from lockstep.errors import DisagreementError, PeerError
+from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
 from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.overlap import Overlap
@@ -25,6 +25,8 @@ LONGEST_TRACEBACK: Final = 20_000
 
 Position = Mapping[str, Any]
 """What ranks must agree on when they meet, by the name that an error shall give it."""
+
+_BRIEF: Final = json.JSONEncoder(separators=(",", ":"))
 
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
@@ -51,7 +53,7 @@ class Meeting(ABC):
         Raises:
             PeerError: A rank failed.
             DisagreementError: A rank is somewhere else.
-            KeyboardInterrupt: A rank was interrupted.
+            PeerInterrupt: A rank was interrupted.
         """
 
     @abstractmethod
@@ -139,7 +141,7 @@ class RankMeeting(Meeting):
         Raises:
             PeerError: A rank failed.
             DisagreementError: A rank is somewhere else, or its state is another.
-            KeyboardInterrupt: A rank was interrupted.
+            PeerInterrupt: A rank was interrupted.
         """
         message = {"position": position, "again": again, "account": account, "state": self._alike.digest()}
         # What is raised from here on, the others raise as well, or cannot be told.
@@ -187,7 +189,7 @@ class RankMeeting(Meeting):
 
     def _exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         told = {**message, "sum": self.overlap.close()}
-        payload = json.dumps(told, separators=(",", ":")).encode()
+        payload = _BRIEF.encode(told).encode()
         # Room for riders also travels where there are none, or a rank would wait for what does not come.
         said = [json.loads(each) for each in self._communicator.exchange_with(payload, self.riders.table)]
         self.overlap.settle()
@@ -201,7 +203,7 @@ def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:
     if said["ended"]:
         _raise_ended(rank)
     if said["interrupt"]:
-        raise KeyboardInterrupt(f"Rank {rank} was interrupted.")
+        raise PeerInterrupt(f"Rank {rank} was interrupted.", rank=rank)
     raise PeerError(
         f"Rank {rank} raised {said['error']}\nIts own traceback:\n{said['traceback'].rstrip()}",
         rank=rank,

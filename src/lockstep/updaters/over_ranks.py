@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lockstep.communicators import Communicator, Contribution
-from lockstep.replicas.buffers import BufferSum, Slot
+from lockstep.replicas.buffer_sums import BufferSum, real
+from lockstep.replicas.buffers import AnyBufferSum
+from lockstep.replicas.slots import Slot
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.account import Account
 from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.meeting import Position, RankMeeting
 from lockstep.updaters.overlap import Delivery, Guess, can_overlap
+from lockstep.updaters.pace import Pacer
 from lockstep.updaters.reduction import gather
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.schedule import Everywhere, Part
 from lockstep.updaters.shards import PlaceSums
+
+LOG = logging.getLogger("lockstep")
 
 
 @dataclass(slots=True)
@@ -33,7 +39,7 @@ class WholeBatch:
     """
 
     gradients: Tensors
-    buffers: list[BufferSum]
+    buffers: list[AnyBufferSum]
     samples: int
     reports: list[ShardReport]
 
@@ -45,26 +51,46 @@ class RankReduction:
         communicator: Joins the ranks.
         meeting: Where they meet.
         workloads: The relative speeds of the places of every rank.
+        pacer: Times the ranks.
     """
 
     def __init__(
-        self, communicator: Communicator, meeting: RankMeeting, workloads: Sequence[Sequence[float]]
+        self,
+        communicator: Communicator,
+        meeting: RankMeeting,
+        workloads: Sequence[Sequence[float]],
+        pacer: Pacer,
     ) -> None:
         self._communicator = communicator
         self.meeting = meeting
+        self._pacer = pacer
+        self._was_steady = False
         self._key: str | None = None
         self._delivery: Delivery | None = None
         self._take(workloads)
 
     def _take(self, workloads: Sequence[Sequence[float]]) -> None:
         rank = self._communicator.rank
-        self.everywhere = Everywhere(
-            tuple(speed for each in workloads[:rank] for speed in each),
-            tuple(speed for each in workloads[rank + 1 :] for speed in each),
-        )
+        speeds = tuple(map(tuple, workloads))
+        self.everywhere = Everywhere(speeds[:rank], speeds[rank + 1 :], self._pacer.pace)
         """The places of the other ranks, as of the last meeting."""
-        self.workloads = list(workloads[rank])
+        self.workloads = speeds[rank]
         """Those of this rank, as the others know them."""
+
+    def begin(self) -> None:
+        """Take note that the shards of a try are about to be computed."""
+        self._pacer.begin()
+
+    def _settle(self, accounts: Sequence[Account]) -> bool:
+        """Take over what all ranks told of their places, and tell whether they stay as they are."""
+        before = self.everywhere, self.workloads
+        self._pacer.settle([each.told for each in accounts])
+        self._take([each.workloads for each in accounts])
+        steady = before == (self.everywhere, self.workloads) and not self._pacer.measuring
+        if steady and not self._was_steady and self._communicator.rank == 0:
+            LOG.info("Shards on each rank: %s.", " + ".join(str(len(each.reports)) for each in accounts))
+        self._was_steady = steady
+        return steady
 
     def deliver(
         self, position: Position, part: Part, like: Sequence[torch.Tensor], held: bool
@@ -109,7 +135,7 @@ class RankReduction:
         Raises:
             PeerError: A rank failed.
             DisagreementError: A rank is somewhere else.
-            KeyboardInterrupt: A rank was interrupted.
+            PeerInterrupt: A rank was interrupted.
         """
         delivery, self._delivery = self._delivery, None
         if delivery is None or not delivery.has_begun:
@@ -118,6 +144,7 @@ class RankReduction:
         else:
             partials, contribution = [], delivery.announced
         buffers = _OwnBuffers.of(sums, part, slots)
+        self._pacer.meet(like[0].device, part.runs, self.workloads)
         account = Account(
             [report for place in sums for report in place.reports],
             sum(place.samples for place in sums),
@@ -125,20 +152,24 @@ class RankReduction:
             Contribution.of(buffers.partials),
             buffers.weights,
             workloads,
+            self._pacer.told,
         )
         self._communicator.watch.phase("reduce")
-        self.meeting.riders.board(partials)
+        self.meeting.riders.board(partials, contribution, like)
         plain = self.meeting.meet(position, account.to_plain(), again=again)
         if plain is None:
             self.meeting.part()
             return None
         accounts = [Account.from_plain(each) for each in plain]
-        self._take([each.workloads for each in accounts])
+        steady = self._settle(accounts)
         reports = [report for each in accounts for report in each.reports]
         # Not divided on the way: every rank divides and checks in one pass over the memory.
         contributions = [each.gradients for each in accounts]
         one_place = all(len(each.workloads) == 1 for each in accounts)
-        gradients = self._sum(partials, contributions, like, may_guess=one_place)
+        self._pacer.sum()
+        gradients = self._sum(partials, contributions, like, may_guess=one_place, steady=steady)
+        if position["computation"] == 0:  # a search, or another network's, takes its own time
+            self._pacer.end(like[0].device, [len(each.shards) for each in contributions])
         new_buffers = self._sum_buffers(buffers, accounts, slots)
         self.meeting.part()
         return WholeBatch(gradients, [new_buffers], sum(each.samples for each in accounts), reports)
@@ -150,6 +181,7 @@ class RankReduction:
         like: Sequence[torch.Tensor],
         *,
         may_guess: bool,
+        steady: bool,
     ) -> Tensors:
         """Add up gradients, if that is not done already, and guess what the next ones will be."""
         overlap = self.meeting.overlap
@@ -161,7 +193,7 @@ class RankReduction:
             gradients = self._communicator.sum_partials(partials, contributions, like)
         may_guess &= can_overlap(contributions, like)
         key = self._key if may_guess else None
-        overlap.learn(None if key is None else Guess(key, tuple(contributions), like))
+        overlap.learn(None if key is None else Guess(key, tuple(contributions), like), steady=steady)
         return gradients
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
@@ -183,26 +215,39 @@ class RankReduction:
         contributions = _first_only([account.buffers for account in accounts], count)
         _drop(own.partials, contributions[self._communicator.rank])
         like = [buffer for slot in slots if (buffer := slot.get()) is not None]
-        summed = self._communicator.sum_partials(own.partials, contributions, [*like, *like], compress=False)
+        summed = self._communicator.sum_partials(
+            own.partials, contributions, [*map(real, like), *like], compress=False
+        )
         return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
 
 
-def join(communicator: Communicator, workloads: Sequence[float], alike: Alikeness) -> RankReduction | None:
+def join(
+    communicator: Communicator,
+    workloads: Sequence[float],
+    alike: Alikeness,
+    *,
+    movable: bool,
+    by_workloads: bool,
+) -> RankReduction | None:
     """Get to know the places of all ranks; every rank calls it.
 
     Args:
         communicator: Joins them.
         workloads: The relative speeds of this rank's places.
         alike: Compares the ranks when they meet.
+        movable: Whether the result is the same wherever shards are computed.
+        by_workloads: Whether the user has said how fast this rank's places are.
 
     Returns:
         What adds up over them; None for a process that is alone.
     """
     if communicator.size == 1:
         return None
-    said = communicator.exchange(json.dumps(list(workloads)).encode())
-    meeting = RankMeeting(communicator, alike)
-    return RankReduction(communicator, meeting, [json.loads(each) for each in said])
+    own = [list(workloads), movable and communicator.exact, by_workloads]
+    said = [json.loads(each) for each in communicator.exchange(json.dumps(own).encode())]
+    speeds, free, told = zip(*said, strict=True)
+    pacer = Pacer(movable=all(free), by_workloads=any(told))
+    return RankReduction(communicator, RankMeeting(communicator, alike), speeds, pacer)
 
 
 @dataclass(slots=True)
@@ -221,7 +266,7 @@ class _OwnBuffers:
     def of(cls, sums: Sequence[PlaceSums], part: Part, slots: Sequence[Slot]) -> _OwnBuffers:
         if not slots:
             return cls([], [])
-        places = [place.buffers for place in sums]
+        places = [place.buffers.read() for place in sums]
         device = _home(slots)
         partials = _merged([place.means.partials for place in places], part, device)
         firsts = [

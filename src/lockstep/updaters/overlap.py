@@ -80,15 +80,16 @@ class Overlap:
         self._tried = False
         self._summed: Tensors | None = None
 
-    def learn(self, found: Guess | None) -> None:
+    def learn(self, found: Guess | None, *, steady: bool = True) -> None:
         """Take note of a reduction that all ranks made, and guess the next one.
 
         Args:
             found: The reduction; None for one that tells nothing of the next.
+            steady: Whether shards stay where they are, and nobody times them, which guesses would disturb.
         """
         self._alike = self._alike + 1 if found is not None and found.is_like(self._last) else 1
         self._last = found
-        self._guess = found if self._alike >= self._patience else None
+        self._guess = found if steady and self._alike >= self._patience else None
 
     def deliver(self, key: str, part: Part, like: Sequence[torch.Tensor]) -> Delivery | None:
         """Begin the sum that was guessed, if this is it.

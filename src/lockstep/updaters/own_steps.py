@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from lockstep.errors import OrderError
-from lockstep.precision import LossScale
+from lockstep.precision import ScaleThen, sent
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.streams import DefaultStream, stream_seed
 from lockstep.updaters.applying import Applier
@@ -21,7 +23,7 @@ from lockstep.updaters.names import MAIN, Names, look_up
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.savepoint import Savepoint
 from lockstep.updaters.training import Training
-from lockstep.updaters.tries import Computation, Tried
+from lockstep.updaters.tries import AnyTry, Computation
 from lockstep.updaters.trying import Trier
 
 
@@ -37,20 +39,33 @@ class Step:
         computed: The gradients that no optimizer has stepped by, by the optimizers they are for.
         computations: How many gradients were computed.
         results: What each of them measured, with the optimizers it was for.
-        applied: Whether any weights moved.
+        moved: What the optimizers stepped by.
     """
 
     interrupts: HeldInterrupts
     settings: ThreadSettings
     savepoint: Savepoint
     drawn: Counter[str]
-    computed: dict[Names, Tried] = field(default_factory=dict)
+    computed: dict[Names, AnyTry] = field(default_factory=dict)
     computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
-    applied: bool = False
+    moved: list[AnyTry] = field(default_factory=list)
 
-    def result(self, scale: LossScale) -> UpdateResult:
-        """Put together what the computations measured: all of them, and each optimizer's."""
+    @property
+    def unless(self) -> torch.Tensor | None:
+        """Above 0 if every step was left out after all: 0-d, on a device; None where the host knows."""
+        flags = [each.flag for each in self.moved]
+        known = [flag for flag in flags if flag is not None]
+        if not known or len(known) < len(flags):
+            return None
+        return torch.stack([sent(flag, known[0].device) for flag in known]).amin()
+
+    def result(self, scale: ScaleThen) -> UpdateResult:
+        """Put together what the computations measured: all of them, and each optimizer's.
+
+        Args:
+            scale: The loss scale before.
+        """
         found = [result for _, result in self.results]
         labels = dict.fromkeys("+".join(names) for names, _ in self.results)
         parts = {
@@ -58,11 +73,12 @@ class Step:
             for label in labels
         }
         merged = _merged(found, scale)
+        moved, unless = bool(self.moved), self.unless
         return UpdateResult(
-            applied=self.applied,
+            applied=lambda: moved and (unless is None or not bool(unless)),
             tries=merged.tries,
-            loss_scale=merged.loss_scale,
-            nonfinite=merged.nonfinite,
+            loss_scale=lambda: merged.loss_scale,
+            nonfinite=lambda: merged.nonfinite,
             reports=merged.reports,
             parts=parts if len(parts) > 1 else {},
         )
@@ -115,30 +131,44 @@ class OwnSteps:
         training, engine = self._training, self._engine
         with self._meeting.telling():
             batch = training.iterator.peek()
-        loss_scale = training.loss_scale
+        scale = training.scale.now
         self._step = step = Step(interrupts, settings, training.save(), Counter({MAIN: 1}))
         try:
             with DefaultStream(engine.group.devices[0]) as stream, self._meeting.telling():
                 stream.seed(stream_seed(engine.seed, lane(STEP) + self._trier.first_stream()))
                 core(batch)
                 self._meeting.agree(self._trier.position(computation="end"), interrupts)
-            self._applier.count_or_undo(step.applied, step.drawn)
+            self._applier.count_or_undo(bool(step.moved), step.drawn, step.unless)
         except BaseException:
             interrupts.hold()
             step.savepoint.restore()
-            training.scale.value = loss_scale
+            training.scale.now = scale
             raise
         finally:
             self._step = None
-        return step.result(training.loss_scale)
+        return step.result(scale)
 
     def compute(
-        self, batch: Any, loss_fn: LossFunction, names: Names, wanted: frozenset[int] | None
+        self,
+        batch: Any,
+        loss_fn: LossFunction,
+        names: Names,
+        wanted: frozenset[int] | None,
+        *,
+        unread: bool,
     ) -> UpdateResult:
-        """Compute a gradient, at ever lower loss scales where that is asked for."""
+        """Compute a gradient, at ever lower loss scales where that is asked for.
+
+        Args:
+            batch: Any.
+            loss_fn: Of what.
+            names: The optimizers it is for.
+            wanted: Their parameters, by ``id``; None for all.
+            unread: Whether to leave it on the device whether the gradient is finite.
+        """
         step = self._running()
         computation = Computation(loss_fn, wanted, step.computations)
-        tried = self._trier.try_batch(
+        tried = (self._trier.try_batch_unread if unread else self._trier.try_batch)(
             batch, step.interrupts, step.settings, computation, savepoint=step.savepoint
         )
         step.computations += 1
@@ -157,9 +187,10 @@ class OwnSteps:
         step = self._running()
         check_computed(names, step.computed)
         step.interrupts.check()
-        result = self._applier.step(names, step.computed.pop(names), step.settings)
-        step.applied |= result.applied
-        return result
+        tried = self._applier.step(names, step.computed.pop(names), step.settings)
+        if tried.movable:
+            step.moved.append(tried)
+        return tried.result(applied=tried.movable)
 
     def next_batch(self, name: str) -> Any:
         """Take a further batch; its iterator moves past it when the update is complete.
@@ -180,7 +211,7 @@ class OwnSteps:
         return self._step
 
 
-def check_computed(names: Names, computed: dict[Names, Tried]) -> None:
+def check_computed(names: Names, computed: Mapping[Names, AnyTry]) -> None:
     """Refuse to step by a gradient that nobody computed.
 
     Raises:
@@ -193,13 +224,17 @@ def check_computed(names: Names, computed: dict[Names, Tried]) -> None:
         )
 
 
-def _merged(results: Sequence[UpdateResult], scale: LossScale) -> UpdateResult:
+def _merged(results: Sequence[UpdateResult], scale: ScaleThen) -> UpdateResult:
     """Take several computations as one: reports of all, the last loss scale, the most tries."""
-    bad = [result.nonfinite for result in results if result.nonfinite is not None]
+
+    def last_bad() -> str | None:
+        bad = [result.nonfinite for result in results if result.nonfinite is not None]
+        return bad[-1] if bad else None
+
     return UpdateResult(
         applied=False,
         tries=max((result.tries for result in results), default=0),
-        loss_scale=results[-1].loss_scale if results else scale.factor,
-        nonfinite=bad[-1] if bad else None,
+        loss_scale=lambda: results[-1].loss_scale if results else scale.value.factor,
+        nonfinite=last_bad,
         reports=[report for result in results for report in result.reports],
     )

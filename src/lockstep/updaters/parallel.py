@@ -17,7 +17,8 @@ from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, collate
 from lockstep.data.source import Source
 from lockstep.errors import OrderError
-from lockstep.precision import LossScale, MovingScale, parse_loss_scale, parse_precision
+from lockstep.integers import check_integer
+from lockstep.precision import LossScale, MovingScale, parse_precision
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
@@ -29,9 +30,9 @@ from lockstep.updaters.arguments import (
     check_closures,
     check_counts,
     check_flat,
-    check_seed,
     check_sharding,
     check_step,
+    chosen_scale,
 )
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter
@@ -51,6 +52,7 @@ from lockstep.updaters.training import Training
 from lockstep.updaters.tries import AnyTry, Computation, Tried
 from lockstep.updaters.trying import OnExhausted, OnOverflow, Trier, TryRules
 from lockstep.updaters.updater import Updater
+from lockstep.updaters.waiting import Waiting
 
 LOG = logging.getLogger("lockstep")
 
@@ -87,7 +89,8 @@ class ParallelUpdater(Updater):
         num_shards: Shards a batch, at least 1; part of what the result means. None for one a device, sized by
             its workload: then the bits depend on the number of devices.
         workloads: Relative speeds of the devices, by which shards are assigned; equal ones by default.
-            ``"auto"`` measures them over the first updates, for a fixed `num_shards` only.
+            ``"auto"`` measures them over the first updates, for a fixed `num_shards` only. Processes whose
+            speeds nobody gives are measured by themselves, where `num_shards` is fixed.
         loss_fn: Called as ``loss_fn(replica, *batch)``, a dict batch by keyword; returns a mean loss or a
             `Loss`. For several networks it gets a dict of their replicas. By default the model itself
             returns the loss.
@@ -103,7 +106,8 @@ class ParallelUpdater(Updater):
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: what autocast computes in. ``"bf16-true"`` or
             ``"fp16-true"`` for a model that is held in that format: gradients are summed in float32, and
             optimizers move float32 masters; see `master_weights`. Data stays in its own format.
-        loss_scale: A number or a `LossScale`; None for 1. One for all optimizers.
+        loss_scale: A number or a `LossScale`, one for all optimizers; None for the one they have (see
+            `loss_scaling`), from which the updater's goes its own way, or else 1.
         on_overflow: What follows a gradient that is not finite, once the loss scale has stepped down:
             ``"retry"`` the same batch in the same random streams, draw the ``"next"``, or ``"skip"`` it. A
             batch whose loss itself is not finite stays so at any scale: retries then end at the floor or
@@ -118,8 +122,8 @@ class ParallelUpdater(Updater):
             ``parameter.grad`` is a view; costs a copy. For one optimizer whose parameters have one dtype.
         communicator: Joins the processes of the run, each with devices of its own, whose shards are parts of
             one batch. Found in the environment unless given; alone, a process is the whole run.
-        check_every: Within how many updates processes compare all bits of their states, at least 1; a part at
-            each update. What must be alike otherwise is compared before the first update.
+        check_every: Within how many updates processes compare all bits of their states, at least 1; a part
+            every few updates. What must be alike otherwise is compared before the first update.
         differing_models: Whether models that differ over processes when a run begins become that of rank 0
             (``"broadcast"``) or end the run (``"refuse"``).
 
@@ -169,7 +173,7 @@ class ParallelUpdater(Updater):
             num_shards=num_shards, accumulate=accumulate, max_tries=max_tries, check_every=check_every
         )
         check_choice("differing_models", differing_models, ("broadcast", "refuse"))
-        check_seed(seed)
+        check_integer("seed", seed)
         check_choice("reduction", reduction, ("mean", "sum"))
         check_choice("on_overflow", on_overflow, ("retry", "next", "skip"))
         check_choice("on_exhausted", on_exhausted, ("skip", "raise"))
@@ -197,7 +201,7 @@ class ParallelUpdater(Updater):
             iterators=iterators_by_name(iterator),
             schedulers=named_schedulers("scheduler", scheduler, optimizers),
             epoch_schedulers=named_schedulers("epoch_scheduler", epoch_scheduler, optimizers),
-            scale=MovingScale(parse_loss_scale(loss_scale)),
+            scale=MovingScale(chosen_scale(loss_scale, optimizers)),
         )
         group = training.group
         self._communicator = find_communicator() if communicator is None else communicator
@@ -227,7 +231,13 @@ class ParallelUpdater(Updater):
             every=check_every,
             differing=differing_models,
         )
-        ranks = join(self._communicator, group.workloads, alike)
+        ranks = join(
+            self._communicator,
+            group.workloads,
+            alike,
+            movable=num_shards is not None,
+            by_workloads=arranged.workloads is not None,
+        )
         self._meeting: Meeting = NoMeeting() if ranks is None else ranks.meeting
         self._engine = GradientEngine(
             group,
@@ -251,11 +261,10 @@ class ParallelUpdater(Updater):
         self._has_loss = loss_fn is not None or not arranged.several
         self._usual = Computation(model_is_loss if loss_fn is None else arranged.loss_fn(loss_fn))
         self._step_fn = step_fn
-        self._on_overflow = on_overflow
-        self._has_told = False
         rules = TryRules(accumulate, on_overflow, max_tries, on_exhausted)
         self._trier = Trier(self._engine, training, rules, self._meeting)
         self._applier = Applier(self._engine, training, auto_new_epoch=auto_new_epoch)
+        self._waiting = Waiting(on_overflow, self._communicator, training, self._engine, self._applier)
         self._steps = OwnSteps(self._engine, training, self._trier, self._applier, self._meeting)
         self._computed: dict[Names, Tried] = {}
         if ranks is not None:
@@ -283,7 +292,7 @@ class ParallelUpdater(Updater):
         if self._steps.under_way:
             raise OrderError("`update` must not be called by a step function.")
         self._meeting.begin()
-        with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
+        with HeldInterrupts(self._training.group) as interrupts, self._computing() as settings:
             if self._takes_steps:
                 self._computed = {}
                 result = self._steps.update(self.update_core, interrupts, settings)
@@ -337,11 +346,12 @@ class ParallelUpdater(Updater):
         loss = self._usual.loss_fn if loss_fn is None else self._adapt_loss(loss_fn)
         wanted = None if optimizer is None else self._training.parameters_of(optimizer)
         if self._steps.under_way:
-            return self._steps.compute(batch, loss, names, wanted)
+            unread = self._waiting.leaves_unread(names)
+            return self._steps.compute(batch, loss, names, wanted, unread=unread)
         known = self._computed.get(names)
         computation = Computation(loss, wanted, len(self._computed) if known is None else known.ordinal)
         self._meeting.begin()
-        with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
+        with HeldInterrupts(self._training.group) as interrupts, self._computing() as settings:
             tried = self._trier.try_once(batch, interrupts, settings, computation)
             self._applier.hand_over(tried.attempt, wanted)
         self._computed[names] = tried
@@ -365,7 +375,7 @@ class ParallelUpdater(Updater):
             return self._steps.apply(names)
         check_computed(names, self._computed)
         tried = self._computed.pop(names)
-        with HeldInterrupts(self._training.group.stop) as interrupts, self._computing() as settings:
+        with HeldInterrupts(self._training.group) as interrupts, self._computing() as settings:
             self._meeting.commit(interrupts)
             result = self._applier.commit(names, tried, settings, drawn={})
             self._followers.follow()
@@ -373,13 +383,8 @@ class ParallelUpdater(Updater):
 
     def _try(self, interrupts: HeldInterrupts, settings: ThreadSettings) -> tuple[int, AnyTry]:
         """Try the iterator's batches, without looking at what came of it where that is possible."""
-        if self._on_overflow == "skip":
-            why = self.why_it_waits
-            if why is None:
-                return self._trier.try_unread(interrupts, settings, self._usual)
-            if not self._has_told:
-                self._has_told = True
-                LOG.info("Every update reads whether its gradient is finite: %s.", why)
+        if self._waiting.leaves_unread(tuple(self._training.optimizers)):
+            return self._trier.try_unread(interrupts, settings, self._usual)
         return self._trier.try_batches(interrupts, settings, self._usual)
 
     def next_batch(self, name: str = MAIN) -> Any:
@@ -409,7 +414,7 @@ class ParallelUpdater(Updater):
         if self._takes_steps:
             raise OrderError("`find_nonfinite` must be called of an updater that takes no steps of its own.")
         self._meeting.begin()
-        with HeldInterrupts(self._training.group.stop), self._computing() as settings:
+        with HeldInterrupts(self._training.group), self._computing() as settings:
             return self._trier.find_nonfinite(settings, self._usual.loss_fn)
 
     def master_weights(self, model: str = MAIN) -> dict[str, torch.Tensor]:
@@ -456,21 +461,18 @@ class ParallelUpdater(Updater):
 
     @property
     def why_it_waits(self) -> str | None:
-        """Why `update` reads on the host whether a gradient is finite; None where it reads nothing.
+        """Why `update` reads on the host what is on the device; None where it reads nothing.
 
         It need not with ``on_overflow="skip"`` in one process, for optimizers that leave a step out by a flag
         on the device, which are torch's with ``fused=True``, with no scheduler that counts applied updates
         and no hook of a step that does more than change gradients. (The first step of a fused SGD with
         momentum reads the flag all the same.) Then what an update came to is decided on the device, and read
-        by whoever looks at its result, at `applied_updates`, `loss_scale` or `state_dict`.
+        by whoever looks at its result, at `applied_updates`, `loss_scale` or `state_dict`. A step function
+        that looks at nothing is no reason either.
+
+        That losses have tensors for weights is known, and said, from the first of them on.
         """
-        if self._on_overflow != "skip":
-            return f"on_overflow={self._on_overflow!r} decides on the host whether there is another try"
-        if self._takes_steps:
-            return "a step function may look at every gradient"
-        if self._communicator.size > 1:
-            return "the processes tell each other of every try"
-        return self._applier.why_it_waits(tuple(self._training.optimizers))
+        return self._waiting.why()
 
     @property
     def epoch(self) -> int:

@@ -10,12 +10,13 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.graph import _engine_run_backward
 
 from lockstep.errors import ReplicaError
 from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
-from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_
-from lockstep.replicas.buffers import BufferSum, ReplicaBuffers
+from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_look_
+from lockstep.replicas.buffers import AnyBufferSum, ReplicaBuffers
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.batches import call_arguments
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
@@ -40,6 +41,7 @@ class Recipe:
         look: Shown every shard that takes part, with its gradients still scaled and what it measured.
         unread: Whether nobody on the host is to learn if the gradient is finite.
         delivery: Takes the sums of the only place while backward of its last shard makes them, if anything.
+        reads_weights: Whether a weight was a tensor, which the host waited for.
     """
 
     loss_fn: LossFunction
@@ -50,17 +52,19 @@ class Recipe:
     look: Callable[[Shard, Tensors, ShardReport], None] | None = None
     unread: bool = False
     delivery: Delivery | None = None
+    reads_weights: bool = False
 
     def factor(self, weight: float) -> float | torch.Tensor:
         """Give what the loss of a shard of this weight is multiplied by before backward."""
         return self.loss_scale * self._share(weight)
 
-    def finish(
-        self, reports: Sequence[ShardReport]
-    ) -> Callable[[Sequence[torch.Tensor]], torch.Tensor | None]:
-        """Make what divides the sum over these shards by what multiplied it, and tells if all is finite."""
-        total = sum(self._share(report.weight) for report in reports) if self.mean else 1.0
-        return partial(divide_ if self.unread else unscale_, factor=self.loss_scale * total)
+    def finish(self, reports: Sequence[ShardReport]) -> Callable[[Sequence[torch.Tensor]], bool | None]:
+        """Make what divides the sum over these shards by what multiplied it, and tells if all is finite.
+
+        Where nobody is to learn that, it tells None.
+        """
+        total = sum([self._share(report.weight) for report in reports]) if self.mean else 1.0
+        return partial(divide_ if self.unread else unscale_and_look_, factor=self.loss_scale * total)
 
     def _share(self, weight: float) -> float:
         return 1.0 if self.lift is None or not self.mean else weight * self.lift
@@ -78,7 +82,7 @@ class PlaceSums:
     """
 
     gradients: ShardSum
-    buffers: BufferSum
+    buffers: AnyBufferSum
     reports: list[ShardReport] = field(default_factory=list)
     samples: int = 0
 
@@ -108,7 +112,7 @@ class Place:
         work: Sequence[tuple[Shard, Any]],
         recipe: Recipe,
         stream: Callable[[Shard], AbstractContextManager[object]],
-        stopping: Callable[[], bool],
+        stops: Callable[[str, Shard], bool],
     ) -> PlaceSums:
         """Compute shards one after another, each from the same buffers and in its own random stream.
 
@@ -116,7 +120,7 @@ class Place:
             work: Shards with their arrays on this device, ascending.
             recipe: What they are computed by.
             stream: Opens the random stream of a shard.
-            stopping: Asked before each shard; where it says yes, the rest is left undone.
+            stops: Told before each shard what comes and which; where it says yes, the rest is left undone.
 
         Raises:
             ReplicaError: User code raised in a shard; the original error is the cause.
@@ -124,9 +128,9 @@ class Place:
             ValueError: It returned a loss that cannot be used.
         """
         first = work[0][0].index if work else 0
-        sums = PlaceSums(ShardSum(first), self.buffers.begin(first))
+        sums = PlaceSums(ShardSum(first), self.buffers.begin(first, unread=recipe.unread))
         for shard, arrays in work:
-            if stopping():
+            if stops("forward and backward", shard):
                 break
             if self.buffers:
                 self.buffers.restore()
@@ -180,6 +184,7 @@ class Place:
             raise self._error("forward", shard, error) from error
         loss = check_loss(returned)
         weight = loss_weight(loss, len(shard.samples))
+        recipe.reads_weights |= isinstance(loss.weight, torch.Tensor)
         rest = None
         if weight > 0:
             first, rest = first_gradient(loss.value, recipe.factor(weight))
@@ -193,8 +198,8 @@ class Place:
                 except Exception as error:
                     raise self._error("backward", shard, error) from error
         reports.pairs.pop("loss", None)  # it is the loss of the update, whoever else reports it
-        report = ShardReport(shard.index, weight, loss.value.detach(), reports.pairs | _detached(loss))
-        return report, rest
+        metrics = reports.pairs | _detached(loss) if loss.metrics else reports.pairs
+        return ShardReport(shard.index, weight, loss.value.detach(), metrics), rest
 
     def _take_gradients(self) -> Tensors:
         """Take the fresh gradients away from the replica; None where backward did not reach."""
@@ -227,8 +232,13 @@ def _completed(gradients: Tensors, recipe: Recipe, rest: float | torch.Tensor | 
 
 def _backward(loss: torch.Tensor, first: torch.Tensor | None) -> None:
     """Run backward from the first gradient, in the calling thread and so in its shard's stream."""
-    if loss.device.type == "cpu":
-        loss.backward(first)  # type: ignore[no-untyped-call]  # torch's gap
+    if type(loss) is torch.Tensor and loss.is_cpu:
+        # As `backward` does, without its look at arguments that fit: forty lines of Python, for which shards
+        # in other threads would wait.
+        first = torch.ones_like(loss) if first is None else first
+        _engine_run_backward(
+            (loss,), (first,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
         return
     with torch.autograd.set_multithreading_enabled(False):
         loss.backward(first)  # type: ignore[no-untyped-call]  # torch's gap

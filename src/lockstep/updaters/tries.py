@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 import torch
 
-from lockstep.precision import LossScale, MovingScale
-from lockstep.updaters.engine import Attempt
+from lockstep.precision import LossScale, MovingScale, ScaleThen
+from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import UpdateResult
 
@@ -89,13 +89,17 @@ class UnreadTry:
 
     Attributes:
         attempt: What it came to; its verdict is on the device.
-        factor: Of the loss scale it was made with.
+        given: The loss scale it was made with.
+        factor: The factor of that.
         flag: 1 if the gradient is not finite, else 0, on the device; None where no shard took part.
+        ordinal: How many computations the update made before.
     """
 
     attempt: Attempt
+    given: ScaleThen
     factor: float | torch.Tensor
     flag: torch.Tensor | None
+    ordinal: int = 0
 
     @property
     def movable(self) -> bool:
@@ -116,15 +120,12 @@ class UnreadTry:
     def move(self, scale: MovingScale) -> None:
         """Choose the loss scale that follows, on the device."""
         if self.flag is not None:
-            scale.follow(self.flag)
+            scale.follow(self.flag, given=self.given)
 
-    def read(self, scale: LossScale) -> Tried:
-        """Look at it after all.
-
-        Args:
-            scale: The updater's, with which the try was made.
-        """
-        return Tried(self.attempt, scale, scale, 1, self.attempt.nonfinite)
+    def read(self) -> Tried:
+        """Look at it after all."""
+        scale = self.given.value
+        return Tried(self.attempt, scale, scale, 1, self.attempt.nonfinite, self.ordinal)
 
 
 AnyTry: TypeAlias = Tried | UnreadTry

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,8 +11,9 @@ import torch
 from lockstep.errors import NonFiniteError
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.updaters import lazy
+from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.batches import call_arguments
-from lockstep.updaters.engine import Attempt, GradientEngine
+from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.lanes import computation_lane
 from lockstep.updaters.loss import LossFunction
@@ -90,10 +90,11 @@ class Trier:
         while True:
             attempt = self._attempt(batches, scale.factor, settings, computation, interrupts)
             tries += 1
-            nonfinite = attempt.nonfinite or nonfinite
+            bad = attempt.nonfinite
+            nonfinite = bad or nonfinite
             tried = Tried(attempt, scale, given, tries, nonfinite)
             behind = passed + len(batches)
-            if attempt.nonfinite is None or self._rules.on_overflow == "skip":
+            if bad is None or self._rules.on_overflow == "skip":
                 return behind, tried
             lower = scale.after(finite=False)
             following = self._following(behind) if self._rules.on_overflow == "next" else batches
@@ -134,11 +135,12 @@ class Trier:
                 [batch], scale.factor, settings, computation, interrupts, savepoint=savepoint
             )
             tries += 1
-            nonfinite = attempt.nonfinite or nonfinite
+            bad = attempt.nonfinite
+            nonfinite = bad or nonfinite
             tried = Tried(attempt, scale, given, tries, nonfinite, computation.ordinal)
-            lower = scale.after(finite=False)
-            if attempt.nonfinite is None or self._rules.on_overflow == "skip":
+            if bad is None or self._rules.on_overflow == "skip":
                 return tried
+            lower = scale.after(finite=False)
             if tries == self._rules.max_tries or lower.factor >= scale.factor:
                 self._give_up(tried)
                 return tried
@@ -168,11 +170,41 @@ class Trier:
             StopIteration: The iterator has ended.
             ReplicaError: User code raised in a shard.
         """
-        scale = self._training.scale
-        factor = scale.value.factor if scale.is_fixed else scale.factor_on(self._engine.group.devices[0])
         batches = self._pending(0)
-        attempt = self._attempt(batches, factor, settings, computation, interrupts, unread=True)
-        return len(batches), UnreadTry(attempt, factor, attempt.verdict.flag)
+        return len(batches), self._unread(batches, settings, computation, interrupts)
+
+    def try_batch_unread(
+        self,
+        batch: Any,
+        interrupts: HeldInterrupts,
+        settings: ThreadSettings,
+        computation: Computation,
+        *,
+        savepoint: Savepoint,
+    ) -> UnreadTry:
+        """Do what `try_batch` does where there is but one try, and look at nothing on the device.
+
+        Raises:
+            ReplicaError: User code raised in a shard.
+        """
+        interrupts.check()
+        return self._unread([batch], settings, computation, interrupts, savepoint=savepoint)
+
+    def _unread(
+        self,
+        batches: Sequence[Any],
+        settings: ThreadSettings,
+        computation: Computation,
+        interrupts: HeldInterrupts,
+        *,
+        savepoint: Savepoint | None = None,
+    ) -> UnreadTry:
+        given = self._training.scale.now
+        factor = given.value.factor if given.is_fixed else given.factor_on(self._engine.group.devices[0])
+        attempt = self._attempt(
+            batches, factor, settings, computation, interrupts, savepoint=savepoint, unread=True
+        )
+        return UnreadTry(attempt, given, factor, attempt.verdict.flag, computation.ordinal)
 
     def _attempt(
         self,
@@ -252,9 +284,12 @@ class Trier:
             passed: How many batches were given up in this update already.
         """
         batches: list[Any] = []
-        with suppress(StopIteration):
+        iterator = self._training.iterator
+        try:
             for ahead in range(passed, passed + self._rules.accumulate):
-                batches.append(self._training.iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
+                batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
+        except StopIteration:
+            pass
         return batches
 
     def _initialise(self, batch: Any, loss_fn: LossFunction, savepoint: Savepoint | None) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from lockstep.precision import first_flagged
+from lockstep.precision import first_flagged, first_nonfinite, nonfinite_flags
+from lockstep.tree import Tensors
 
 
 class Verdict:
@@ -49,3 +50,24 @@ class Verdict:
             self._nonfinite = first_flagged(self._names, self._flags)
             self._flags = None
         return self._nonfinite
+
+
+def judge(names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]) -> Verdict:
+    """Name the parameter that is not finite, if one is not; where nobody looked, read nothing.
+
+    Args:
+        names: Of the parameters, in the order of the gradients.
+        gradients: None where there is none.
+        finite: What was told of each slice of the gradients; None where nobody looked.
+
+    >>> judge(["weight", "bias"], [None, torch.tensor([torch.inf])], [True, False]).nonfinite
+    'bias'
+    """
+    unread = finite[0] is None
+    if not unread and all(finite):
+        return Verdict()
+    named = zip(names, gradients, strict=True)
+    present = {name: gradient for name, gradient in named if gradient is not None}
+    if unread and present:
+        return Verdict.unread(list(present), nonfinite_flags(list(present.values())))
+    return Verdict(first_nonfinite(present))

@@ -1,0 +1,345 @@
+"""Where shards are cut over ranks, by measure: no bit of a result shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import lockstep as ls
+from lockstep import plan
+from lockstep.tree import Tensors
+from lockstep.updaters.pace import AGAIN, MEASURED, WARM_UP, Pace, Pacer, Told
+from lockstep.updaters.schedule import Everywhere
+from tests.laws.runs import finalized, state_digest
+
+SETTLED = WARM_UP + MEASURED + 1
+"""Updates after which the ranks have settled."""
+NUM_UPDATES = SETTLED + 3
+NUM_SHARDS = 8
+CPU = torch.device("cpu")
+
+# As arithmetic ----------------------------------------------------------------------------------
+
+
+def settled(*told: Told, before: Pace | None = None) -> Pace:
+    return Pace.settled(told, before=before, by_workloads=False)
+
+
+def test_ranks_that_are_about_equally_fast_are_given_their_mean() -> None:
+    assert settled(Told(1.0, 0.1), Told(1.2, 0.3), Told(3.0, 0.2)) == Pace((1.1, 1.1, 3.0), 0.3)
+
+
+def test_a_rank_that_had_no_shard_is_as_fast_as_it_was_or_as_the_others_are() -> None:
+    told = Told(1.0, 0.0), Told(None, 0.0), Told(3.0, 0.0)
+    assert settled(*told).seconds == (1.0, 2.0, 3.0)
+    assert settled(*told, before=Pace((1.0, 9.0, 1.0), 0.0)).seconds == (1.0, 9.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("pace", "speeds", "expected"),
+    [
+        (Pace((1.0, 1.0, 1.0), 0.0), (1, 1, 1), [3, 3, 2]),
+        (Pace((1.0, 1.0, 1.0), 10.0), (1, 1, 1), [2, 2, 4]),
+        (Pace((1.0, 1.0, 4.0), 0.0), (1, 1, 1), [4, 3, 1]),
+        (Pace((1.0, 1.0, 4.0), 0.0, by_workloads=True), (1, 1, 1), [3, 3, 2]),
+        (Pace((1.0, 1.0, 1.0), 10.0, by_workloads=True), (1, 1, 1), [2, 2, 4]),
+        (Pace((1.0, 1.0, 1.0), 0.0, by_workloads=True), (200, 100, 100), [4, 2, 2]),
+    ],
+)
+def test_shards_move_where_that_is_faster(pace: Pace, speeds: Sequence[float], expected: list[int]) -> None:
+    usual = plan.assign(NUM_SHARDS, speeds)
+    assert [len(run) for run in pace.cut(range(NUM_SHARDS), usual, [[each] for each in speeds])] == expected
+
+
+def test_shards_stay_where_the_gain_is_small() -> None:
+    usual = [range(10), range(10, 20)]
+    assert Pace((1.0, 1.05), 0.0).cut(range(20), usual, [[1.0], [1.0]]) == usual
+    assert Pace((1.0, 1.5), 0.0).cut(range(20), usual, [[1.0], [1.0]]) == [range(12), range(12, 20)]
+
+
+@given(
+    speeds=st.lists(
+        st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=1, max_size=3), min_size=1, max_size=4
+    ),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=2),
+    num_shards=st.integers(1, 9),
+    transfer=st.sampled_from([0.0, 0.5, 20.0]),
+    data=st.data(),
+)
+def test_every_shard_has_one_place_at_any_pace(
+    speeds: list[list[float]], sizes: list[int], num_shards: int, transfer: float, data: st.DataObject
+) -> None:
+    seconds = tuple(data.draw(st.sampled_from([1.0, 3.0, 7.0])) for _ in speeds)
+    ranks = tuple(map(tuple, speeds))
+    parts = [
+        Everywhere(ranks[:rank], ranks[rank + 1 :], Pace(seconds, transfer)).part(
+            sizes, num_shards, ranks[rank], strided=False
+        )
+        for rank in range(len(ranks))
+    ]
+    assert [len(part.runs) for part in parts] == [len(each) for each in ranks]
+    places = plan.schedule(sizes, num_shards, [each for rank in ranks for each in rank])
+    found = [shard for part in parts for run in part.runs for shard in run]
+    assert found == [shard for run in places for shard in run]
+    for part in parts:
+        own = [shard.index for run in part.runs for shard in run]
+        assert all(part.first <= index < part.stop for index in own)
+        assert not any(part.first <= shard.index < part.stop for shard in found if shard.index not in own)
+
+
+# The clock --------------------------------------------------------------------------------------
+
+
+def one_try(pacer: Pacer, *, work: float, sum_: float, ends: bool = True) -> None:
+    pacer.begin()
+    time.sleep(work)
+    pacer.meet(CPU, [plan.schedule([4], 4, [1.0])[0]], [1.0])
+    pacer.sum()
+    time.sleep(sum_)
+    if ends:
+        pacer.end(CPU, [1, 1])
+
+
+def test_the_fastest_of_the_tries_that_came_to_their_end_counts() -> None:
+    pacer = Pacer(movable=True, by_workloads=False)
+    for _ in range(WARM_UP):
+        one_try(pacer, work=0.0, sum_=0.0)  # too fast to be true, and not measured
+    for late in range(MEASURED):
+        assert pacer.told is None
+        one_try(pacer, work=0.0, sum_=0.0, ends=False)
+        one_try(pacer, work=0.04 + 0.02 * late, sum_=0.02 + 0.02 * late)
+    told = pacer.told
+    assert told is not None
+    assert told.seconds is not None
+    assert 0.01 <= told.seconds < 0.02  # four shards
+    assert 0.02 <= told.transfer < 0.05
+
+
+def measured(pacer: Pacer) -> int:
+    """Count the tries until there is something to tell."""
+    for number in range(100):
+        if pacer.told is not None:
+            return number
+        one_try(pacer, work=0.0, sum_=0.0)
+        pacer.settle([Told(1.0, 0.0), None])
+    raise AssertionError("nothing was ever told")
+
+
+def test_ranks_settle_once_all_have_told_something_and_again_much_later() -> None:
+    pacer = Pacer(movable=True, by_workloads=False)
+    assert measured(pacer) == WARM_UP + MEASURED
+    assert pacer.measuring
+    assert pacer.pace is None
+    pacer.settle([Told(1.0, 0.5), Told(2.0, 0.1)])
+    for _ in range((AGAIN - 1) * SETTLED):
+        assert not pacer.measuring
+        assert pacer.pace == Pace((1.0, 2.0), 0.5)
+        assert pacer.told is None
+        one_try(pacer, work=0.0, sum_=0.0)
+        pacer.settle([None, None])
+    assert measured(pacer) == WARM_UP + MEASURED
+    pacer.settle([Told(None, 0.7), Told(3.0, 0.1)])
+    assert pacer.pace == Pace((1.0, 3.0), 0.7)
+    assert not pacer.measuring
+
+
+def test_what_may_not_move_is_not_timed() -> None:
+    pacer = Pacer(movable=False, by_workloads=False)
+    for _ in range(2 * SETTLED):
+        one_try(pacer, work=0.0, sum_=0.0)
+        assert pacer.told is None
+        pacer.settle([None, None])
+    assert not pacer.measuring
+    assert pacer.pace is None
+
+
+# Over processes ---------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Too many parameters to ride with a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 600), nn.BatchNorm1d(600), nn.Dropout(0.2), nn.Linear(600, 600), nn.Linear(600, 3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]  # torch's gap
+
+
+class Drawn:
+    """A dataset that draws its samples."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(4), torch.tensor(index % 3)
+
+
+class Dear(ls.ProcessCommunicator):
+    """Takes long for every sum of gradients, until the ranks have settled."""
+
+    sums = 0
+
+    def sum_partials(self, *arguments: Any, compress: bool = True, **options: Any) -> Tensors:
+        """Wait, then add up; buffers, which are not compressed, at once."""
+        if compress and self.sums < SETTLED:
+            time.sleep(0.2)
+            self.sums += 1
+        return super().sum_partials(*arguments, compress=compress, **options)
+
+
+class Slow:
+    """A loss function that takes long on the first rank, and counts the shards that it was called for."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds if ls.find_communicator().rank == 0 else 0.0
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        self.calls += 1
+        return nn.functional.cross_entropy(model(x), target)
+
+
+def updater_for(
+    loss_fn: Slow, *, num_workers: int = 0, num_devices: int = 1, **options: Any
+) -> ls.ParallelUpdater:
+    torch.manual_seed(1)
+    model = Net()
+    return ls.ParallelUpdater(
+        ls.BatchIterator(Drawn(), 16, shuffle=True, num_workers=num_workers),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        model,
+        devices=["cpu"] * num_devices,
+        loss_fn=loss_fn,
+        **{"num_shards": NUM_SHARDS, **options},
+    )
+
+
+def trained(loss_fn: Slow, **options: Any) -> dict[str, Any]:
+    """Train; give the end, and how many shards were computed here in the first and the last update."""
+    with finalized(updater_for(loss_fn, **options)) as updater:
+        counts = []
+        for _ in range(NUM_UPDATES):
+            loss_fn.calls = 0
+            updater.update()
+            counts.append(loss_fn.calls)
+        return {"end": state_digest(updater), "first": counts[0], "last": counts[-1]}
+
+
+def slow(**options: Any) -> dict[str, Any]:
+    return trained(Slow(0.03), **options)
+
+
+def resumed(saved_after: int) -> dict[str, Any]:
+    """Save, and go on in a fresh run, which has to measure anew, to where the others end."""
+    with finalized(updater_for(Slow(0.03))) as updater, finalized(updater_for(Slow(0.03))) as fresh:
+        for _ in range(saved_after):
+            updater.update()
+        fresh.load_state_dict(updater.state_dict())
+        while fresh.iteration < NUM_UPDATES:
+            fresh.update()
+        return {"end": state_digest(fresh)}
+
+
+def compressed() -> dict[str, Any]:
+    watch = ls.find_communicator().watch
+    return slow(communicator=ls.ProcessCommunicator(compression="bf16", watch=watch))
+
+
+def on_two_ranks() -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    return {
+        "slow": slow(),
+        "with a worker": slow(num_workers=1),
+        "with two devices": slow(num_devices=2),
+        "in steps": slow(step_fn=step),
+        "saved before": resumed(SETTLED - 2),
+        "saved after": resumed(SETTLED + 1),
+        "told": slow(workloads=[1.0]),
+        "compressed": compressed(),
+        "a shard a place": slow(num_shards=None),
+    }
+
+
+def step(updater: ls.ParallelUpdater, batch: Any) -> None:
+    updater.compute_gradients(batch)
+    updater.apply_gradients()
+
+
+def on_three_ranks() -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    return {
+        "dear": trained(Slow(0.0), communicator=Dear(watch=ls.find_communicator().watch)),
+        "cheap": trained(Slow(0.0)),
+    }
+
+
+Found = list[dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def alone() -> str:
+    end: str = trained(Slow(0.0))["end"]
+    return end
+
+
+@pytest.fixture(scope="module")
+def two() -> Found:
+    return ls.launch(on_two_ranks, 2)
+
+
+@pytest.fixture(scope="module")
+def three() -> Found:
+    return ls.launch(on_three_ranks, 3)
+
+
+def counts(found: Found, name: str, when: str) -> list[int]:
+    return [rank[name][when] for rank in found]
+
+
+@pytest.mark.parametrize("name", ["slow", "with a worker", "with two devices", "in steps"])
+def test_a_slow_rank_is_given_fewer_shards(two: Found, name: str) -> None:
+    assert counts(two, name, "first") == [4, 4]
+    fewer, more = counts(two, name, "last")
+    assert fewer < 4 < more
+    assert fewer + more == NUM_SHARDS
+
+
+@pytest.mark.parametrize("name", ["told", "compressed"])
+def test_shards_stay_where_the_user_says_how_fast_ranks_are_or_bits_would_change(
+    two: Found, name: str
+) -> None:
+    assert counts(two, name, "last") == [4, 4]
+
+
+def test_places_keep_their_own_shard_where_nobody_says_how_many_there_are(two: Found) -> None:
+    assert counts(two, "a shard a place", "last") == [1, 1]
+
+
+def test_dear_bytes_move_shards_until_ranks_have_whole_nodes(three: Found) -> None:
+    assert counts(three, "dear", "first") == [3, 3, 2]
+    assert sorted(counts(three, "dear", "last")) == [2, 2, 4]  # a busy machine may say which is fastest
+
+
+@pytest.mark.parametrize(
+    "name", ["slow", "with a worker", "with two devices", "in steps", "saved before", "saved after", "told"]
+)
+def test_no_bit_shows_that_shards_moved_away_from_a_slow_rank(two: Found, name: str, alone: str) -> None:
+    assert [rank[name]["end"] for rank in two] == [alone, alone]
+
+
+@pytest.mark.parametrize("name", ["dear", "cheap"])
+def test_no_bit_shows_what_bytes_cost(three: Found, name: str, alone: str) -> None:
+    assert [rank[name]["end"] for rank in three] == [alone] * 3
