@@ -40,13 +40,19 @@ def page(source: Path = SOURCE) -> str:
         for entry in entries:
             if entry["file"] == file:
                 only = f", {THROUGH[entry['through']]}" if "through" in entry else ""
-                where = f"`{entry['case']}`: `{entry['field']}`{only}"
-                reasons.setdefault(entry["reason"].strip(), []).append(where)
+                place = f"{cases_of(entry)}: `{entry['field']}`{only}"
+                reasons.setdefault(entry["reason"].strip(), []).append(place)
         for reason, places in reasons.items():
             shown = "; ".join(dict.fromkeys(places))
             lines += [f"* {reason} ({shown})"]
         lines += [""]
     return "\n".join(lines)
+
+
+def cases_of(entry: dict[str, Any]) -> str:
+    """Say which cases an entry is for: their name, or what they hold."""
+    held = [f"`{place} = {value}`" for place, value in entry.get("where", {}).items()]
+    return " and ".join([f"`{entry['case']}`", *held] if "case" in entry else held)
 
 
 if __name__ == "__main__":

@@ -158,6 +158,20 @@ def test_no_entry_is_there_twice() -> None:
         assert sorted(set(keys)) == sorted(keys)
 
 
+NOT_IN_THE_DOCUMENTS = {"DataParallelTable.backward(scale)"}
+"""Parameters that the originals have and their documents do not speak of."""
+
+
+def test_every_parameter_of_a_listed_signature_has_an_entry() -> None:
+    for system, entries in ORIGINS.items():
+        paths = {entry["path"] for entry in entries} | NOT_IN_THE_DOCUMENTS
+        for entry in entries:
+            if "signature" in entry:
+                names = [each.name for each in parameters(full(system, entry["path"]))]
+                listed = [name for name in names if re.search(rf"\b{name}\b", entry["signature"])]
+                assert {f"{entry['path']}({name})" for name in listed} <= paths
+
+
 def names_in_000(text: str) -> set[str]:
     return set(re.findall(r"^\s*• (\w+) ", text, re.MULTILINE))
 

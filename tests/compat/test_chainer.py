@@ -310,6 +310,26 @@ class TestCorrectedMomentumSGD:
         optimizer.call_hook(once.append)
         assert (len(each.calls), once[2:]) == (8, [optimizer])
 
+    def test_hooks_of_one_timing_are_called(self) -> None:
+        optimizer, calls = chainer.CorrectedMomentumSGD().setup(nn.Linear(2, 1)), []
+        for timing in ("post", "pre"):
+            optimizer.add_hook(lambda _, timing=timing: calls.append(timing), name=timing, timing=timing)
+        optimizer.call_hooks()
+        optimizer.call_hooks("post")
+        assert calls == ["pre", "post"]
+
+    def test_the_loss_function_gets_what_update_gets(self) -> None:
+        model = nn.Linear(2, 1)
+        optimizer = chainer.CorrectedMomentumSGD().setup(model)
+        seen: list[Any] = []
+
+        def loss(*args: Any, **kwds: Any) -> torch.Tensor:
+            seen.append((args, kwds))
+            return model.weight.sum()
+
+        assert optimizer.update(loss, 1, 2, scale=3) is not None
+        assert seen == [((1, 2), {"scale": 3})]
+
     def test_gradients_that_are_not_finite_are_named(self) -> None:
         model = Classifier()
         optimizer = chainer.CorrectedMomentumSGD().setup(model)

@@ -150,6 +150,20 @@ def test_decay_acts_on_true_gradients() -> None:
     assert not torch.equal(weights[0], Training().weights_after(3))
 
 
+def test_a_solver_that_decays_by_itself_takes_the_rate_for_the_update() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    solver = ls.optim.SGDW([weight], lr=0.5, weight_decay=0.5)
+    updater = DynamicLossScalingUpdater(solver, (weight * 0).sum, weight_decay=0.25)
+    updater.update()
+    assert weight.item() == 0.75
+    assert solver.state[weight]["velocity"].item() == 0.0
+    assert solver.param_groups[0]["weight_decay"] == 0.5
+    updater.weight_decay = None
+    updater.loss = (weight * 0).sum
+    updater.update()
+    assert weight.item() == 0.375
+
+
 def test_the_decay_reaches_float32_masters() -> None:
     weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
     optimizer = ls.MomentumSGD([weight], lr=2.0**-13, momentum=0.0)

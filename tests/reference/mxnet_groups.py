@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from mxnet_metrics import metric
-from mxnet_nets import arrays, build
+from mxnet_metrics import Counted, metric
+from mxnet_nets import arrays, model_of
 from torch import nn
 from traces import Case, tensor
 
@@ -100,6 +100,21 @@ class Replay:
                 records.append(getattr(self, step["op"])(step))
         return records
 
+    def record(self) -> dict[str, Any]:
+        """Do all steps; give our record of the whole case."""
+        ours: dict[str, Any] = {"steps": self.run(), "grad_req_effective": self.effective()}
+        if "get_outputs_begin_1_merged_shapes" in self.case:
+            merged = ours["steps"][-1]["outputs_merged"]
+            ours["get_outputs_begin_1_merged_shapes"] = [list(output.shape) for output in merged[1:]]
+        return ours
+
+    def memory_shared_with(self, other: Replay) -> dict[str, bool]:
+        pairs = list(zip(self.model.parameters(), other.model.parameters(), strict=True))
+        return {
+            "param_memory_shared": all(a.data_ptr() == b.data_ptr() for a, b in pairs),
+            "grad_memory_shared": all(a.grad is b.grad is not None for a, b in pairs),
+        }
+
     def set_params(self, step: Mapping[str, Any]) -> dict[str, Any]:
         self.group.set_parameters(arrays(step["arg_params"]), arrays(step["aux_params"]))
         return {"arg_params": step["arg_params"], "aux_params": step["aux_params"]}
@@ -138,7 +153,7 @@ class Replay:
         found = {}
         for name in step["metrics"]:
             counted = metric(name, None, 3)
-            self.group.update_metric(counted, self.labels[0], per_device=True)
+            self.measure(counted)
             record = counted.record()
             found[name] = {
                 "get": [record["name"], record["value"]],
@@ -146,6 +161,9 @@ class Replay:
                 "num_inst": record["num_inst"],
             }
         return {"metrics": found}
+
+    def measure(self, counted: Counted) -> None:
+        self.group.update_metric(counted, self.labels[0], per_device=True)
 
     def observe(self, step: Mapping[str, Any]) -> dict[str, Any]:
         ways = {
@@ -180,10 +198,30 @@ class Replay:
         return self.group.input_grads(merge=merge)[: len(self.names)]
 
 
-def replay(case: Case, model: nn.Module | None = None) -> dict[str, Any]:
-    """Run a case, on the network it names unless there is a model, and record it."""
-    if model is None:
-        init = next(step["arg_params"] for step in case["steps"] if step["op"] == "set_params")
-        model = build(case["name"], init)
-    run = Replay(case, model)
-    return {"steps": run.run(), "grad_req_effective": run.effective()}
+def replay(case: Case, group: type[Replay] = Replay, before: Sequence[Case] = ()) -> dict[str, Any]:
+    """Run a case and record it.
+
+    A case that has parameters and sets none runs on the memory of another group, that of the nearest case
+    before it with the same parameters.
+
+    Args:
+        case: As recorded.
+        group: Through which of our names.
+        before: The cases before it in the file.
+    """
+    if not _borrows(case):
+        run = group(case, model_of(case))
+        return run.record()
+    owner = next(
+        each for each in reversed(before) if each["param_names"] == case["param_names"] and not _borrows(each)
+    )
+    first = group(owner, model_of(owner))
+    first.run()
+    second = group(case, model_of(owner), first)
+    ours = second.record()
+    assert second.memory_shared_with(first) == case.shared["shared_group_facts"]
+    return ours
+
+
+def _borrows(case: Case) -> bool:
+    return bool(case["param_names"]) and not any(step["op"] == "set_params" for step in case["steps"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
-from traces import tensor
+from traces import Case, tensor
 
 
 class _SoftmaxOutput(torch.autograd.Function):
@@ -106,19 +106,33 @@ def batchnorm_mlp(net: Any, data: torch.Tensor, label: torch.Tensor) -> torch.Te
     return softmax_output(functional.linear(normal.tanh(), net.fc2_weight, net.fc2_bias), label)
 
 
-FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
-    "mlp_softmax": mlp_softmax,
-    "linear_regression": linear_regression,
-    "convnet_softmax": convnet_softmax,
-}
-
-
-def build(name: str, init: Mapping[str, Any]) -> Net:
-    """Build a network by name, with parameters of the recorded shapes."""
+def build(init: Mapping[str, Any]) -> Net:
+    """Build the network that has parameters of these names, in the recorded shapes."""
     shapes = {parameter: tuple(array["shape"]) for parameter, array in init.items()}
-    if name == "batchnorm_mlp":
+    if "bn_gamma" in shapes:
         return BatchNormMlp(shapes)
-    return Net(shapes, FORWARDS[name if name in FORWARDS else "mlp_softmax"])
+    if "conv1_weight" in shapes:
+        return Net(shapes, convnet_softmax)
+    return Net(shapes, mlp_softmax if "fc2_weight" in shapes else linear_regression)
+
+
+class Tanh(nn.Module):
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return data.tanh()
+
+
+class ThreeOutputs(nn.Module):
+    def forward(
+        self, b: torch.Tensor, shared: torch.Tensor, a: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return a * shared, b.tanh(), shared.square()
+
+
+def model_of(case: Case) -> nn.Module:
+    """Build the network of a case: by its parameters, or by what it puts out where it has none."""
+    if case["param_names"]:
+        return build(next(step["arg_params"] for step in case["steps"] if step["op"] == "set_params"))
+    return Tanh() if len(case["output_names"]) == 1 else ThreeOutputs()
 
 
 def arrays(recorded: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -59,8 +59,9 @@ def test_the_order_of_hooks(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", again("loss_scaling.json", 30, test_loss_scaling.GIVEN))
-def test_loss_scaling_through_setup(case: Case) -> None:
-    test_loss_scaling.replay_loss_scaling(case, CLASSES)
+@pytest.mark.parametrize("by_setting", [False, True])
+def test_loss_scaling_through_setup(case: Case, *, by_setting: bool) -> None:
+    test_loss_scaling.replay_loss_scaling(case, CLASSES, by_setting=by_setting)
 
 
 @pytest.mark.parametrize("case", again("fp32_update.json", 13, test_loss_scaling.FP32_GIVEN))

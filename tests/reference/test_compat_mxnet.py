@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ import test_mxnet_groups
 import test_mxnet_metrics
 import test_mxnet_module_train
 import torch
-from mxnet_groups import GIVEN, Replay
-from mxnet_metrics import metric
-from mxnet_nets import arrays, build
+from mxnet_groups import GIVEN, Replay, replay
+from mxnet_metrics import Counted, metric
+from mxnet_nets import arrays
 from torch import nn
-from traces import Case, cases, columns, tensor
+from traces import Case, cases, earlier, tensor
 
 from lockstep.compat.mxnet import DataBatch, DataDesc, DataParallelExecutorGroup
 
@@ -93,18 +92,8 @@ class Renamed(Replay):
         self.executors.reshape(described(step["data_descs"]), described(step["label_descs"]))
         return {"rebuilt": self.executors.get_batch_size() != before}
 
-    def update_metric(self, step: Mapping[str, Any]) -> dict[str, Any]:
-        found = {}
-        for name in step["metrics"]:
-            counted = metric(name, None, 3)
-            self.executors.update_metric(counted, self.labels)
-            record = counted.record()
-            found[name] = {
-                "get": [record["name"], record["value"]],
-                "sum_metric": record["sum_metric"],
-                "num_inst": record["num_inst"],
-            }
-        return {"metrics": found}
+    def measure(self, counted: Counted) -> None:
+        self.executors.update_metric(counted, self.labels)
 
     def observe(self, step: Mapping[str, Any]) -> dict[str, Any]:
         ways = {
@@ -122,15 +111,6 @@ def again(file: str, num_cases: int) -> list[Any]:
     return cases(f"mxnet-nnabla/{file}", num_cases=num_cases, given=GIVEN, through="compat")
 
 
-def of_case(case: Case) -> nn.Module:
-    if case["name"] == "multi_input_output":
-        return test_mxnet_groups.ThreeOutputs()
-    if case["name"].startswith("layout_"):
-        return test_mxnet_groups.Tanh()
-    init = next(step["arg_params"] for step in case["steps"] if step["op"] == "set_params")
-    return build(case["name"], init)
-
-
 CASES = [
     *again("mxnet_group.json", 12),
     *again("mxnet_group_layouts.json", 19),
@@ -140,27 +120,12 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_groups(case: Case) -> None:
-    shared = None
-    if case["name"] == "shared_group_second":
-        (main,) = [each.values[0] for each in CASES if each.values[0]["name"] == "shared_group_main"]
-        shared = Renamed(main, of_case(main))
-        shared.run()
-        run = Renamed(case, of_case(main), shared)
-    else:
-        run = Renamed(case, of_case(case))
-    ours = {"steps": run.run(), "grad_req_effective": run.effective()}
-    if "get_outputs_begin_1_merged_shapes" in case:
-        merged = ours["steps"][-1]["outputs_merged"]
-        ours["get_outputs_begin_1_merged_shapes"] = [list(output.shape) for output in merged[1:]]
-    case.check(ours, test_mxnet_groups.BATCH_NORM_TOLERANCES)
+    case.check(replay(case, Renamed, earlier(case, CASES)), test_mxnet_groups.BATCH_NORM_TOLERANCES)
 
 
 @pytest.mark.parametrize("case", again("mxnet_group_batchnorm.json", 4))
 def test_batch_normalisation(case: Case) -> None:
-    run = Renamed(case, of_case(case))
-    ours = {"steps": columns(run.run()), "grad_req_effective": run.effective()}
-    given = ["name", *(each.replace("steps.*.", "steps.") for each in GIVEN)]
-    replace(case, given=given).in_columns().check(ours, test_mxnet_groups.BATCH_NORM_TOLERANCES)
+    test_mxnet_groups.check_columns(case, Renamed)
 
 
 METRICS = cases(
@@ -206,47 +171,37 @@ RUNS = cases(
 )
 
 
+class Executors(test_mxnet_module_train.CoreGroup):
+    """The group of a case, in MXNet's names."""
+
+    def __init__(self, case: Case, model: nn.Module, mode: str) -> None:
+        loads = case["work_load_list"]
+        self.model, names = model, [name for name, _ in model.named_parameters()]
+        first = case["steps"][0]
+        described = shapes(first["data"]["shape"], first["label"]["shape"])
+        self.executors = DataParallelExecutorGroup(
+            model, ["cpu"] * len(loads), loads, *described, names, True, False, grad_req=mode
+        )
+        self.core = self.executors.core
+
+    def set_parameters(self, recorded: Mapping[str, Any]) -> None:
+        self.executors.set_params(arrays(recorded), None)
+
+    def run(self, data: torch.Tensor, label: torch.Tensor) -> None:
+        self.executors.reshape(*shapes(data.shape, label.shape))
+        self.executors.forward(DataBatch([data], [label]))
+        self.executors.backward([torch.ones_like(each) for each in self.executors.get_outputs_merged()])
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        after = {name: torch.zeros_like(each) for name, each in self.model.named_parameters()}
+        self.executors.get_params(after, {})
+        return after
+
+
 @pytest.mark.parametrize("case", RUNS)
 def test_training(case: Case) -> None:
-    tolerance = test_mxnet_module_train.TOLERANCES.get(case["optimizer"], test_mxnet_module_train.OTHERS)
-    case.check({"steps": train(case)}, {"*": tolerance})
+    test_mxnet_module_train.replay(case, Executors)
 
 
-def train(case: Case) -> list[dict[str, Any]]:
-    """Train by a group of executors and an optimizer that sees the gradients times a factor."""
-    model, loads = build("mlp_softmax", case["params_init"]), case["work_load_list"]
-    optimizer, records = test_mxnet_module_train.optimizer_of(case, model), []
-    names = list(dict(model.named_parameters()))
-    executors = DataParallelExecutorGroup(
-        model,
-        ["cpu"] * len(loads),
-        loads,
-        *shapes(case["steps"][0]),
-        names,
-        True,
-        False,
-        grad_req="add" if "grad_req_add" in case["name"] else "write",
-    )
-    with executors.core:
-        executors.set_params(arrays(case["params_init"]), None)
-        for number, step in enumerate(case["steps"], start=1):
-            executors.reshape(*shapes(step))
-            executors.forward(DataBatch([tensor(step["data"])], [tensor(step["label"])]))
-            executors.backward([torch.ones_like(each) for each in executors.get_outputs_merged()])
-            test_mxnet_module_train.set_rates(optimizer, case, step["lr"], number)
-            with test_mxnet_module_train.rescaled(model, step["rescale_grad"]):
-                optimizer.step()
-            after = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
-            executors.get_params(after, {})
-            records.append({"params_after": after, "devices_agree": agree(executors)})
-    return records
-
-
-def agree(executors: DataParallelExecutorGroup) -> bool:
-    first, *others = [list(replica.parameters()) for replica in executors.core.replicas]
-    return all(torch.equal(a, b) for other in others for a, b in zip(other, first, strict=True))
-
-
-def shapes(step: Mapping[str, Any]) -> tuple[list[DataDesc], list[DataDesc]]:
-    data, label = step["data"]["shape"], step["label"]["shape"]
+def shapes(data: Sequence[int], label: Sequence[int]) -> tuple[list[DataDesc], list[DataDesc]]:
     return [DataDesc("data", data)], [DataDesc("softmax_label", label)]

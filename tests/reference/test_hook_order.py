@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -64,19 +66,42 @@ def build(
     return optimizer, parameters
 
 
+def was_skipped(step: Mapping[str, Any]) -> bool:
+    """Say whether no rule ran: only a dynamic scale skips an update, and only one that overflows."""
+    return not any(event[0] == "rule_pre" for event in step["events"])
+
+
+def gradients(case: Case) -> Iterator[dict[str, torch.Tensor | None]]:
+    """Give the gradients of each step, as what became of the weights tells them.
+
+    A weight that turned into NaN had one for a gradient, a skipped update had one somewhere, and a
+    parameter that never moved in an update had none.
+    """
+    before = case["init"]
+    for step in case["steps"]:
+        skipped, found = was_skipped(step), {}
+        for name, values in GRADS.items():
+            grad = torch.tensor(values, dtype=torch.float64)
+            old, new = tensor(before[name], torch.float64), tensor(step[name], torch.float64)
+            grad[new.isnan() & ~old.isnan()] = math.nan
+            found[name] = grad if skipped or not torch.equal(old, new) else None
+        if skipped:
+            found["a"] = torch.tensor([GRADS["a"][0], math.nan], dtype=torch.float64)
+        yield found
+        before = step
+
+
 def replay(case: Case, classes: Classes) -> None:
     events: list[Any] = []
     optimizer, parameters = build(case, events, classes)
-    if case.name == "nan_dynamic":
+    if any(map(was_skipped, case["steps"])):
         optimizer.loss_scaling()  # begins at 1, and an overflow leaves it there
     steps = []
-    for number in range(len(case["steps"])):
-        for name, grad in GRADS.items():
-            parameters[name].grad = torch.tensor(grad, dtype=torch.float64)
-        if case.name.startswith("nan") and number == 0:
-            parameters["a"].grad = torch.tensor([0.5, float("nan")], dtype=torch.float64)
-        if case.name == "param_without_grad":
-            parameters["b"].grad = None
+    for found in gradients(case):
+        # The original divides only what a backward has multiplied; here what comes is taken to be multiplied.
+        factor = 1.0 if optimizer.loss_scale is None else optimizer.loss_scale.factor
+        for name, gradient in found.items():
+            parameters[name].grad = None if gradient is None else gradient * factor
         optimizer.update()
         values = {name: parameter.tolist() for name, parameter in parameters.items()}
         steps.append({"events": list(events), "t": optimizer.t, **values})

@@ -54,23 +54,23 @@ def velocity(optimizer: HookedOptimizer, parameter: nn.Parameter) -> torch.Tenso
     return None if state is None else -state["velocity"]
 
 
-def turn_on(optimizer: HookedOptimizer, case: Case) -> None:
-    """Configure the loss scaling of a case."""
+def turn_on(optimizer: HookedOptimizer, case: Case, *, by_setting: bool) -> None:
+    """Configure the loss scaling of a case; a static scale may be set in either of two ways."""
     if case["mode"] in {"dynamic", "dynamic_then_static"}:
         interval = case.content.get("interval")
         optimizer.loss_scaling(**({} if interval is None else {"interval": interval}))
-    if case["mode"] == "dynamic_then_static" or case.name == "static/via_set_loss_scale":
+    if case["mode"] == "dynamic_then_static" or (case["mode"] == "static" and by_setting):
         optimizer.set_loss_scale(case["scale"])
     elif case["mode"] == "static":
         optimizer.loss_scaling(scale=case["scale"])
 
 
-def replay_loss_scaling(case: Case, classes: Classes) -> None:
+def replay_loss_scaling(case: Case, classes: Classes, *, by_setting: bool = False) -> None:
     dtype = getattr(torch, case["dtype"])
     parameters = {name: nn.Parameter(tensor(case[f"init_{name}"])) for name in ("w", "u")}
     optimizer = build(parameters, case, classes)
     optimizer.use_fp32_update(case["fp32_update"])
-    turn_on(optimizer, case)
+    turn_on(optimizer, case, by_setting=by_setting)
 
     def loss_of(number: int) -> torch.Tensor:
         return sum(
@@ -159,8 +159,9 @@ def replay_fp32_update(case: Case, classes: Classes) -> None:
 
 
 @pytest.mark.parametrize("case", cases("chainer-cunn/loss_scaling.json", num_cases=30, given=GIVEN))
-def test_loss_scaling(case: Case) -> None:
-    replay_loss_scaling(case, CLASSES)
+@pytest.mark.parametrize("by_setting", [False, True])
+def test_loss_scaling(case: Case, *, by_setting: bool) -> None:
+    replay_loss_scaling(case, CLASSES, by_setting=by_setting)
 
 
 @pytest.mark.parametrize("case", cases("chainer-cunn/fp32_update.json", num_cases=13, given=FP32_GIVEN))

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from mxnet_groups import GIVEN, Replay, replay
-from mxnet_nets import build
 from torch import nn
-from traces import Case, Tolerance, cases, columns, tensor
+from traces import Case, Tolerance, cases, columns, earlier, tensor
 
 import lockstep as ls
 
@@ -38,7 +37,12 @@ BATCH_NORM_TOLERANCES = {"steps.*grads_*.fc1_bias*": Tolerance(1e-6), **TOLERANC
 
 @pytest.mark.parametrize("case", BATCH_NORM)
 def test_batch_normalisation(case: Case) -> None:
-    ours = replay(case)
+    check_columns(case, Replay)
+
+
+def check_columns(case: Case, group: type[Replay]) -> None:
+    """Replay a case and compare all steps at once, field by field."""
+    ours = replay(case, group)
     given = [each.replace("steps.*.", "steps.") for each in GIVEN]
     case = replace(case, given=["name", *given])
     case.in_columns().check({**ours, "steps": columns(ours["steps"])}, BATCH_NORM_TOLERANCES)
@@ -47,27 +51,9 @@ def test_batch_normalisation(case: Case) -> None:
 LAYOUTS = cases("mxnet-nnabla/mxnet_group_layouts.json", num_cases=19, given=GIVEN)
 
 
-class Tanh(nn.Module):
-    def forward(self, data: torch.Tensor) -> torch.Tensor:
-        return data.tanh()
-
-
-class ThreeOutputs(nn.Module):
-    def forward(
-        self, b: torch.Tensor, shared: torch.Tensor, a: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return a * shared, b.tanh(), shared.square()
-
-
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_layouts(case: Case) -> None:
-    model = ThreeOutputs() if case["name"] == "multi_input_output" else Tanh()
-    run = Replay(case, model)
-    ours = {"steps": run.run(), "grad_req_effective": run.effective()}
-    if "get_outputs_begin_1_merged_shapes" in case:
-        merged = ours["steps"][-1]["outputs_merged"]
-        ours["get_outputs_begin_1_merged_shapes"] = [list(output.shape) for output in merged[1:]]
-    case.check(ours, TOLERANCES)
+    case.check(replay(case), TOLERANCES)
 
 
 STATES = cases(
@@ -113,24 +99,4 @@ GRAD_REQ = cases("mxnet-nnabla/mxnet_group_grad_req.json", num_cases=11, given=G
 
 @pytest.mark.parametrize("case", GRAD_REQ)
 def test_grad_modes(case: Case) -> None:
-    if case["name"] == "shared_group_second":
-        main = next(each.values[0] for each in GRAD_REQ if each.values[0]["name"] == "shared_group_main")
-        case.check(shared(main, case), TOLERANCES)
-    else:
-        case.check(replay(case), TOLERANCES)
-
-
-def shared(main: Case, second: Case) -> dict[str, Any]:
-    """Run the second group on the memory of the first one, and see that it is the same."""
-    init = main["steps"][0]["arg_params"]
-    first = Replay(main, build("mlp_softmax", init))
-    first.run()
-    other = Replay(second, build("mlp_softmax", init), shared=first)
-    steps = other.run()
-    pairs = list(zip(first.model.parameters(), other.model.parameters(), strict=True))
-    facts = {
-        "param_memory_shared": all(a.data_ptr() == b.data_ptr() for a, b in pairs),
-        "grad_memory_shared": all(a.grad is b.grad is not None for a, b in pairs),
-    }
-    assert facts == second.shared["shared_group_facts"]
-    return {"steps": steps, "grad_req_effective": other.effective()}
+    case.check(replay(case, before=earlier(case, GRAD_REQ)), TOLERANCES)

@@ -114,9 +114,9 @@ def refusal(call: Callable[[], object]) -> str | None:
 
 
 def refused(through: str = "core") -> list[Any]:
-    """List the one case of the trace that is about this."""
+    """List the cases of the trace that are about this."""
     found = cases(TRACE, 5, given=["results.*.message", "results.*.call"], through=through)
-    return [each for each in found if each.id in {"refused_calls", None}]
+    return [each for each in found if each.values[0] is None or "results" in each.values[0]]
 
 
 def replay(case: Case, ours: Calls, lacking: list[str]) -> None:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from traces import (
-    EXACT,
-    Case,
-    Difference,
-    Tolerance,
-    equal,
-    for_replay,
-    read,
-    read_differences,
-    reference_folder,
-    tensor,
-)
+import traces
+from differences import Difference, for_replay, read_differences
+from traces import EXACT, Case, Tolerance, equal, read, reference_folder, tensor
 
 FILE = "some-system/some.json"
 RECORD = {"name": "a", "n": 3, "steps": [{"lr": 0.1, "w": 1.0}, {"lr": 0.1, "w": 2.0}]}
@@ -192,6 +185,14 @@ def test_every_listed_difference_is_for_a_trace_that_a_test_replays() -> None:
         assert any(listed.file in text for text in tests), listed
 
 
+def test_a_replay_goes_by_what_a_case_holds_and_not_by_its_name(folder: Path) -> None:
+    write(folder, "dev", [RECORD])
+    assert "name" not in read_here(folder, 1)[0]
+    drivers = {*Path(__file__).parent.glob("*.py")} - {Path(__file__), Path(traces.__file__)}
+    for path in drivers:
+        assert not re.search(r"\bcase\.name\b", path.read_text(encoding="utf-8")), path
+
+
 def test_a_named_folder_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOCKSTEP_REFERENCE", str(tmp_path))
     assert reference_folder() == tmp_path
@@ -207,3 +208,44 @@ def test_a_difference_may_point_to_another_case() -> None:
     case.check({"steps": [{"w": 1.0}, {"w": 7.0}]})
     with pytest.raises(AssertionError, match=r"listed as a difference with 7\.0, ours has 5\.0"):
         case.check({"steps": [{"w": 1.0}, {"w": 5.0}]})
+
+
+def test_a_difference_may_point_to_the_case_that_lacks_one_field() -> None:
+    plain = {"n": None, "lr": 0.1, "note": "plain", "w": 1.0}
+    scaled = {**plain, "n": 3, "note": "scaled", "w": 5.0}
+    pointing = Difference(FILE, field="w", reason="a test", as_without="n")
+    case = Case("b", scaled, {}, ["n", "lr", "note"], [pointing], {"a": plain, "b": scaled})
+    case.check({"w": 1.0})
+    with pytest.raises(AssertionError, match=r"listed as a difference with 1\.0, ours has 5\.0"):
+        case.check({"w": 5.0})
+
+
+def test_a_difference_may_point_to_another_place() -> None:
+    counts = {"steps": [{"t": 1, "rule_t": 1}, {"t": 2, "rule_t": 1}]}
+    pointing = Difference(FILE, field="steps.*.t", reason="a test", as_at="steps.{}.rule_t")
+    case = Case("a", counts, {}, ["steps.*.rule_t"], [pointing])
+    case.check({"steps": [{"t": 1}, {"t": 1}]})
+    for wrong in ([{"t": 1}, {"t": 2}], [{"t": 2}, {"t": 1}]):
+        with pytest.raises(AssertionError, match=r"steps\.\d\.t"):
+            case.check({"steps": wrong})
+
+
+def test_a_difference_may_say_what_its_cases_hold() -> None:
+    listed = Difference(FILE, where={"steps.*.w": "[!1]*", "n": "3"}, ours=4, reason="a test")
+    assert listed.is_for("any", RECORD)
+    assert not listed.is_for("any", {**RECORD, "n": 33})
+    assert not listed.is_for("any", {**RECORD, "steps": RECORD["steps"][:1]})  # type: ignore[index]
+
+
+def test_in_another_variant_a_listed_place_is_passed_over_and_no_other(folder: Path) -> None:
+    write(folder, "other", [{**RECORD, "n": 7}])
+    (case,) = read_here(folder, 2, difference("steps.1.w", 5.0, case="*"), difference("lost", 1, case="*"))
+    case = replace(case, given=["n", "steps.*.lr"])
+    case.check({"steps": [{"w": 1.0}, {"w": 6.0}]})
+    with pytest.raises(AssertionError, match=r"steps\.0\.w"):
+        case.check({"steps": [{"w": 1.5}, {"w": 6.0}]})
+
+
+def test_ours_is_said_in_one_way() -> None:
+    with pytest.raises(AssertionError, match="must say in one way"):
+        Difference(FILE, field="w", ours=1.0, as_in="b", reason="a test")

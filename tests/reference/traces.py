@@ -17,30 +17,13 @@ are matched by patterns in which ``*`` stands for anything, dots included.
 
 Nothing is left out in silence. Every field of a case must be named as given, or be in our record; our
 record holds nothing else; the file holds the stated number of cases; and each place where lockstep
-differs on purpose has an entry in ``differences.toml``::
-
-    [[difference]]
-    file = "chainer-cunn/serial_iterator.json"
-    case = "empty_dataset_*"          # a pattern for names of cases
-    field = "nexts"                   # a pattern for paths; what lies below is not compared further
-    ours = "ValueError: ..."          # the value in our record instead; left out, it is None
-    reason = "Why it is better so."
-
-Where ours is what the original recorded in another case, ``as_in`` names that case in the place of ``ours``::
-
-    case = "parallel2_loss_scale_clip"
-    field = "steps.*.param"
-    as_in = "parallel2_clip"          # what stands there at the same path
-
-An entry is for every replay of its file, unless it says ``through = "core"`` or ``through = "compat"``: the
-same trace may be replayed through the originals' own names, where less differs.
-
-Such an entry is checked: ours must be that value, it must differ from the original's, and each case the
-entry is for must come past it. An entry for no case at all is an error.
+differs on purpose has an entry in ``differences.toml``; `differences.py` says how one is written, and what is
+checked of it.
 
 The reference folder is found by the environment variable LOCKSTEP_REFERENCE, or beside the repository as
 ``../shared/reference``. Where there is none, the replays are skipped. The cases of a file can be taken
-for traces of the same kind, of another variant: those may have another number of cases.
+for traces of the same kind, of another variant: those may have another number of cases and other names, so
+that `where` tells them apart. What ours comes to at a listed place is not known there: it is passed over.
 """
 
 from __future__ import annotations
@@ -48,7 +31,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,16 +40,12 @@ from typing import Any, TypeGuard
 
 import pytest
 import torch
+from differences import Difference, for_replay, look_up, read_differences
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
-DIFFERENCES = Path(__file__).with_name("differences.toml")
 _MOST_SHOWN = 10
 _ARRAY_KEYS = {"dtype", "shape", "data"}
 _ABSENT = "<absent>"
+_REMARKS = ("status", "note")
 
 
 @dataclass(frozen=True)
@@ -88,30 +66,12 @@ EXACT = Tolerance(0.0)
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A place where lockstep differs from the original on purpose."""
-
-    file: str
-    case: str
-    field: str
-    ours: Any = None
-    reason: str = ""
-    as_in: str | None = None
-    through: str | None = None
-
-    def __post_init__(self) -> None:
-        assert self.through in {None, "core", "compat"}, f"{self} must be through one of the two."
-        assert self.reason, f"{self} must have a reason."
-        assert self.as_in is None or self.ours is None, f"{self} must have `ours` or `as_in`, got both."
-
-
-@dataclass(frozen=True)
 class Case:
     """One case of a trace.
 
     Attributes:
-        name: What the case is called in `differences.toml` and in the test's name.
-        content: The case as recorded.
+        name: What the case is called in `differences.toml` and in the test's name. No replay asks for it.
+        content: The case as recorded, but for a field ``name``.
         shared: What the file says once for all cases.
         given: Patterns for the places that are no results.
         differences: The entries of `differences.toml` for this case.
@@ -140,7 +100,7 @@ class Case:
         reached: set[int] = set()
         found = list(self._mismatches("", self.content, ours, tolerances or {}, reached))
         for number, difference in enumerate(self.differences):
-            if number not in reached:
+            if number not in reached and difference.is_known:
                 found.append(f"{difference.field}: listed as a difference, but this case never comes past it")
         more = f"\n... and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
         assert not found, f"case {self.name}:\n" + "\n".join(found[:_MOST_SHOWN]) + more
@@ -158,8 +118,12 @@ class Case:
             return
         for number, difference in enumerate(self.differences):
             if fnmatchcase(path, difference.field):
-                reached.add(number)
                 wanted = self._wanted(path, difference)
+                if difference.is_elsewhere and equal(wanted, original):
+                    continue
+                reached.add(number)
+                if not difference.is_known:
+                    return
                 yield from _wrong_difference(path, original, ours, wanted, _tolerance(path, tolerances))
                 return
         parts = list(_parts(original, ours))
@@ -171,11 +135,26 @@ class Case:
 
     def _wanted(self, path: str, difference: Difference) -> Any:
         """Find what ours is to be at a place that differs."""
-        if difference.as_in is None:
-            return difference.ours
-        found: Any = self.others[difference.as_in]
-        for key in path.split("."):
-            found = found[int(key)] if _is_list(found) else found[key]
+        if difference.as_at is not None:
+            return look_up(self.content, difference.other_place(path))
+        if not difference.is_known:
+            return None
+        if difference.as_in is not None:
+            return look_up(self.others[difference.as_in], path)
+        if difference.as_without is not None:
+            return look_up(self._alike_but(difference.as_without), path)
+        return difference.ours
+
+    def _alike_but(self, field: str) -> Mapping[str, Any]:
+        """Find the case that was given the same but for one field, which it has not."""
+
+        def inputs(content: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                key: content[key] for key in content if key in self.given and key not in {field, *_REMARKS}
+            }
+
+        alike = [each for each in self.others.values() if inputs(each) == inputs(self.content)]
+        (found,) = [each for each in alike if each[field] is None]
         return found
 
 
@@ -194,7 +173,7 @@ def cases(
     Args:
         file: The folder and the name of the file, as in ``"chainer-cunn/serial_iterator.json"``.
         num_cases: How many cases it must hold.
-        given: Patterns for what is no result; ``"name"`` always is one.
+        given: Patterns for what is no result.
         key: Where in the file the list of cases is.
         name: Makes the name of a case; a further case of the same name gets a number.
         through: ``"compat"`` for a replay through the originals' own names.
@@ -209,9 +188,10 @@ def cases(
     return [pytest.param(case, id=case.name) for case in found]
 
 
-def for_replay(differences: Iterable[Difference], through: str) -> list[Difference]:
-    """Choose the differences that are for one of two replays, or for both."""
-    return [each for each in differences if each.through in {None, through}]
+def earlier(case: Case, listed: Sequence[Any]) -> list[Case]:
+    """List the cases before one among parameters made by `cases`."""
+    found = [each.values[0] for each in listed]
+    return found[: next(index for index, each in enumerate(found) if each is case)]
 
 
 def columns(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -237,7 +217,12 @@ def read(
     is_public = content.get("variant", content.get("origin", {}).get("variant")) == "dev"
     counts = f"{file} must hold {num_cases} cases, got {len(contents)}."
     assert len(contents) == num_cases if is_public else contents, counts
-    listed = [difference for difference in differences if difference.file == file]
+    listed = [
+        # Where `as_at` says what ours is, it says so for any trace.
+        replace(difference, is_known=is_public or difference.as_at is not None)
+        for difference in differences
+        if difference.file == file
+    ]
     seen: Counter[str] = Counter()
     others: dict[str, Mapping[str, Any]] = {}
     result = []
@@ -245,19 +230,14 @@ def read(
         plain_name = name(each)
         seen[plain_name] += 1
         unique = plain_name if seen[plain_name] == 1 else f"{plain_name}#{seen[plain_name]}"
-        own = [difference for difference in listed if fnmatchcase(unique, difference.case)]
-        result.append(Case(unique, each, content, ["name", *given], own, others))
-        others[unique] = each
+        own = [difference for difference in listed if difference.is_for(unique, each)]
+        plain = {field: value for field, value in each.items() if field != "name"}
+        result.append(Case(unique, plain, content, given, own, others))
+        others[unique] = plain
     for difference in listed:
         lost = not any(difference in case.differences for case in result)
         assert not (lost and is_public), f"{file} has no case for the difference {difference}."
     return result
-
-
-def read_differences(path: Path = DIFFERENCES) -> list[Difference]:
-    """Read the list of the places where lockstep differs on purpose."""
-    entries = tomllib.loads(path.read_text(encoding="utf-8"))["difference"]
-    return [Difference(**{"ours": None, **entry}) for entry in entries]
 
 
 def reference_folder() -> Path | None:

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
+from lockstep.optim import SGDW
 from lockstep.optim.hooks import WeightDecay
 from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale
 from lockstep.state import check_keys
@@ -48,7 +49,9 @@ class DynamicLossScalingUpdater:
         N: The interval of growth in good updates; see above.
         clear_buffer: Whether backward frees the graph as it goes.
         accum_grad: How many forwards and backwards make up an update.
-        weight_decay: The rate of decay on true gradients; None for none.
+        weight_decay: The rate of decay on true gradients; None for none. `lockstep.optim.SGDW`, which decays
+            by itself, takes it in the place of its own; torch's AdamW has its own beside it.
+            `lockstep.optim.hooks.GradientLARS` has a rate of its own.
         comm: A lockstep `Communicator`, or anything with NNabla's ``all_reduce(tensors, division=,
             inplace=)``; None to exchange nothing.
         grads: What to exchange: parameters, whose gradients it will be, or gradients themselves. With none
@@ -159,14 +162,31 @@ class DynamicLossScalingUpdater:
     @contextmanager
     def _decaying(self) -> Iterator[None]:
         """Have a step decay the weights, after the gradients were divided by the scale."""
-        if self.weight_decay is None:
+        rate = self.weight_decay
+        if rate is None:
             yield
-            return
-        handle = self.solver.register_step_pre_hook(WeightDecay(self.weight_decay))
-        try:
-            yield
-        finally:
-            handle.remove()
+        elif isinstance(self.solver, SGDW):
+            with _own_decay(self.solver, rate):
+                yield
+        else:
+            handle = self.solver.register_step_pre_hook(WeightDecay(rate))
+            try:
+                yield
+            finally:
+                handle.remove()
+
+
+@contextmanager
+def _own_decay(solver: Optimizer, rate: float) -> Iterator[None]:
+    """Give a solver another rate for its own decay, and then the one it had."""
+    kept = [group["weight_decay"] for group in solver.param_groups]
+    for group in solver.param_groups:
+        group["weight_decay"] = rate
+    try:
+        yield
+    finally:
+        for group, own in zip(solver.param_groups, kept, strict=True):
+            group["weight_decay"] = own
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:

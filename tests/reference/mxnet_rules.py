@@ -1,0 +1,142 @@
+"""MXNet's optimizers by what does their work here: rules of lockstep's and torch's, a group a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lockstep.optim import MomentumSGD, hooks
+
+Options = Mapping[str, Any]
+Groups = list[dict[str, Any]]
+"""One a parameter, with its options "decay" and "name" beside it."""
+
+
+def sgd(options: Options, groups: Groups) -> Optimizer:
+    """MXNet's sgd: clipped, decayed gradients, the rate inside the velocity."""
+    optimizer = MomentumSGD(groups, momentum=options.get("momentum", 0.0))
+    for index, group in enumerate(groups):
+        clip(optimizer, options, index)
+        if group["decay"]:
+            optimizer.add_hook(hooks.WeightDecay(group["decay"]), group=index)
+    return optimizer
+
+
+def lars(options: Options, groups: Groups) -> Optimizer:
+    """MXNet's lars, which treats biases and the numbers of a normalization as sgd does."""
+    correction = options.get("momentum_correction", True)
+    optimizer = MomentumSGD(groups, momentum=options.get("momentum", 0.0), correction=correction)
+    rates = {"threshold": 0.0, "coefficient": options.get("eta", 0.001), "eps": options.get("epsilon", 1e-8)}
+    for index, group in enumerate(groups):
+        clip(optimizer, options, index)
+        if not group["name"].endswith(("gamma", "beta", "bias")):
+            optimizer.add_hook(hooks.GradientLARS(**rates, weight_decay=group["decay"]), group=index)
+        elif group["decay"]:
+            optimizer.add_hook(hooks.WeightDecay(group["decay"]), group=index)
+    return optimizer
+
+
+def adam(options: Options, groups: Groups) -> Optimizer:
+    """MXNet's adam, whose epsilon comes before the correction of the second moment."""
+    betas = options.get("beta1", 0.9), options.get("beta2", 0.999)
+    optimizer = torch.optim.Adam(with_decay(groups), betas=betas)
+
+    def set_epsilon(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            kept = optimizer.state.get(group["params"][0], {})
+            count = int(kept["step"]) + 1 if kept else 1
+            group["eps"] = options.get("epsilon", 1e-8) / (1 - betas[1] ** count) ** 0.5
+
+    optimizer.register_step_pre_hook(set_epsilon)
+    return clipping(optimizer, options)
+
+
+class Nag(Optimizer):
+    """MXNet's nag of version 1.9.1, whose velocity decays by the weight that was moved already.
+
+    Nothing of lockstep: it shows what is around it.
+    """
+
+    def __init__(self, params: Any, momentum: float) -> None:
+        super().__init__(params, {"lr": 0.01, "momentum": momentum, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for weight in group["params"]:
+                velocity = self.state[weight].setdefault("velocity", torch.zeros_like(weight))
+                pulled = group["momentum"] * velocity
+                gradient = weight.grad + group["weight_decay"] * weight
+                weight.add_(group["momentum"] * (pulled - group["lr"] * gradient) - group["lr"] * gradient)
+                moved = weight.grad + group["weight_decay"] * weight
+                velocity.copy_(pulled - group["lr"] * moved)
+
+
+def nag(options: Options, groups: Groups) -> Optimizer:
+    """MXNet's nag, by a rule of the tests."""
+    return clipping(Nag(with_decay(groups), options.get("momentum", 0.0)), options)
+
+
+OURS: dict[str, Callable[[Options, Groups], Optimizer]] = {"sgd": sgd, "lars": lars, "adam": adam}
+"""What lockstep or torch has."""
+RULES = {**OURS, "nag": nag}
+"""With what only the tests have."""
+
+
+def optimizer_of(
+    rule: str,
+    options: Options,
+    weights: Sequence[Tensor],
+    names: Sequence[str] | None = None,
+    *,
+    wd_mult: Mapping[str, float] | None = None,
+) -> Optimizer:
+    """Make an optimizer with a group for each weight, for the original treats it by its name.
+
+    Args:
+        rule: One of `RULES`.
+        options: The original's own, but for "rescale_grad".
+        weights: What it moves.
+        names: Theirs. Of weights with names, the original decays those that end in weight or gamma.
+        wd_mult: Multiplies the decay by name, where the original was told so.
+    """
+    found = ["weight"] * len(weights) if names is None else names
+    usual = {name: float(name.endswith(("weight", "gamma"))) for name in found}
+    factors = usual if wd_mult is None else {name: wd_mult.get(name, 1.0) for name in found}
+    groups = [
+        {"params": [weight], "name": name, "decay": options.get("wd", 0.0) * factors[name]}
+        for weight, name in zip(weights, found, strict=True)
+    ]
+    optimizer = RULES[rule](options, groups)
+    set_rate(optimizer, options.get("learning_rate", 0.01))
+    return optimizer
+
+
+def set_rate(optimizer: Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip(optimizer: MomentumSGD, options: Options, group: int) -> None:
+    """Clip the gradient of one group, before it decays."""
+    if "clip_gradient" in options:
+        bound = options["clip_gradient"]
+        optimizer.add_hook(hooks.GradientHardClipping(-bound, bound), group=group)
+
+
+def clipping(optimizer: Optimizer, options: Options) -> Optimizer:
+    """Clip the gradients of an optimizer of torch's, before it decays them by itself."""
+    if "clip_gradient" in options:
+        bound = options["clip_gradient"]
+        optimizer.register_step_pre_hook(hooks.GradientHardClipping(-bound, bound))
+    return optimizer
+
+
+def with_decay(groups: Groups) -> Groups:
+    """Have torch's optimizers decay by themselves."""
+    return [{**group, "weight_decay": group["decay"]} for group in groups]
