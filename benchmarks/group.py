@@ -11,6 +11,7 @@ more after a group of four devices has its replicas, and after a forward and bac
 from __future__ import annotations
 
 import argparse
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
@@ -100,21 +101,30 @@ def resident() -> float:
     return pages * 4096 / 1e6
 
 
-def weigh() -> str:
+def trim() -> None:
+    """Give free memory back to the system, which a process that computes keeps."""
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def weigh(*, device_grads: bool) -> str:
     """Measure what four replicas of a model of 200 MB add."""
     model = nn.Sequential(*[nn.Linear(2500, 2500) for _ in range(8)])
     x = torch.randn(64, 2500)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 1e6
-    with ls.ReplicaGroup(model, ["cpu"] * 4) as group:
+    with ls.ReplicaGroup(model, ["cpu"] * 4, device_grads=device_grads) as group:
         before = resident()
         replicas = len(group.replicas)
         built = resident() - before
         out = group.forward(x, training=True)
         group.backward(torch.ones_like(out))
         after = resident() - before
+        group.forward(x, training=True)
+        trim()
+        at_rest = resident() - before
     return (
         f"{replicas} replicas of a model of {size:.0f} MB: {built:+.0f} MB when built, "
-        f"{after:+.0f} MB after a backward (the sum and 4 parts of the gradient: {5 * size:.0f} MB)"
+        f"{after:+.0f} MB after a backward, and {at_rest:+.0f} MB when the next forward has let go of it "
+        f"(the sum alone: {size:.0f} MB; device_grads={device_grads})"
     )
 
 
@@ -128,7 +138,8 @@ def main() -> None:
     for name in WORKLOADS:
         for devices in (1, 2):
             print(compare(name, devices, arguments.rounds), flush=True)
-    print(weigh())
+    print(weigh(device_grads=True))
+    print(weigh(device_grads=False))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""What loss scaling costs an update, beside torch's GradScaler, on one core.
+"""What loss scaling costs an update, beside torch's GradScaler, on one core or one GPU.
 
 The update is that of a small network in bfloat16 autocast: forward, backward, scaling, step. All ways
 take turns, update by update, so that what disturbs one disturbs all; what is reported is the median
-of the ratios to the same update without scaling, and the part of an update's time that scaling takes.
-Time is that of the thread, into which what other programs take from the core does not enter.
+of the ratios to the same update without scaling, the part of an update's time that scaling takes, and
+how often the host waits for the device in an update, as the profiler counts it. On a CPU time is that of
+the thread, into which what other programs take from the core does not enter, and waits are numbers read,
+which cost nothing there; on a GPU each update is timed to the end of its last kernel.
 
     python benchmarks/scaling.py --updates 200 --width 256
+    python benchmarks/scaling.py --updates 200 --width 1024 --device cuda
 """
 
 from __future__ import annotations
@@ -13,34 +16,43 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
+import lockstep as ls
 from lockstep.precision import DynamicLossScale, LossScaler
+
+WAITS = {
+    "cpu": {"aten::_local_scalar_dense"},
+    "cuda": {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"},
+}
+"""What the profiler calls a wait of the host, by the kind of device."""
 
 Step = Callable[[torch.Tensor], None]
 
 
-def build(width: int, *, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(width: int, *, device: str, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Make the same network and optimizer each time."""
     torch.manual_seed(0)
     layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(*layers).to(device)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused)
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Give a loss under autocast."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         output = model(x)
     return output.float().square().mean()
 
 
-def plain(width: int, *, fused: bool) -> Step:
+def plain(width: int, *, device: str, fused: bool) -> Step:
     """Update without scaling."""
-    model, optimizer = build(width, fused=fused)
+    model, optimizer = build(width, device=device, fused=fused)
 
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -50,9 +62,9 @@ def plain(width: int, *, fused: bool) -> Step:
     return step
 
 
-def scaled(scaler: LossScaler | torch.amp.GradScaler, width: int, *, fused: bool) -> Step:
+def scaled(scaler: LossScaler | torch.amp.GradScaler, width: int, *, device: str, fused: bool) -> Step:
     """Update with either scaler, by the same four lines."""
-    model, optimizer = build(width, fused=fused)
+    model, optimizer = build(width, device=device, fused=fused)
 
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -63,28 +75,73 @@ def scaled(scaler: LossScaler | torch.amp.GradScaler, width: int, *, fused: bool
     return step
 
 
-def ways(width: int) -> dict[str, Step]:
+def updated(width: int, x: torch.Tensor, *, fused: bool) -> Step:
+    """Update with an updater that skips."""
+    model, optimizer = build(width, device=str(x.device), fused=fused)
+    updater = ls.ParallelUpdater(
+        Batches(x),
+        optimizer,
+        model,
+        devices=[x.device],
+        loss_fn=loss_of,
+        loss_scale=DynamicLossScale(2.0**16),
+        on_overflow="skip",
+    )
+    return lambda _: updater.update()
+
+
+class Batches:
+    """The same batch again and again."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return repeat(self._x)
+
+
+def ways(width: int, x: torch.Tensor) -> dict[str, Step]:
     """List what is compared, by name."""
     found: dict[str, Step] = {}
+    device, scale = str(x.device), DynamicLossScale(2.0**16)
     for fused in (False, True):
         kind = "fused AdamW" if fused else "AdamW"
-        found[f"{kind}: plain"] = plain(width, fused=fused)
-        found[f"{kind}: GradScaler"] = scaled(torch.amp.GradScaler("cpu"), width, fused=fused)
-        dynamic = DynamicLossScale(2.0**16)
-        found[f"{kind}: LossScaler"] = scaled(LossScaler(dynamic), width, fused=fused)
+        grad_scaler = torch.amp.GradScaler(x.device.type)
+        found[f"{kind}: plain"] = plain(width, device=device, fused=fused)
+        found[f"{kind}: GradScaler"] = scaled(grad_scaler, width, device=device, fused=fused)
+        found[f"{kind}: LossScaler"] = scaled(LossScaler(scale), width, device=device, fused=fused)
+        found[f"{kind}: updater"] = updated(width, x, fused=fused)
     return found
 
 
 def measure(steps: dict[str, Step], x: torch.Tensor, num_updates: int) -> dict[str, list[float]]:
     """Time every way, taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
+    clock = time.thread_time if x.device.type == "cpu" else time.perf_counter
     for number in range(num_updates + 10):
         for name, step in steps.items():
-            began = time.thread_time()
+            began = clock()
             step(x)
+            if x.device.type == "cuda":
+                torch.cuda.synchronize()
             if number >= 10:  # the first ones make the state
-                seconds[name].append(time.thread_time() - began)
+                seconds[name].append(clock() - began)
     return seconds
+
+
+def waits(step: Step, x: torch.Tensor, num_updates: int = 10) -> float:
+    """Count how often the host waits for the device in an update."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if x.device.type == "cuda" else [])]
+    with profile(activities=activities) as profiled:
+        for _ in range(num_updates):
+            with record_function("one update"):
+                step(x)
+    events = list(profiled.events())
+    updates = [event.time_range for event in events if event.name == "one update"]
+    found = [event.time_range for event in events if event.name in WAITS[x.device.type]]
+    # The profiler waits too, once, after the last update.
+    inside = [each for each in found if any(one.start <= each.start <= one.end for one in updates)]
+    return len(inside) / num_updates
 
 
 def main() -> None:
@@ -95,16 +152,19 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=200, help="timed updates of each way")
     parser.add_argument("--width", type=int, default=256, help="features of each layer")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a batch")
+    parser.add_argument("--device", choices=list(WAITS), default="cpu", help="where")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    x = torch.randn(arguments.batch_size, arguments.width)
-    seconds = measure(ways(arguments.width), x, arguments.updates)
-    print(f"{'':24}{'ms':>8}{'ratio to plain':>16}{'µs more':>10}")
+    x = torch.randn(arguments.batch_size, arguments.width, device=arguments.device)
+    steps = ways(arguments.width, x)
+    seconds = measure(steps, x, arguments.updates)
+    print(f"{'':24}{'ms':>8}{'ratio to plain':>16}{'µs more':>10}{'waits':>8}")
     for name, times in seconds.items():
         base = seconds[f"{name.split(':')[0]}: plain"]
         ratio = statistics.median(mine / theirs for mine, theirs in zip(times, base, strict=True))
         more = statistics.median(mine - theirs for mine, theirs in zip(times, base, strict=True))
-        print(f"{name:24}{statistics.median(times) * 1e3:8.3f}{ratio:16.3f}{more * 1e6:10.1f}")
+        figures = f"{statistics.median(times) * 1e3:8.3f}{ratio:16.3f}{more * 1e6:10.1f}"
+        print(f"{name:24}{figures}{waits(steps[name], x):8.1f}")
 
 
 if __name__ == "__main__":

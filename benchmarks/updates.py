@@ -5,9 +5,9 @@
 
 All contenders are started at once and take turns in short rounds, so that a machine whose speed drifts
 drifts for all of them. Each gets the same model, the same ready-made batches of 256 samples and the same
-`torch.optim.SGD` with momentum. What is printed is, for each contender, the median over rounds of
-(time of the limit) / (its time) in the same round: 1.00 is as fast as two cores that never wait for
-each other.
+`torch.optim.SGD` with momentum. Hugging Face Accelerate and Lightning Fabric take part where they are
+installed. What is printed is, for each contender, the median over rounds of (time of the limit) / (its
+time) in the same round: 1.00 is as fast as two cores that never wait for each other.
 """
 
 from __future__ import annotations
@@ -19,94 +19,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from peers import Update, ddp, half, installed_peers, loop, meet_at
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
+from workloads import BATCH_SIZE, WORKLOADS, Workload
 
 import lockstep as ls
 from lockstep.data import Iterator
 from lockstep.updaters.commit import Committer
 from lockstep.updaters.engine import GradientEngine
 
-BATCH_SIZE = 256
-NUM_BATCHES = 4  # different batches, taken in turn
 ROUND_SECONDS = 0.25  # long beside the hand-over between contenders, short beside the drift of the machine
-
-
-class Encoder(nn.Module):
-    """A small transformer encoder over 32 tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(512, 64)
-        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Classify a batch of token sequences."""
-        logits: torch.Tensor = self.head(self.encoder(self.embedding(tokens)).mean(1))
-        return logits
-
-
-def tiny() -> nn.Module:
-    """An MLP of 0.1 M parameters."""
-    return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-def mlp() -> nn.Module:
-    """An MLP of 1.9 M parameters."""
-    return nn.Sequential(
-        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-    )
-
-
-def convnet() -> nn.Module:
-    """Three convolutions with BatchNorm on 32 x 32 images."""
-    return nn.Sequential(
-        *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Dropout(0.2)),
-        *(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, 10)),
-    )
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model and the inputs it takes."""
-
-    model: Callable[[], nn.Module]
-    inputs: Callable[[torch.Generator], torch.Tensor]
-
-    def batches(self, part: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Make the batches, or one part of each."""
-        generator = torch.Generator().manual_seed(0)
-        whole = [
-            (self.inputs(generator), torch.randint(0, 10, (BATCH_SIZE,), generator=generator))
-            for _ in range(NUM_BATCHES)
-        ]
-        return [(x[part].clone(), y[part].clone()) for x, y in whole]
-
-
-def floats(*shape: int) -> Callable[[torch.Generator], torch.Tensor]:
-    """Inputs of normal numbers."""
-    return lambda generator: torch.randn(BATCH_SIZE, *shape, generator=generator)
-
-
-WORKLOADS: Mapping[str, Workload] = {
-    "tiny": Workload(tiny, floats(784)),
-    "mlp": Workload(mlp, floats(784)),
-    "convnet": Workload(convnet, floats(3, 32, 32)),
-    "encoder": Workload(
-        Encoder, lambda generator: torch.randint(0, 512, (BATCH_SIZE, 32), generator=generator)
-    ),
-}
 
 
 class ReadyBatches(Iterator):
@@ -145,43 +72,6 @@ class ReadyBatches(Iterator):
         self._position = state_dict["position"]
 
 
-Update = Callable[[int], None]
-HALVES = (slice(0, BATCH_SIZE // 2), slice(BATCH_SIZE // 2, BATCH_SIZE))
-
-
-def plain_update(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Update:
-    """Make the update of a loop as everybody writes it."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-
-    def update(step: int) -> None:
-        x, y = batches[step % len(batches)]
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    return update
-
-
-def loop(workload: Workload, *, threads: int) -> Update:
-    """One process, one replica."""
-    torch.set_num_threads(threads)
-    return plain_update(workload.model(), workload.batches(slice(None)))
-
-
-def half(workload: Workload, rank: int) -> Update:
-    """One of two processes that never talk, on half of each batch: the limit."""
-    torch.set_num_threads(1)
-    return plain_update(workload.model(), workload.batches(HALVES[rank]))
-
-
-def ddp(workload: Workload, rank: int, port: int) -> Update:
-    """One of two processes under DistributedDataParallel over gloo."""
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    distributed.init_process_group("gloo", rank=rank, world_size=2)
-    return plain_update(DistributedDataParallel(workload.model()), workload.batches(HALVES[rank]))
-
-
 def lockstep(workload: Workload, *, num_shards: int, devices: int = 2) -> Update:
     """Devices of one process under a ParallelUpdater; as in a trainer's run, on one intra-op thread each."""
     torch.set_num_threads(1)
@@ -204,12 +94,12 @@ def lockstep(workload: Workload, *, num_shards: int, devices: int = 2) -> Update
 
 def lockstep_rank(workload: Workload, rank: int, port: int, *, num_shards: int) -> Update:
     """One of two processes under a ParallelUpdater over gloo, with one device each."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    meet_at(port, rank)
     return lockstep(workload, num_shards=num_shards, devices=1)
 
 
-JOINED = (ddp, lockstep_rank)
+PEERS = installed_peers()
+JOINED = (ddp, lockstep_rank, *PEERS.values())
 """Those whose processes meet at a port."""
 
 CONTENDERS: Mapping[str, list[tuple[Callable[..., Update], dict[str, int]]]] = {
@@ -217,6 +107,7 @@ CONTENDERS: Mapping[str, list[tuple[Callable[..., Update], dict[str, int]]]] = {
     "loop, 1 thread": [(loop, {"threads": 1})],
     "loop, 2 threads": [(loop, {"threads": 2})],
     "DDP, 2 processes": [(ddp, {"rank": 0}), (ddp, {"rank": 1})],
+    **{f"{name}, 2 processes": [(peer, {"rank": rank}) for rank in range(2)] for name, peer in PEERS.items()},
     "lockstep, S=2": [(lockstep, {"num_shards": 2})],
     "lockstep, S=8": [(lockstep, {"num_shards": 8})],
     "lockstep, 2 processes": [(lockstep_rank, {"rank": rank, "num_shards": 2}) for rank in range(2)],
@@ -366,7 +257,7 @@ def report(workload: str, seconds: dict[str, list[float]]) -> bool:
 def check(ratios: dict[str, float], seconds: dict[str, list[float]]) -> list[str]:
     """Hold the bars against the figures, print what misses its bar, and give it."""
     misses = []
-    peers = {name: ratio for name, ratio in ratios.items() if name.startswith(("loop", "DDP"))}
+    peers = {name: ratio for name, ratio in ratios.items() if name.startswith(("loop", "DDP", *PEERS))}
     ours = ratios.get("lockstep, S=2")
     if ours is not None and peers:
         best = max(peers, key=lambda name: peers[name])
