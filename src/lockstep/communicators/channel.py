@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.polling import may_poll
+from lockstep.communicators.polling import looks_for
 from lockstep.communicators.watch import Watch
 from lockstep.errors import OrderError, PeerError
 
@@ -56,8 +56,8 @@ class Channel:
         self.size: int = dist.get_world_size(group)
         self.bytes_sent = 0
         """What this rank has sent so far, without what the transport adds."""
-        self.polls = may_poll(self.size)
-        """Whether to look for the end of short exchanges before sleeping."""
+        self.looks = looks_for(self.size)
+        """Seconds for which to look for the end of a message before sleeping."""
         self._timeout = timedelta(seconds=timeout)
 
     @property

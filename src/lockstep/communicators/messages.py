@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 
 from lockstep.communicators.channel import Channel
-from lockstep.communicators.polling import poll
+from lockstep.communicators.polling import PAIR, poll
 
 SHORT: Final = 4096
 """Bytes. Messages up to this length travel at once, longer ones after all ranks know the longest."""
 LENGTH: Final = 8
 """Bytes that say how long a message is."""
-PAIR: Final = 2
-"""Ranks that have only each other to send to."""
 ALIGNMENT: Final = 64
 """Bytes. A head and its body begin at multiples of this, so that numbers can be read where they lie."""
 
@@ -81,8 +79,8 @@ def _round(channel: Channel, framed: bytes, table: Table) -> list[tuple[int, byt
     channel.bytes_sent += rows[0].nbytes * (channel.size - 1)
     with channel.waiting():
         work = _send(channel, rows)
-    if channel.polls and work is not None and rows is table.rows:
-        poll(work)
+    if channel.looks and work is not None and rows is table.rows:
+        poll(work, channel.looks)
     channel.wait([(work, None)])
     if rows is not table.rows:
         table.rows.copy_(rows)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from lockstep.communicators.channel import Channel, Works
 from lockstep.communicators.communicator import Contribution, PendingSum
 from lockstep.communicators.packing import LONG, all_reduce
+from lockstep.communicators.polling import PAIR
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors
 
-PAIR: Final = 2
 EXACT: Final = (torch.float32, torch.float64)
 """Formats in which every backend adds two numbers with the one rounding that IEEE 754 asks for."""
 

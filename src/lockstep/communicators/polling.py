@@ -8,29 +8,38 @@ from typing import Final
 
 import torch.distributed as dist
 
+PAIR: Final = 2
+"""Ranks that have only each other to send to."""
 LONGEST: Final = 300e-6
-"""Seconds. Between two ranks that are both there, an exchange takes about as long."""
+"""Seconds. Between ranks that are all there, an exchange takes about as long."""
+LONGEST_PAIR: Final = 20e-3
+"""Seconds, for two ranks. Their message comes behind gradients that the transport's own threads add up; for
+more ranks a thread of this process does, which needs Python for it."""
 
 
-def may_poll(num_ranks: int) -> bool:
-    """Tell whether ranks that look instead of sleeping take no core from another rank.
+def looks_for(num_ranks: int) -> float:
+    """Give the seconds for which looking is worth a core.
 
     Args:
         num_ranks: How many there are, on this machine or on any.
 
     Returns:
-        Whether this process may use a core for each; False where the system does not say (macOS).
+        0 where this process may not use a core for each, so that one that looks would take it from another;
+        and where the system does not say (macOS).
 
-    >>> may_poll(1_000_000)
-    False
+    >>> looks_for(1_000_000)
+    0.0
     """
     try:
-        return len(os.sched_getaffinity(0)) >= num_ranks
+        cores = len(os.sched_getaffinity(0))
     except AttributeError:
-        return False
+        return 0.0
+    if cores < num_ranks:
+        return 0.0
+    return LONGEST_PAIR if num_ranks == PAIR else LONGEST
 
 
-def poll(work: dist.Work) -> None:
+def poll(work: dist.Work, seconds: float) -> None:
     """Look again and again whether work on the host has ended, for a short time.
 
     A thread that sleeps is woken late, and its core may go to another rank meanwhile, with which it then
@@ -39,7 +48,8 @@ def poll(work: dist.Work) -> None:
 
     Args:
         work: What is under way. It has not always ended when this returns, and may have failed.
+        seconds: The longest that this takes.
     """
-    until = time.perf_counter() + LONGEST
+    until = time.perf_counter() + seconds
     while not work.is_completed() and time.perf_counter() < until:
         os.sched_yield()
