@@ -28,6 +28,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "fused momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9, fused=True),
     "fused adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3, fused=True),
     "corrected": lambda weights: ls.CorrectedMomentumSGD(weights, lr=1e-3),
+    "lamb": lambda weights: ls.optim.LAMB(weights, lr=1e-3, weight_decay=0.01),
 }
 
 

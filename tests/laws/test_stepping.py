@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
+from lockstep.optim import LAMB, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
 
 SHAPE = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 DTYPE = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -27,7 +27,7 @@ GROUP = st.fixed_dictionaries(
 GROUPS = st.lists(GROUP, min_size=1, max_size=3)
 # For each step, which parameters have no gradient.
 MISSING = st.lists(st.sets(st.integers(0, 11)), min_size=1, max_size=5)
-CLASSES = st.sampled_from([CorrectedMomentumSGD, MomentumSGD])
+CLASSES = st.sampled_from([CorrectedMomentumSGD, MomentumSGD, LAMB])
 
 
 def build(cls: type[HookedOptimizer], groups: list[dict[str, Any]]) -> HookedOptimizer:
@@ -35,7 +35,8 @@ def build(cls: type[HookedOptimizer], groups: list[dict[str, Any]]) -> HookedOpt
     return cls(
         [
             {
-                **{key: value for key, value in group.items() if key != "tensors"},
+                **{key: value for key, value in group.items() if key not in {"tensors", "momentum"}},
+                **of_rule(cls, group["momentum"]),
                 "params": [
                     torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
                     for shape, dtype in group["tensors"]
@@ -44,6 +45,10 @@ def build(cls: type[HookedOptimizer], groups: list[dict[str, Any]]) -> HookedOpt
             for group in groups
         ]
     )
+
+
+def of_rule(cls: type[HookedOptimizer], momentum: float) -> dict[str, Any]:
+    return {"betas": (momentum, 0.5)} if cls is LAMB else {"momentum": momentum}
 
 
 def weights(optimizer: HookedOptimizer) -> list[torch.nn.Parameter]:
@@ -59,8 +64,8 @@ def put_grads(optimizer: HookedOptimizer, step: int, missing: set[int]) -> None:
 
 def bits(optimizer: HookedOptimizer) -> list[bytes]:
     states = [optimizer.state.get(weight, {}) for weight in weights(optimizer)]
-    velocities = [state["velocity"] for state in states if "velocity" in state]
-    tensors = [weight.detach() for weight in weights(optimizer)] + velocities
+    kept = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors = [weight.detach() for weight in weights(optimizer)] + kept
     return [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 

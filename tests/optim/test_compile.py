@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.optim import SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
+from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
 
 # torch's compiler imports a module of its own that uses what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -42,6 +42,8 @@ def values(weights: list[torch.nn.Parameter]) -> list[list[float]]:
         (MomentumSGD, {}),
         (MomentumSGD, {"correction": True}),
         (SGDW, {"weight_decay": 0.25}),
+        (LAMB, {"weight_decay": 0.25}),
+        (LAMB, {"bias_correction": False, "norm_bounds": (0.5, 1.5)}),
     ],
 )
 def test_compiled_step_has_the_bits_of_the_eager_one(

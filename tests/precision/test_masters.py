@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import StateError
-from lockstep.optim import SGDW, CorrectedMomentumSGD, MomentumSGD
+from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, MomentumSGD
 from lockstep.precision import LossScaler, MasterWeights
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -31,6 +31,7 @@ OPTIMIZERS: dict[str, Make] = {
     "corrected": lambda weights: CorrectedMomentumSGD(weights, lr=1e-3),
     "momentum": lambda weights: MomentumSGD(weights, lr=1e-3, correction=True),
     "sgdw": lambda weights: SGDW(weights, lr=1e-3),
+    "lamb": lambda weights: LAMB(weights, lr=1e-3, weight_decay=0.01),
 }
 HALF = [torch.float16, torch.bfloat16]
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import OrderError, StateError
-from lockstep.optim import CorrectedMomentumSGD, MomentumSGD
+from lockstep.optim import LAMB, CorrectedMomentumSGD, MomentumSGD
 from lockstep.optim.hooks import (
     GradientClipping,
     GradientHardClipping,
@@ -45,8 +45,9 @@ OPTIMIZERS: dict[str, Make] = {
     "adam": lambda weights: torch.optim.Adam(weights, lr=0.1),
     "corrected": lambda weights: CorrectedMomentumSGD(weights, lr=0.1),
     "plain momentum": lambda weights: MomentumSGD(weights, lr=0.1),
+    "lamb": lambda weights: LAMB(weights, lr=0.1),
 }
-READING = {"sgd", "momentum", "adam", "corrected", "plain momentum"}
+READING = {"sgd", "momentum", "adam", "corrected", "plain momentum", "lamb"}
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -218,6 +218,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "momentum": lambda p: ls.MomentumSGD(p, lr=0.01),
     "corrected fused": lambda p: ls.CorrectedMomentumSGD(p, lr=0.01, fused=True),
+    "lamb": lambda p: ls.optim.LAMB(p, lr=0.01),
 }
 
 

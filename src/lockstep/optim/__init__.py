@@ -4,6 +4,8 @@ from lockstep.optim import hooks as hooks
 from lockstep.optim import schedule as schedule
 from lockstep.optim.corrected_momentum_sgd import CorrectedMomentumSGD as CorrectedMomentumSGD
 from lockstep.optim.hooked import HookedOptimizer as HookedOptimizer
+from lockstep.optim.lamb import LAMB as LAMB
+from lockstep.optim.lamb import lamb_step as lamb_step
 from lockstep.optim.large_batch import large_batch_schedule as large_batch_schedule
 from lockstep.optim.momentum import fused_momentum_step as fused_momentum_step
 from lockstep.optim.momentum import lr_momentum_step as lr_momentum_step

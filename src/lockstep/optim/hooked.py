@@ -33,7 +33,7 @@ class HookedOptimizer(ScaledOptimizer):
     precision needs; see `ScaledOptimizer`.
 
     A group's options, given to the constructor or in the dict of a group (which is how parameters
-    get values of their own), are ``lr``, ``momentum`` and:
+    get values of their own), are ``lr``, those of its rule (as ``momentum``) and:
 
     * ``missing_grad``: what a parameter without a gradient does. "skip" (torch's way) leaves it
       alone; "zero" (Chainer's) gives it a gradient of zeros, so that momentum still moves it.
