@@ -164,6 +164,17 @@ def test_a_solver_that_decays_by_itself_takes_the_rate_for_the_update() -> None:
     assert weight.item() == 0.375
 
 
+def test_lamb_decays_inside_its_step_by_the_rate_of_the_update() -> None:
+    weight = nn.Parameter(torch.tensor([4.0]))
+    solver = ls.optim.LAMB([weight], lr=0.5, threshold=1.0, weight_decay=0.5)
+    updater = DynamicLossScalingUpdater(solver, (weight * 0).sum, weight_decay=0.125)
+    updater.update()
+    # Without a gradient a step is λ·w, and below the threshold it is η·λ·w.
+    assert weight.item() == 3.75
+    assert solver.state[weight]["mean"].item() == 0.0
+    assert solver.param_groups[0]["weight_decay"] == 0.5
+
+
 def test_the_decay_reaches_float32_masters() -> None:
     weight = nn.Parameter(torch.ones(1, dtype=torch.float16))
     optimizer = ls.MomentumSGD([weight], lr=2.0**-13, momentum=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.optim import MomentumSGD, hooks
+from lockstep.optim import LAMB, MomentumSGD, hooks
 
 Options = Mapping[str, Any]
 Groups = list[dict[str, Any]]
@@ -55,6 +56,19 @@ def adam(options: Options, groups: Groups) -> Optimizer:
     return clipping(optimizer, options)
 
 
+def lamb(options: Options, groups: Groups) -> Optimizer:
+    """MXNet's lamb, to which a bound of nothing is none."""
+    optimizer = LAMB(
+        with_decay(groups),
+        betas=(options.get("beta1", 0.9), options.get("beta2", 0.999)),
+        eps=options.get("epsilon", 1e-6),
+        norm_bounds=(options.get("lower_bound") or 0.0, options.get("upper_bound") or math.inf),
+        threshold=0.0,
+        bias_correction=options.get("bias_correction", True),
+    )
+    return clipping(optimizer, options)
+
+
 class Nag(Optimizer):
     """MXNet's nag of version 1.9.1, whose velocity decays by the weight that was moved already.
 
@@ -82,7 +96,12 @@ def nag(options: Options, groups: Groups) -> Optimizer:
     return clipping(Nag(with_decay(groups), options.get("momentum", 0.0)), options)
 
 
-OURS: dict[str, Callable[[Options, Groups], Optimizer]] = {"sgd": sgd, "lars": lars, "adam": adam}
+OURS: dict[str, Callable[[Options, Groups], Optimizer]] = {
+    "sgd": sgd,
+    "lars": lars,
+    "adam": adam,
+    "lamb": lamb,
+}
 """What lockstep or torch has."""
 RULES = {**OURS, "nag": nag}
 """With what only the tests have."""

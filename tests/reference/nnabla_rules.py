@@ -1,7 +1,4 @@
-"""NNabla's solvers by what does their work here: rules of lockstep's and of torch's, a group a parameter.
-
-Lamb has no counterpart: `RULES` lists what has one.
-"""
+"""NNabla's solvers by what does their work here: rules of lockstep's and of torch's, a group a parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.optim import SGDW, MomentumSGD, hooks
+from lockstep.optim import LAMB, SGDW, MomentumSGD, hooks
 
 TINY = 1e-30
 """Lars has its epsilon as a bound of norms; where ours has one, it is to change nothing."""
@@ -177,8 +174,34 @@ class AdamW(Adam):
         super().set_own_decay(rate / self.first_lr)
 
 
+class Lamb(Solver):
+    """NNabla's Lamb, whose bounds of the norm come before epsilon, which bounds the length of a step, too."""
+
+    names: ClassVar[dict[str, str]] = {"mean": "mean", "mean_square": "var"}
+
+    numbers: ClassVar[list[float]] = [0.001, 0.9, 0.999, 0.0, 10.0, 1e-6, False]
+    """The rate, the decays of both moments, the bounds, epsilon and the correction, unless they are given."""
+
+    def __init__(self, weights: Iterable[Tensor], *given: float) -> None:
+        lr, beta1, beta2, least, greatest, eps, correction = [*given, *self.numbers[len(given) :]]
+        rule = LAMB(
+            apart(weights),
+            lr,
+            (beta1, beta2),
+            eps,
+            norm_bounds=(least, greatest),
+            threshold=eps,
+            bias_correction=bool(correction),
+        )
+        super().__init__(rule, 0.0)
+
+    def count(self, weight: Tensor) -> int:
+        count: int = self.optimizer.state.get(weight, {}).get("count", 0)
+        return count
+
+
 RULES: dict[str, Callable[..., Solver]] = {
-    each.__name__: each for each in (Sgd, Momentum, Nesterov, Lars, SgdW, Adam, AdamW)
+    each.__name__: each for each in (Sgd, Momentum, Nesterov, Lars, SgdW, Adam, AdamW, Lamb)
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nnabla_rules import RULES, SgdW, solver_of
+from nnabla_rules import RULES, Lamb, SgdW, solver_of
 from test_nnabla_scaling import NEAR, RUN_GIVEN, SMALLEST, Net
 from torch import nn
 from torch.nn import functional
@@ -172,8 +172,8 @@ class Run:
         self.applied_grads: dict[str, torch.Tensor] = {}
         solver = solver_of(case, self.model.parameters())
         fused = solver.default_decay is not None
-        if fused and not isinstance(solver, SgdW) and options["weight_decay"] is not None:
-            solver.set_own_decay(options.pop("weight_decay"))  # the updater gives its rate to SGDW only
+        if fused and not isinstance(solver, SgdW | Lamb) and options["weight_decay"] is not None:
+            solver.set_own_decay(options.pop("weight_decay"))  # the updater gives its rate to SGDW and LAMB
         optimizer = solver.optimizer
         optimizer.register_step_pre_hook(lambda *_: self.raw.update(self.grads()))
         self.updater = DynamicLossScalingUpdater(

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
-from lockstep.optim import SGDW
+from lockstep.optim import LAMB, SGDW
 from lockstep.optim.hooks import WeightDecay
 from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale
 from lockstep.state import check_keys
@@ -49,9 +49,9 @@ class DynamicLossScalingUpdater:
         N: The interval of growth in good updates; see above.
         clear_buffer: Whether backward frees the graph as it goes.
         accum_grad: How many forwards and backwards make up an update.
-        weight_decay: The rate of decay on true gradients; None for none. `lockstep.optim.SGDW`, which decays
-            by itself, takes it in the place of its own; torch's AdamW has its own beside it.
-            `lockstep.optim.hooks.GradientLARS` has a rate of its own.
+        weight_decay: The rate of decay on true gradients; None for none. `lockstep.optim.SGDW` and
+            `lockstep.optim.LAMB`, which decay by themselves, take it in the place of their own; torch's AdamW
+            has its own beside it. `lockstep.optim.hooks.GradientLARS` has a rate of its own.
         comm: A lockstep `Communicator`, or anything with NNabla's ``all_reduce(tensors, division=,
             inplace=)``; None to exchange nothing.
         grads: What to exchange: parameters, whose gradients it will be, or gradients themselves. With none
@@ -165,7 +165,7 @@ class DynamicLossScalingUpdater:
         rate = self.weight_decay
         if rate is None:
             yield
-        elif isinstance(self.solver, SGDW):
+        elif isinstance(self.solver, SGDW | LAMB):
             with _own_decay(self.solver, rate):
                 yield
         else:
