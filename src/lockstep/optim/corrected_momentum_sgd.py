@@ -27,7 +27,8 @@ class CorrectedMomentumSGD(HookedOptimizer):
         v' = m·(η'/η)·v + η'·g = η'·(m·u + g) = η'·u'
 
     It steps as ``torch.optim.SGD(momentum=m)`` does, to the bit, and adds hooks, counters, Chainer's
-    treatment of missing gradients and a state that refuses strangers.
+    treatment of missing gradients and a state that refuses strangers. In bfloat16 and float16 on a CPU it has
+    one rounding for all elements (`add_scaled_`), where torch's depends on the number of threads.
 
     Args:
         params: Parameters, or dicts of groups with options of their own.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
+
+from lockstep.optim.adding import add_scaled_
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def momentum_step(
         return
     _decay(velocities, momentum)
     torch._foreach_add_(velocities, grads)
-    _add_scaled(weights, velocities, -lr)
+    add_scaled_(weights, velocities, -lr)
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ def add_to_lr_velocity(
         momentum: m, at least 0.
     """
     _decay(velocities, momentum)
-    _add_scaled(velocities, grads, lr)
+    add_scaled_(velocities, grads, lr)
 
 
 def _decay(velocities: list[Tensor], momentum: float) -> None:
@@ -196,13 +196,3 @@ def _decay(velocities: list[Tensor], momentum: float) -> None:
         torch._foreach_neg_(velocities)
     else:
         torch._foreach_mul_(velocities, momentum)
-
-
-def _add_scaled(targets: list[Tensor], sources: list[Tensor], scale: float | Tensor) -> None:
-    """Add the sources times a number."""
-    if isinstance(scale, Tensor) and torch.compiler.is_compiling():
-        # As `alpha` the tensor would have to become a Python number, which ends the graph.
-        scaled = torch._foreach_mul(sources, scale)  # noqa: SLF001 - torch's multi-tensor kernels have no other name
-        torch._foreach_add_(targets, scaled)
-    else:
-        torch._foreach_add_(targets, sources, alpha=cast("float", scale))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.optim.adding import add_scaled_
 from lockstep.optim.hooks.gradient_hook import GradientHook
 from lockstep.optim.norm import norms
 from lockstep.precision import ChangesOnlyGradients
@@ -72,6 +73,6 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
             for weight_norm, grad_norm in zip(norms(weights), norms(grads), strict=True)
         ]
         if self.weight_decay != 0:
-            torch._foreach_add_(grads, weights, alpha=self.weight_decay)
+            add_scaled_(grads, weights, self.weight_decay)
         for grad, rate in zip(grads, rates, strict=True):
             grad.mul_(rate)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lockstep.optim.adding import add_scaled_
 from lockstep.optim.hooks.gradient_hook import GradientHook
 from lockstep.precision import ChangesOnlyGradients
 
@@ -37,5 +38,5 @@ class Lasso(GradientHook, ChangesOnlyGradients):
 
     def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
         """Add rate·sign(w) to each gradient."""
-        signs = torch._foreach_sign(weights)  # noqa: SLF001 - torch's multi-tensor kernels have no other name
-        torch._foreach_add_(grads, signs, alpha=self.rate)
+        signs = list(torch._foreach_sign(weights))  # noqa: SLF001 - torch's multi-tensor kernels have no other name
+        add_scaled_(grads, signs, self.rate)

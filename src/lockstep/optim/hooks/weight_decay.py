@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from lockstep.optim.adding import add_scaled_
 from lockstep.optim.hooks.gradient_hook import GradientHook
 from lockstep.precision import ChangesOnlyGradients
 
@@ -37,4 +37,4 @@ class WeightDecay(GradientHook, ChangesOnlyGradients):
 
     def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
         """Add rate·w to each gradient."""
-        torch._foreach_add_(grads, weights, alpha=self.rate)
+        add_scaled_(grads, weights, self.rate)
