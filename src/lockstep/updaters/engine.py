@@ -25,7 +25,7 @@ from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.flat import FlatGradients
-from lockstep.updaters.handover import refuse_accumulate_hooks
+from lockstep.updaters.handover import refuse_accumulate_hooks, refuse_strays
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.meeting import Position
 from lockstep.updaters.over_ranks import RankReduction, WholeBatch
@@ -211,6 +211,8 @@ class GradientEngine:
                 where, part, self._like, self._precision.held_dtype is not None
             )
         sums = self._compute(work, recipe, first_stream, settings)
+        if look is None:
+            refuse_strays(self._named, wanted)
         self.reads_weights = recipe.reads_weights
         again = interrupted()
         if self._ranks is None:
