@@ -19,7 +19,7 @@ from lockstep.replicas.buffers import BufferRule, ReplicaBuffers
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.replicas.slots import Slot, buffer_slots
-from lockstep.streams import stream_seed
+from lockstep.streams import ONE_BORROWER, stream_seed
 from lockstep.tree import PartialSum, Tensors
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.balance import PlaceTimes
@@ -113,7 +113,7 @@ class GradientEngine:
         """Whether reducing and stepping are worth more than one thread."""
         self.reads_weights = False
         """Whether weights of the last losses were tensors, which the host waited for."""
-        self._streams = ShardStreams(group.devices)
+        self._streams = ShardStreams(group.devices, turn=ONE_BORROWER)
 
     @property
     def why_it_waits(self) -> str | None:
