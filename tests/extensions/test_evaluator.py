@@ -298,6 +298,16 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
             ValueError,
             "`metrics` must not hold 'loss'",
         ),
+        (
+            lambda: Evaluator([], {"x": Average}),
+            TypeError,
+            "must be made metrics, got the class Average as 'x'",
+        ),
+        (
+            lambda: Evaluator([], [Average()]),
+            TypeError,
+            "`metrics` must be a dict of metrics by name, got a list",
+        ),
         (lambda: Evaluator([], {"x": len}), TypeError, "must have update, compute and reset, got .* as 'x'"),
         (
             lambda: Evaluator(Passes([], repeat=True), {"x": Average()}),

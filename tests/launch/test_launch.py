@@ -75,6 +75,8 @@ def test_a_function_that_cannot_be_imported() -> None:
         ls.launch(inner)
     with pytest.raises(ValueError, match="`main` must be a function that a new process can import"):
         ls.launch(lambda: None)
+    with pytest.raises(TypeError, match="`main` must be a function, got a int"):
+        ls.launch(3)
 
 
 def test_an_argument_that_cannot_be_pickled() -> None:

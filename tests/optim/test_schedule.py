@@ -259,3 +259,8 @@ def test_state_with_a_schedulers_keys_is_loaded() -> None:
     other.add_hook(hooks.WeightDecay(0.1))
     other.load_state_dict(optimizer.state_dict())
     assert other.param_groups[0]["max_lr"] == 0.5
+
+
+def test_a_warmup_without_a_unit_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"`warmup` must be \(number, unit\), got 5"):
+        recipe(warmup=5)

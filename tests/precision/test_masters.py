@@ -334,3 +334,8 @@ def test_with_a_scaler_a_left_out_step_leaves_masters_alone(fused: bool) -> None
         scaler.step(masters)
         scaler.update()
         assert equal_states(masters.state_dict(), before) == bad
+
+
+def test_a_model_has_no_masters_without_its_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"`optimizer` must be a torch.optim.Optimizer, got a Linear"):
+        MasterWeights(nn.Linear(1, 1))

@@ -238,6 +238,34 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         _ = group.replicas
 
 
+class Renewed(nn.Linear):
+    """Copied without the memo, so that ties and shared memory are lost."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Renewed:
+        copied = Renewed(self.in_features, self.out_features)
+        copied.load_state_dict(self.state_dict())
+        return copied
+
+
+class Itself(nn.Linear):
+    """Gives itself as its copy."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Itself:
+        return self
+
+
+@pytest.mark.parametrize("kind", [Renewed, Itself])
+def test_a_copy_with_parameters_of_its_own_is_refused(kind: type[nn.Linear]) -> None:
+    """Replicas share memory by what deepcopy is told; a copy that does not would keep its first weights."""
+    with (
+        ls.ReplicaGroup(nn.Sequential(kind(2, 2)), ["cpu"]) as group,
+        pytest.raises(
+            TypeError, match=r"`model` must be copied part by part, .* has a '0\.weight' of its own"
+        ),
+    ):
+        _ = group.replicas
+
+
 def test_a_closed_group_says_so() -> None:
     group = ls.ReplicaGroup(net(), ["cpu"] * 2)
     group.run(lambda _: None)

@@ -200,3 +200,37 @@ def test_two_threads_of_the_users_take_turns() -> None:
         thread.join()
     assert len(outputs) == 40
     assert all(torch.equal(each, expected) for each in outputs)
+
+
+class Calling(nn.Module):
+    """Keeps a function that calls the module it was made in, which no copy of the model can know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4).double()
+        self.head = nn.Linear(4, 1).double()
+        self.read = lambda x: self.head(x).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(self.body(x))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_model_that_computes_with_its_own_parameters_is_refused(devices: int) -> None:
+    """A group lost the gradients of those, and in a `DataParallel` threads added them up as they came."""
+    model = Calling()
+    refusal = r"`model` must compute .* uses 'head.weight' of your own model"
+    with ls.ReplicaGroup(model, ["cpu"] * devices, num_shards=3) as group:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=refusal):
+                group.forward(X)
+        with torch.no_grad():
+            torch.testing.assert_close(group.forward(X), model(X))
+    with pytest.raises(ValueError, match=refusal):
+        ls.DataParallel(model, ["cpu"] * devices, num_shards=3)(X)
+    attached = ls.DataParallel(model, ["cpu"] * devices, num_shards=3, parallel_backward=False)
+    attached(X).sum().backward()
+    found = gradients(model)
+    model.zero_grad()
+    model(X).sum().backward()
+    torch.testing.assert_close(found, gradients(model))

@@ -364,6 +364,11 @@ def test_what_a_run_under_way_refuses(out: Path, call: Callable[[Trainer], None]
         trainer.run()
 
 
+def test_a_model_is_no_updater(out: Path) -> None:
+    with pytest.raises(TypeError, match="`updater` must be a lockstep Updater, got a Linear"):
+        Trainer(torch.nn.Linear(1, 1), out=out)
+
+
 def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
     trainer = Trainer(CountingUpdater(), out=out)
     with pytest.raises(
@@ -372,6 +377,8 @@ def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
         trainer.extend(3)
     with pytest.raises(ValueError, match="`unit` must be one of"):
         trainer.extend(Recorder("x", []), trigger=(1, "day"))
+    with pytest.raises(TypeError, match="`priority` must be an integer, got 'high'"):
+        trainer.extend(Recorder("x", []), priority="high")
     assert trainer.state_dict()["extensions"] == {}
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -244,3 +245,35 @@ def test_a_forgotten_updater_leaves_no_thread() -> None:
         thread.join(timeout=5)
     assert threading.active_count() == before
     assert torch.random.default_generator is torch.default_generator
+
+
+@pytest.mark.parametrize("devices", [(1, 1), (1, 2)])
+def test_updaters_in_threads_of_the_users_do_not_disturb_each_other(devices: tuple[int, int]) -> None:
+    """Where one device computes, its shards draw from the default generator, of which there is one."""
+    together = threading.Barrier(len(devices))
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand_like(x)
+        time.sleep(0.001)  # long enough for the other thread to draw in between
+        return cross_entropy(model, x + noise, target)
+
+    def work(updater: ls.ParallelUpdater) -> None:
+        together.wait()
+        for _ in range(12):
+            updater.update()
+
+    # Models are drawn from the default generator too, so they are made before.
+    updaters = [
+        updater_for(CONVNET, Placement(count), num_shards=NUM_SHARDS, loss_fn=loss_fn) for count in devices
+    ]
+    threads = [threading.Thread(target=work, args=(updater,)) for updater in updaters]
+    before = torch.get_rng_state()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(torch.get_rng_state(), before)
+    expected = train(CONVNET, num_shards=NUM_SHARDS, loss_fn=loss_fn)
+    assert [state_digest(updater) for updater in updaters] == [expected] * 2
+    for updater in updaters:
+        updater.finalize()

@@ -85,6 +85,20 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "half a shard": ({"num_shards": 2.5}, "`num_shards` must be an integer, got 2.5."),
     "half a try": ({"max_tries": 1.5}, "`max_tries` must be an integer, got 1.5."),
     "seed of truth": ({"seed": True}, "`seed` must be an integer, got True."),
+    "no number of tries": ({"max_tries": None}, "`max_tries` must be an integer, got None."),
+    "no number of batches": ({"accumulate": None}, "`accumulate` must be an integer, got None."),
+    "no devices": ({"devices": None}, "`devices` must be names, a number or 'auto', got a NoneType."),
+    "a loss by name": ({"loss_fn": "mse"}, "`loss_fn` must be callable, got a str."),
+    "a step by name": ({"step_fn": "step"}, "`step_fn` must be callable, got a str."),
+    "no converter": ({"converter": None}, "`converter` must be callable, got a NoneType."),
+    "a backend": ({"communicator": "gloo"}, "`communicator` must be a Communicator or None, got a str."),
+    "a criterion": (
+        {"loss_fn": nn.CrossEntropyLoss()},
+        (
+            "`loss_fn` must take the model before the batch, got a criterion, CrossEntropyLoss. Give "
+            "lockstep.supervised(CrossEntropyLoss(...))."
+        ),
+    ),
     "seed of text": ({"seed": "a"}, "`seed` must be an integer, got 'a'."),
 }
 

@@ -112,3 +112,16 @@ def test_a_saved_state_stays_what_it_was() -> None:
         assert ls.digest(model, optimizer) != before
         updater.load_state_dict(state)
         assert (updater.iteration, ls.digest(model, optimizer)) == (1, before)
+
+
+def test_a_target_that_is_not_in_the_batch_is_named() -> None:
+    loss_fn = ls.supervised(nn.functional.mse_loss, target="label")
+    with pytest.raises(ValueError, match=r"`target` must name a key of the batch \(x, y\), got 'label'"):
+        loss_fn(nn.Identity(), x=X, y=X)
+    with pytest.raises(ValueError, match=r"`target` must be None where a batch is no dict, got 'label'"):
+        loss_fn(nn.Identity(), X, X)
+
+
+def test_a_criterion_must_be_callable() -> None:
+    with pytest.raises(TypeError, match="`criterion` must be callable, got a str"):
+        ls.supervised("mse")

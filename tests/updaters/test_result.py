@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -87,3 +89,15 @@ def test_a_result_shows_what_it_says(scale: float) -> None:
         else "UpdateResult(applied=False, tries=1, loss=inf, weight=2, loss_scale=1, "
         "metrics={'largest': 2.0}, nonfinite='weight')"
     )
+
+
+@pytest.mark.parametrize("options", [{}, {"on_overflow": "skip", "loss_scale": ls.DynamicLossScale()}])
+def test_a_result_can_be_sent_to_another_process(options: dict[str, Any]) -> None:
+    """As `launch` does with what a rank returns; what is still on the device is read for it."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    with updater_of(
+        model, X, devices=2, batch_size=7, num_shards=7, loss_fn=weighted, optimizer=optimizer, **options
+    ) as updater:
+        result = updater.update()
+    assert repr(pickle.loads(pickle.dumps(result))) == repr(result)  # noqa: S301 - made the line before

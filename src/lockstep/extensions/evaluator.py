@@ -105,8 +105,8 @@ class Evaluator(Extension):
         converter: Converter | None = None,
         target: str | None = None,
     ) -> None:
+        _check_measures(metrics or {}, loss_fn)
         self.metrics = dict(metrics or {})
-        _check_measures(self.metrics, loss_fn)
         if isinstance(iterator, Repeating) and iterator.repeat:
             raise ValueError(
                 "`iterator` must end after one pass, got one that repeats. Make it with repeat=False."
@@ -281,6 +281,8 @@ def recorded_outputs(model: torch.nn.Module) -> Iterator[list[Any]]:
 
 
 def _check_measures(metrics: Mapping[str, Metric], loss_fn: object) -> None:
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"`metrics` must be a dict of metrics by name, got a {type(metrics).__name__}.")
     if not metrics and loss_fn is None:
         raise ValueError("`metrics` must hold at least one metric where there is no `loss_fn`, got none.")
     if "loss" in metrics and loss_fn is not None:
@@ -288,6 +290,8 @@ def _check_measures(metrics: Mapping[str, Metric], loss_fn: object) -> None:
             "`metrics` must not hold 'loss' beside a `loss_fn`, which is observed under that name."
         )
     for name, metric in metrics.items():
+        if isinstance(metric, type):
+            raise TypeError(f"`metrics` must be made metrics, got the class {metric.__name__} as {name!r}.")
         if not isinstance(metric, Metric):
             raise TypeError(
                 f"`metrics` must have update, compute and reset, got {type(metric).__name__} as {name!r}."

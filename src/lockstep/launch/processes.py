@@ -50,7 +50,7 @@ def launch(
 
     Raises:
         ValueError: A number is out of range, or `main` cannot be imported by a new process.
-        TypeError: An argument cannot be pickled.
+        TypeError: `main` is no function, or an argument cannot be pickled.
         PeerError: A rank raised, exited or was killed; it names the rank and holds its traceback.
     """
     if num_processes < 1:
@@ -78,6 +78,8 @@ def _pickled_call(main: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 def _check_importable(main: Callable[..., Any]) -> None:
+    if not callable(main):
+        raise TypeError(f"`main` must be a function, got a {type(main).__name__}.")
     try:
         pickle.dumps(main)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

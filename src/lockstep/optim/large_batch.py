@@ -45,6 +45,7 @@ def large_batch_schedule(
 
     Raises:
         ValueError: A number is out of range or a unit is unknown.
+        TypeError: `warmup` is no number with a unit.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, sections 2.1,
     2.2 and 5.1.
@@ -61,6 +62,8 @@ def large_batch_schedule(
         raise ValueError(f"`base_lr` must be above 0, got {base_lr}.")
     if updates_per_epoch < 1:
         raise ValueError(f"`updates_per_epoch` must be at least 1, got {updates_per_epoch}.")
+    if not isinstance(warmup, tuple | list):
+        raise TypeError(f"`warmup` must be (number, unit), got {warmup!r}.")
     scaled_lr = schedule.linear_scaling(base_lr, batch_size=batch_size, base_batch_size=base_batch_size)
     rise = schedule.warmup(_updates(warmup, updates_per_epoch), start=min(1.0, base_batch_size / batch_size))
     falls = schedule.steps(

@@ -43,6 +43,9 @@ class MasterWeights:
         optimizer: Anything with ``param_groups`` and ``state`` in torch's form. Parameters of float32 and
             float64 are moved as ever.
 
+    Raises:
+        TypeError: It is no optimizer.
+
     Determinism: elementwise. Nothing waits for the device.
 
     >>> weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
@@ -55,6 +58,8 @@ class MasterWeights:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"`optimizer` must be a torch.optim.Optimizer, got a {type(optimizer).__name__}.")
         self._optimizer = optimizer
         self._masters: dict[Tensor, nn.Parameter] = {}
         self._state: object = optimizer.state

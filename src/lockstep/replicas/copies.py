@@ -39,7 +39,7 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
 
     Raises:
         ValueError: A parameter has no shape yet, or is written by forward.
-        TypeError: The model holds something that cannot be copied.
+        TypeError: The model holds something that cannot be copied, or is copied with parameters of its own.
     """
     _refuse_writers(model)
     memo: dict[int, Any] = {}
@@ -59,13 +59,33 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
         if id(part) not in modules:
             memo[id(part)] = part
     try:
-        return copy.deepcopy(model, memo)
+        copied = copy.deepcopy(model, memo)
     except Exception as error:
         raise TypeError(
             f"`model` must be something copy.deepcopy can copy, got a {type(model).__name__} that raised "
             f"{type(error).__name__}: {error}. Keep locks, files, generators and results of earlier "
             "forwards out of its attributes, or give their class a __deepcopy__."
         ) from error
+    _refuse_strangers(model, copied, memo)
+    return copied
+
+
+def _refuse_strangers(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
+    """Refuse a copy that has other tensors than those made for it: no update would ever reach them."""
+    made = {id(memo[id(each)]): name for name, each in _named_tensors(model)}
+    found = {id(each): name for name, each in _named_tensors(copied)}
+    strange = [name for each, name in (found | made).items() if (each in made) != (each in found)]
+    if strange:
+        raise TypeError(
+            f"`model` must be copied part by part, got a {type(model).__name__} whose copy has a "
+            f"{strange[0]!r} of its own. Let `__deepcopy__` hand its memo on to copy.deepcopy; "
+            "instead of a TorchScript module give the module that it was made of."
+        )
+
+
+def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """List parameters and buffers, each once."""
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _refuse_writers(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final, TypeAlias
 
@@ -22,8 +22,11 @@ def parse_devices(devices: Devices) -> list[torch.device]:
             name, or a list of names. On a CPU a device is one core: ``["cpu", "cpu"]`` are two.
 
     Raises:
+        TypeError: They are nothing of this kind.
         ValueError: There is none, or this machine has no such device.
     """
+    if isinstance(devices, bool) or not isinstance(devices, str | torch.device | int | Iterable):
+        raise TypeError(f"`devices` must be names, a number or 'auto', got a {type(devices).__name__}.")
     if isinstance(devices, str) and devices == "auto":
         return _every_device()
     if isinstance(devices, int):

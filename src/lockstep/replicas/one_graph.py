@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -26,6 +26,8 @@ from lockstep.tree import PartialSum, total
 @dataclass(frozen=True, slots=True)
 class AttachedInputs(Inputs):
     """Inputs whose pieces belong to the caller's graph."""
+
+    attached: ClassVar[bool] = True
 
     @classmethod
     def of(cls, inputs: Inputs) -> AttachedInputs:

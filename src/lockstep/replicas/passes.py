@@ -27,6 +27,7 @@ from lockstep.replicas.scatter import BatchDim, Inputs
 from lockstep.replicas.settings import ALONE, Carried, Computing, ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.replicas.slots import Slot, buffer_slots
+from lockstep.replicas.strays import refuse_strays
 from lockstep.replicas.summing import add_up
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum, ShardSum, Tensors
@@ -112,6 +113,7 @@ class Passes:
         self._replicas: list[ReplicaPasses] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
         self._slots: list[Slot] = []
+        self._looked_for_strays = False
         self.watch: Watch | None = None
         """Entered around the forward and the backward of each shard; None costs nothing."""
 
@@ -140,7 +142,7 @@ class Passes:
             ReplicaError: The model raised in a shard, or a device hung.
             ReplicaInterrupt: Ctrl-C came; all but the random number drawn is as it was.
             TypeError: The model returned something that cannot be put together.
-            ValueError: So it is with its shape.
+            ValueError: So it is with its shape; or the model computes with parameters of its own.
 
         Determinism: with a number of shards the bits of all outputs and buffers depend on the batch, the
         model, that number and the key; not on devices or workloads.
@@ -164,6 +166,9 @@ class Passes:
             sums = self._streams.compute(run, _seeds(forward.key), several=_several(forward.shards))
             in_order = [each for place in forward.done for each in place]
             _check_complete(len(in_order), forward.shards)
+            if forward.has_graph and not inputs.attached and not self._looked_for_strays:
+                refuse_strays(in_order[0].tensors, {id(each): name for name, each in self._parameters})
+                self._looked_for_strays = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
             self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)
             return forward
@@ -234,6 +239,7 @@ class Passes:
         pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
         self._slots = buffer_slots(model)
+        self._looked_for_strays = False
         self._replicas = [
             ReplicaPasses(
                 place,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -56,6 +56,8 @@ class Inputs:
     dims: list[int | None]
     wanted: list[bool]
     num_samples: int
+    attached: ClassVar[bool] = False
+    """Whether pieces belong to the caller's graph."""
 
     def cut(self, samples: range, device: torch.device) -> Piece:
         """Give the arguments for a run of samples, as views where they lie on this device already."""

@@ -44,10 +44,16 @@ class ShardStreams:
 
     Args:
         devices: Those that compute, one for each place.
+        turn: Held while the default generators are borrowed or looked at, so that several threads of the
+            user's may compute. It must not be where shards are computed in other threads than the one that
+            calls `compute`, and compute shards of their own there.
     """
 
-    def __init__(self, devices: Sequence[torch.device]) -> None:
+    def __init__(
+        self, devices: Sequence[torch.device], *, turn: AbstractContextManager[object] = NOTHING
+    ) -> None:
         self._devices = devices
+        self._turn = turn
         self._override = StreamOverride()
         accelerators = [device for device in devices if device.type != "cpu"]
         # Two threads on one accelerator would share its generator.
@@ -67,20 +73,23 @@ class ShardStreams:
             What `run` returned.
         """
         if several and not self._one_at_a_time and self._can_override():
-            guard = DefaultGeneratorGuard()
+            with self._turn:
+                guard = DefaultGeneratorGuard()
             try:
                 computed = run(_thread_streams(seed_of), at_once=True)
             except BaseException:
-                guard.put_back()
+                with self._turn:
+                    guard.put_back()
                 raise
-            if not guard.moved():
-                return computed
-            guard.put_back()
+            with self._turn:
+                if not guard.moved():
+                    return computed
+                guard.put_back()
             self._fall_back("The model drew from the default random generator past its shard's stream")
         if stream_is_open():  # inside another group's shard, whose thread does not own the default generator
             return run(_thread_streams(seed_of), at_once=False)
         borrowed, self._idle = self._idle or BorrowedGenerators(self._devices), None
-        with borrowed as generators:
+        with self._turn, borrowed as generators:
             computed = run(generators.streams(seed_of), at_once=False)
         self._idle = borrowed
         return computed

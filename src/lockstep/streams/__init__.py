@@ -12,5 +12,6 @@ from lockstep.streams.override import StreamOverride as StreamOverride
 from lockstep.streams.override import StreamOverrideError as StreamOverrideError
 from lockstep.streams.override import shard_stream as shard_stream
 from lockstep.streams.seeds import stream_seed as stream_seed
+from lockstep.streams.serial import ONE_BORROWER as ONE_BORROWER
 from lockstep.streams.serial import DefaultStream as DefaultStream
 from lockstep.streams.thread import stream_is_open as stream_is_open

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from types import TracebackType
+from typing import Final
 
 import torch
 
 from lockstep.errors import OrderError
 from lockstep.streams.seeds import check_seed
 
+# One for the process, because the default generator is. Threads that would borrow it at once take turns.
+ONE_BORROWER: Final = threading.RLock()
+
 
 class DefaultStream:
     """Borrow the default generators for the shards of one update, and give them back as they were.
 
     Nothing in torch is changed, so every way to draw is covered. But the default CPU generator is one
-    per process: use this in one thread at a time. Threads that each drive a CUDA device of their own
-    take ``cpu=False`` for that device's generator, and a `shard_stream` for what they draw on the CPU.
+    per process: use this in one thread at a time (`ONE_BORROWER`). Threads that each drive a CUDA device
+    of their own take ``cpu=False`` for that device's generator, and a `shard_stream` for what they draw
+    on the CPU.
 
     Args:
         device: Where the shards are computed; "cpu" or a CUDA device, whose generator is borrowed too.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import OrderError, StateError
+from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean, read
 from lockstep.replicas.settings import OneIntraOpThread
 from lockstep.state import check_keys
@@ -78,6 +79,8 @@ class Trainer:
         out: str | Path = "runs/x",
         extensions: Iterable[Extension | Action] = (),
     ) -> None:
+        if not isinstance(updater, Updater):
+            raise TypeError(f"`updater` must be a lockstep Updater, got a {type(updater).__name__}.")
         self.updater = updater
         self.until = get_until(until)
         self.out = Path(out)
@@ -142,6 +145,8 @@ class Trainer:
             raise OrderError("`extend` must be called while the run is not under way.")
         if not isinstance(extension, Extension):
             extension = FunctionExtension(extension)
+        if priority is not None:
+            check_integer("priority", priority)
         before = extension.call_before_training if call_before_training is None else call_before_training
         entry = Entry(
             name=self._free_name(name or extension.name),

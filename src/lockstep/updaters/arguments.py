@@ -4,23 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from torch.nn.modules.loss import _Loss
 from torch.optim import Optimizer
 
+from lockstep.communicators import Communicator
 from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 
 
-def check_counts(**counts: int | None) -> None:
-    """Refuse counts below 1.
+def check_counts(*, num_shards: int | None, **counts: int) -> None:
+    """Refuse counts below 1; only the number of shards may be left open.
 
     Raises:
         TypeError: One is no integer.
         ValueError: One is too small.
     """
+    if num_shards is not None:
+        check_integer("num_shards", num_shards, minimum=1)
     for name, count in counts.items():
-        if count is not None:
-            check_integer(name, count, minimum=1)
+        check_integer(name, count, minimum=1)
+
+
+def check_kinds(*, converter: object, loss_fn: object, step_fn: object, communicator: object) -> None:
+    """Refuse what cannot be called, a criterion, which does not know the model, and what joins no processes.
+
+    All but the converter may be None, for none.
+
+    Raises:
+        TypeError: There is one.
+    """
+    if isinstance(loss_fn, _Loss):
+        kind = type(loss_fn).__name__
+        raise TypeError(
+            f"`loss_fn` must take the model before the batch, got a criterion, {kind}. Give "
+            f"lockstep.supervised({kind}(...))."
+        )
+    optional = {"loss_fn": loss_fn, "step_fn": step_fn}
+    given = {"converter": converter} | {name: each for name, each in optional.items() if each is not None}
+    for name, function in given.items():
+        if not callable(function):
+            raise TypeError(f"`{name}` must be callable, got a {type(function).__name__}.")
+    if not isinstance(communicator, Communicator | None):
+        raise TypeError(
+            f"`communicator` must be a Communicator or None, got a {type(communicator).__name__}."
+        )
 
 
 def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:

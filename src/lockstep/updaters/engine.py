@@ -19,13 +19,13 @@ from lockstep.replicas.buffers import BufferRule, ReplicaBuffers
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.replicas.slots import Slot, buffer_slots
-from lockstep.streams import stream_seed
+from lockstep.streams import ONE_BORROWER, stream_seed
 from lockstep.tree import PartialSum, Tensors
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter, batch_size, shard_arrays
 from lockstep.updaters.flat import FlatGradients
-from lockstep.updaters.handover import refuse_accumulate_hooks
+from lockstep.updaters.handover import refuse_accumulate_hooks, refuse_strays
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.meeting import Position
 from lockstep.updaters.over_ranks import RankReduction, WholeBatch
@@ -113,7 +113,7 @@ class GradientEngine:
         """Whether reducing and stepping are worth more than one thread."""
         self.reads_weights = False
         """Whether weights of the last losses were tensors, which the host waited for."""
-        self._streams = ShardStreams(group.devices)
+        self._streams = ShardStreams(group.devices, turn=ONE_BORROWER)
 
     @property
     def why_it_waits(self) -> str | None:
@@ -211,6 +211,8 @@ class GradientEngine:
                 where, part, self._like, self._precision.held_dtype is not None
             )
         sums = self._compute(work, recipe, first_stream, settings)
+        if look is None:
+            refuse_strays(self._named, wanted)
         self.reads_weights = recipe.reads_weights
         again = interrupted()
         if self._ranks is None:

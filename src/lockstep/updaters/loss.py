@@ -61,6 +61,11 @@ class Supervised:
                 )
             *inputs, target = args
             return self.criterion(model(*inputs, **kwargs), target)
+        if not kwargs:
+            raise ValueError(f"`target` must be None where a batch is no dict, got {self.target!r}.")
+        if self.target not in kwargs:
+            keys = ", ".join(kwargs)
+            raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
         target = kwargs.pop(self.target)
         return self.criterion(model(*args, **kwargs), target)
 
@@ -72,10 +77,15 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
         criterion: Called as ``criterion(output, target)``; returns the mean over samples.
         target: The key of the target in a dict batch. Without it the target is the last of a tuple.
 
+    Raises:
+        TypeError: The criterion cannot be called.
+
     >>> loss_fn = supervised(nn.functional.mse_loss)
     >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
     tensor(2.)
     """
+    if not callable(criterion):
+        raise TypeError(f"`criterion` must be callable, got a {type(criterion).__name__}.")
     return Supervised(criterion, target)
 
 

@@ -30,6 +30,7 @@ from lockstep.updaters.arguments import (
     check_closures,
     check_counts,
     check_flat,
+    check_kinds,
     check_sharding,
     check_step,
     chosen_scale,
@@ -172,6 +173,7 @@ class ParallelUpdater(Updater):
         check_counts(
             num_shards=num_shards, accumulate=accumulate, max_tries=max_tries, check_every=check_every
         )
+        check_kinds(converter=converter, loss_fn=loss_fn, step_fn=step_fn, communicator=communicator)
         check_choice("differing_models", differing_models, ("broadcast", "refuse"))
         check_integer("seed", seed)
         check_choice("reduction", reduction, ("mean", "sum"))

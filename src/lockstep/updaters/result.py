@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
-from typing import Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -50,8 +49,6 @@ class NonFiniteShard:
     parameter: str
 
 
-_NO_PARTS: Final[Mapping[str, UpdateResult]] = MappingProxyType({})
-
 Read = TypeVar("Read", bool, float, "str | None")
 
 
@@ -77,14 +74,19 @@ class UpdateResult:
         loss_scale: float | Callable[[], float],
         nonfinite: str | Callable[[], str | None] | None,
         reports: Sequence[ShardReport],
-        parts: Mapping[str, UpdateResult] = _NO_PARTS,
+        parts: Mapping[str, UpdateResult] | None = None,
     ) -> None:
         self._applied = applied
         self.tries = tries
         self._loss_scale = loss_scale
         self._nonfinite = nonfinite
         self.reports = reports
-        self.parts = parts
+        self.parts: Mapping[str, UpdateResult] = {} if parts is None else parts
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Read what is on the device: whoever gets a copy, say in another process, could not."""
+        read = {"_applied": self.applied, "_loss_scale": self.loss_scale, "_nonfinite": self.nonfinite}
+        return vars(self) | read
 
     def __repr__(self) -> str:
         metrics = {name: float(mean) for name, mean in self.metrics.items()}

@@ -1,0 +1,46 @@
+"""Notice a model that computes with its own parameters, beside those of the replica that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch.autograd.graph import Node
+
+
+def refuse_strays(outputs: Iterable[torch.Tensor], parameters: Mapping[int, str]) -> None:
+    """Refuse outputs of a replica whose graph leads to the model's own parameters.
+
+    It does where a function that is kept in the model calls the module that it was made in. Backward would
+    bring those gradients past the replicas, in whatever order threads come by.
+
+    Args:
+        outputs: Of one shard, computed from inputs that begin a graph of their own.
+        parameters: The names of the model's parameters by ``id``.
+
+    Raises:
+        ValueError: One is reached.
+    """
+    reached = {id(leaf) for leaf in _leaves([each.grad_fn for each in outputs])}
+    names = [name for each, name in parameters.items() if each in reached]
+    if names:
+        raise ValueError(
+            f"`model` must compute with its copy's parameters, got a replica that uses {names[0]!r} of your "
+            "own model. So does a function kept in the model that calls the model it was made in, as a "
+            "lambda or a replaced `forward` may: make it a method."
+        )
+
+
+def _leaves(nodes: Iterable[Node | None]) -> list[torch.Tensor]:
+    """List the tensors at which a graph begins."""
+    leaves: list[torch.Tensor] = []
+    pending = [node for node in nodes if node is not None]
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaves.append(node.variable)  # type: ignore[attr-defined]  # torch's gap
+        following = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= following
+        pending.extend(following)
+    return leaves
