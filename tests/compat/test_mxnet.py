@@ -155,6 +155,19 @@ def test_gradients_may_add_up(groups: Any) -> None:
     assert torch.equal(model.fc2.bias.grad, torch.full((3,), 12.0))
 
 
+@pytest.mark.parametrize("grad_req", [{"data": "add"}, ["add", "write", "null", "write", "write"]])
+def test_gradients_of_data_may_add_up_by_themselves(groups: Any, grad_req: Any) -> None:
+    model = Mlp()
+    group = groups(model, grad_req=grad_req)
+    found = []
+    for _ in range(2):
+        group.forward(batch())
+        group.backward(torch.ones(6, 3))
+        found.append(group.get_input_grads_merged()[0].clone())
+    assert torch.equal(found[1], 2 * found[0])
+    assert torch.equal(model.fc2.bias.grad, torch.full((3,), 6.0))
+
+
 def test_parameters_are_copied_in_place(groups: Any) -> None:
     model = Mlp()
     group = groups(model)
@@ -289,7 +302,10 @@ def test_a_monitor_sees_every_device(groups: Any) -> None:
         ({"grad_req": "foo"}, "must be 'write', 'add' or 'null'"),
         ({"grad_req": ["write"]}, "got 1 words"),
         ({"grad_req": {"nope": "write"}}, "must name some of"),
-        ({"grad_req": {"data": "add"}}, "must be 'write' for all data"),
+        (
+            {"grad_req": {"data": "sum"}},
+            r"`input_grads\['data'\]` must be 'write', 'add' or 'null', got 'sum'",
+        ),
         ({"fixed_param_names": ["nope"]}, "must name parameters"),
         ({"state_names": ["s0"]}, "`state_names` must be None"),
         ({"group2ctxs": {"dev1": "cpu"}}, "`group2ctxs` must be None"),

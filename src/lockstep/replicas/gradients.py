@@ -38,16 +38,21 @@ def read_grad_modes(
     first = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
     names = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
     by_name = grad_mode if isinstance(grad_mode, Mapping) else {}
-    default: GradMode = "write" if isinstance(grad_mode, Mapping) else _checked(grad_mode, "grad_mode")
+    default: GradMode = "write" if isinstance(grad_mode, Mapping) else checked_mode(grad_mode, "grad_mode")
     modes: dict[str, GradMode] = dict.fromkeys(first.values(), default)
     for name in fixed:
         modes[_known(name, names, "fixed")] = "null"
     for name, word in by_name.items():
-        modes[_known(name, names, "grad_mode")] = _checked(word, f"grad_mode[{name!r}]")
+        modes[_known(name, names, "grad_mode")] = checked_mode(word, f"grad_mode[{name!r}]")
     return modes
 
 
-def _checked(word: object, argument: str) -> GradMode:
+def checked_mode(word: object, argument: str) -> GradMode:
+    """Refuse what is none of the three words.
+
+    Raises:
+        ValueError: It is none.
+    """
     for mode in get_args(GradMode):
         if word == mode:
             return mode  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from lockstep.replicas.binding import Description
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
 from lockstep.replicas.gradients import GradientStore, GradMode, read_grad_modes
-from lockstep.replicas.input_gradients import InputGradients
+from lockstep.replicas.input_gradients import NO_GRADIENTS, InputGradients, read_input_modes
 from lockstep.replicas.interrupts import Interrupts
 from lockstep.replicas.last_passes import LastPasses
 from lockstep.replicas.monitor import Monitor
@@ -58,7 +58,9 @@ class ReplicaGroup(LastPasses):
         grad_mode: What backward does to ``parameter.grad``: "write" replaces it, "add" adds to it, "null"
             does not compute it; one word for all, inputs included, or words by parameter.
         fixed: Names of parameters without a gradient, unless `grad_mode` names them.
-        input_grads: Whether backward also gives the gradients of inputs (of `data`, where labels are bound).
+        input_grads: Whether backward also gives the gradients of inputs (of `data`, where labels are bound),
+            written or added as `grad_mode` says, if that is one word; or "write", "add" or "null" by input,
+            named as in `batch_dim`, where an input that is not named has none.
         device_grads: Whether the part of each device is kept beside the sum, for ``gradients(merge=False)``;
             they take the memory of a gradient for each device.
         training: Whether this group trains. One that does not keeps no graphs and has no gradients.
@@ -97,7 +99,7 @@ class ReplicaGroup(LastPasses):
         output_dim: BatchDim | Literal["batch_dim"] = "batch_dim",
         grad_mode: GradMode | Mapping[str, GradMode] = "write",
         fixed: Iterable[str] = (),
-        input_grads: bool = False,
+        input_grads: bool | Mapping[str, GradMode] = False,
         device_grads: bool = True,
         training: bool = True,
         num_shards: int | None = None,
@@ -120,7 +122,7 @@ class ReplicaGroup(LastPasses):
             timeout=timeout,
             batch_dim=batch_dim,
             training=training,
-            input_grads=input_grads and grad_mode != "null",
+            input_modes=read_input_modes(input_grads, grad_mode),
         )
         self._modes = read_grad_modes(model, grad_mode, fixed)
         self._frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
@@ -131,7 +133,6 @@ class ReplicaGroup(LastPasses):
         self._output_dim = output_dim
         self._num_shards = num_shards
         self._keeps_parts = device_grads
-        self._inputs_add = grad_mode == "add"
 
     def bind(self, data: Sequence[Description], labels: Sequence[Description] | None = None) -> None:
         """Fix the names and shapes of inputs; a forward with others is refused from now on.
@@ -211,8 +212,8 @@ class ReplicaGroup(LastPasses):
             TypeError: The model returned something that cannot be put together.
             ValueError: The batch does not fit what was bound, or `batch_dim`, or outputs do not fit it.
         """
-        wants_grads = self._wants_input_grads and torch.is_grad_enabled()
-        inputs = self._signature.read(batch, input_grads=wants_grads)
+        modes = self._input_modes if torch.is_grad_enabled() else NO_GRADIENTS
+        inputs = self._signature.read(batch, modes)
         self._drop_forward()
         if self._trains and torch.is_grad_enabled():
             self._store.make_room()
@@ -336,4 +337,4 @@ class ReplicaGroup(LastPasses):
             own: Tensors = [part[index] if part else None for part in parts]
             self._store.put(parameter, totals[index], own, add=self._modes.get(name) == "add")
         gradients = InputGradients(forward.inputs, forward.shards, backward.inputs)
-        self._input_gradients = gradients.plus(self._input_gradients if self._inputs_add else None)
+        self._input_gradients = gradients.plus(self._input_gradients, self._input_modes)

@@ -1,15 +1,70 @@
-"""Put the gradients of inputs together from those of the shards' parts."""
+"""Put the gradients of inputs together from those of the shards' parts, and add them up where asked."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lockstep.plan import Shard
-from lockstep.replicas.scatter import Inputs
+from lockstep.replicas.gradients import GradMode, checked_mode
+from lockstep.replicas.scatter import Inputs, by_longest_name
 from lockstep.tree import PartialSum, Tensors, total
+
+
+@dataclass(frozen=True, slots=True)
+class InputModes:
+    """What becomes of the gradient of each input.
+
+    Attributes:
+        words: By the name of an argument or the path in it.
+        others: For inputs that are not named.
+    """
+
+    words: Mapping[str, GradMode]
+    others: GradMode
+
+    @property
+    def wanted(self) -> bool:
+        """Whether some input may have a gradient."""
+        return any(word != "null" for word in (*self.words.values(), self.others))
+
+    def by_path(self, paths: Sequence[str], absent: Collection[str] = ()) -> dict[str, GradMode]:
+        """Give the word for each path.
+
+        Args:
+            paths: Of the inputs of a call.
+            absent: Paths that may be named, too.
+
+        Raises:
+            ValueError: A name fits no path.
+        """
+        found = by_longest_name(self.words, [*paths, *absent], "input_grads", default=self.others)
+        return dict(zip(paths, found, strict=False))
+
+
+NO_GRADIENTS = InputModes({}, "null")
+
+
+def read_input_modes(
+    input_grads: bool | Mapping[str, GradMode], grad_mode: GradMode | Mapping[str, GradMode]
+) -> InputModes:
+    """Say what becomes of the gradients of inputs.
+
+    Args:
+        input_grads: For all inputs what `grad_mode` says as one word; or words by name, null for others.
+        grad_mode: One word for parameters, or words by parameter, which leave inputs at "write".
+
+    Raises:
+        ValueError: A word is none of the three.
+    """
+    if isinstance(input_grads, Mapping):
+        words = {name: checked_mode(word, f"input_grads[{name!r}]") for name, word in input_grads.items()}
+        return InputModes(words, "null")
+    if not input_grads:
+        return NO_GRADIENTS
+    return InputModes({}, grad_mode if isinstance(grad_mode, str) else "write")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +97,26 @@ class InputGradients:
         shards = self.shards[place]
         return [self._together(index, shards, device) for index in range(len(self.inputs.tensors))]
 
-    def plus(self, earlier: InputGradients | None) -> InputGradients:
-        """Add those of an earlier backward, if its inputs were cut into parts of the same shapes."""
+    def plus(self, earlier: InputGradients | None, modes: InputModes) -> InputGradients:
+        """Add those of an earlier backward to inputs whose word is "add".
+
+        Args:
+            earlier: Counts if its inputs were cut into parts of the same shapes.
+            modes: The words, which fit the inputs.
+        """
+        words = modes.by_path(self.inputs.names, absent=modes.words)
+        adds = [words[name] == "add" for name in self.inputs.names]
+        if not any(adds):
+            return self
         if earlier is None or earlier.inputs.names != self.inputs.names or earlier.shards != self.shards:
             return self
         if [each.shape for each in earlier.inputs.tensors] != [each.shape for each in self.inputs.tensors]:
             return self
         sums = {
-            shard: [_plus(new, old) for new, old in zip(grads, earlier.by_shard[shard], strict=True)]
+            shard: [
+                _plus(new, old) if add else new
+                for new, old, add in zip(grads, earlier.by_shard[shard], adds, strict=True)
+            ]
             for shard, grads in self.by_shard.items()
         }
         return InputGradients(self.inputs, self.shards, sums)

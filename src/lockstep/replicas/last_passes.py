@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.errors import OrderError
 from lockstep.replicas.devices import Devices
-from lockstep.replicas.input_gradients import InputGradients
+from lockstep.replicas.input_gradients import InputGradients, InputModes
 from lockstep.replicas.measuring import Updatable, portions
 from lockstep.replicas.passes import Forward
 from lockstep.replicas.replica_set import ReplicaSet, Timeout
@@ -32,7 +32,7 @@ class LastPasses(ReplicaSet):
         timeout: Likewise.
         batch_dim: The dimension that counts samples, by which inputs and labels are cut.
         training: Whether shapes of outputs are those of training.
-        input_grads: Whether there are gradients of inputs.
+        input_modes: What becomes of the gradients of inputs.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class LastPasses(ReplicaSet):
         timeout: Timeout,
         batch_dim: BatchDim,
         training: bool,
-        input_grads: bool,
+        input_modes: InputModes,
     ) -> None:
         super().__init__(model, devices, workloads=workloads, timeout=timeout)
         self._signature = Signature(
             model.forward, batch_dim, partial(refuse_shapes, model, training=training)
         )
         self._trains = training
-        self._wants_input_grads = input_grads
+        self._input_modes = input_modes
         self._forward: Forward | None = None
         self._merged: list[torch.Tensor] = []
         self._input_gradients: InputGradients | None = None
@@ -106,7 +106,7 @@ class LastPasses(ReplicaSet):
         Raises:
             OrderError: They were not asked for, or there was no backward.
         """
-        if not self._wants_input_grads:
+        if not self._input_modes.wanted:
             raise OrderError(
                 "Gradients of inputs are there with input_grads=True, and a `grad_mode` not 'null'."
             )

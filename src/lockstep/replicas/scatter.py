@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from lockstep import nest
 BatchDim: TypeAlias = "int | Mapping[str, int | None] | None"
 """The dimension that counts samples: one for all inputs, or one for each, by name or path; None for an input
 that is given whole to every shard."""
+
+Given = TypeVar("Given")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +182,22 @@ def given_dims(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int 
     """
     if not isinstance(dims, Mapping):
         return [dims] * len(paths)
-    for name in dims:
+    return by_longest_name(dims, paths, argument, default=0)
+
+
+def by_longest_name(
+    given: Mapping[str, Given], paths: Sequence[str], argument: str, *, default: Given
+) -> list[Given]:
+    """Look up each path by the longest name that it is or begins with.
+
+    Raises:
+        ValueError: A name fits no path.
+    """
+    for name in given:
         if not any(_belongs(path, name) for path in paths):
             raise ValueError(f"`{argument}` must name some of {', '.join(paths)}, got {name!r}.")
-    fitting = [[name for name in dims if _belongs(path, name)] for path in paths]
-    return [dims[max(names, key=len)] if names else 0 for names in fitting]
+    fitting = [[name for name in given if _belongs(path, name)] for path in paths]
+    return [given[max(names, key=len)] if names else default for names in fitting]
 
 
 def _belongs(path: str, name: str) -> bool:

@@ -16,6 +16,7 @@ from lockstep.replicas.binding import (
     check_same_inputs,
     read_descriptions,
 )
+from lockstep.replicas.input_gradients import InputModes
 from lockstep.replicas.scatter import (
     BatchDim,
     Inputs,
@@ -70,30 +71,34 @@ class Signature:
         self.bound = binding
         return changed
 
-    def read(self, batch: Any, *, input_grads: bool) -> Inputs:
+    def read(self, batch: Any, modes: InputModes) -> Inputs:
         """Read the batch of a forward.
 
         Args:
             batch: A tuple or list by position, a dict by name, or the only argument.
-            input_grads: Whether gradients of inputs are wanted.
+            modes: What becomes of the gradients of inputs.
 
         Raises:
-            ValueError: The batch is not what was bound, or its dimensions do not fit.
+            ValueError: The batch is not what was bound, its dimensions do not fit, or `modes` names an input
+                that there is not.
         """
         args, kwargs = as_call(batch)
+        absent = [] if self.bound is None else self.bound.paths
+        if self.bound is None:
+            names = with_numbers(self._names, len(args))
+        else:
+            names = self.bound.arguments[: len(args)]
+            if len(args) > len(names):
+                rule = f"must hold the inputs that are bound ({len(names)})"
+                raise ValueError(f"`batch` {rule}, got {len(args)}.")
+            self.bound.check(named_inputs(args, kwargs, names))
+        words = modes.by_path([path for path, _ in named_inputs(args, kwargs, names)], absent)
 
         def wanted(path: str, tensor: torch.Tensor) -> bool:
             numbers = tensor.is_floating_point() or tensor.is_complex()
-            return input_grads and numbers and (self.bound is None or path in self.bound.data)
+            return numbers and words[path] != "null" and (self.bound is None or path in self.bound.data)
 
-        if self.bound is None:
-            names = with_numbers(self._names, len(args))
-            return read_inputs(args, kwargs, names, self._batch_dim, wanted=wanted)
-        names = self.bound.arguments[: len(args)]
-        if len(args) > len(names):
-            raise ValueError(f"`batch` must hold the inputs that are bound ({len(names)}), got {len(args)}.")
-        self.bound.check(named_inputs(args, kwargs, names))
-        return read_inputs(args, kwargs, names, self._batch_dim, wanted=wanted, absent=self.bound.paths)
+        return read_inputs(args, kwargs, names, self._batch_dim, wanted=wanted, absent=absent)
 
     def read_labels(self, labels: Any, num_samples: int) -> Inputs:
         """Read labels: along the dimensions of those that are bound, else along the first one.

@@ -14,7 +14,7 @@ class Options(TypedDict):
 
     grad_mode: Any
     fixed: list[str]
-    input_grads: bool
+    input_grads: bool | dict[str, GradReq]
 
 
 def read_grad_req(
@@ -40,22 +40,18 @@ def read_grad_req(
         inputs_need_grad: Whether gradients of the data are asked for.
 
     Raises:
-        ValueError: A list has another length, a name is unknown, or the data's words are not all alike.
+        ValueError: A list has another length, or a name is unknown.
     """
     if isinstance(grad_req, str):
         return {"grad_mode": grad_req, "fixed": list(fixed), "input_grads": inputs_need_grad}
     words = _by_name(grad_req, [*data, *parameters, *labels])
     literal = not isinstance(grad_req, Mapping)
-    of_data = {words.get(name, "write" if inputs_need_grad else "null") for name in data}
-    if of_data not in ({"write"}, {"null"}):
-        raise ValueError(
-            f"`grad_req` must be 'write' for all data or 'null' for all, got {sorted(of_data)}. Give "
-            "'add' for everything, or add up what get_input_grads gives."
-        )
+    others: GradReq = "write" if inputs_need_grad else "null"
+    of_data = {name: words.get(name, others) for name in data}
     return {
         "grad_mode": {name: word for name, word in words.items() if name in parameters},
         "fixed": [] if literal else list(fixed),
-        "input_grads": of_data == {"write"},
+        "input_grads": of_data if set(of_data.values()) != {"null"} else False,
     }
 
 
