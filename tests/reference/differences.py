@@ -22,6 +22,12 @@ both places nothing differs::
     field = "steps.*.events.4.2"
     as_at = "steps.{}.events.3.2"
 
+Where a formula says what ours is, ``rule`` names it: a function in `difference_rules.py` of what the case
+holds. It may come to what the original has; then nothing differs there::
+
+    field = "lengths"
+    rule = "fair_slices"
+
 Which cases an entry is for, their name may say, or what they hold: ``where`` has a pattern for the value (as
 Python writes it) of some place, which may be a pattern, too::
 
@@ -31,7 +37,7 @@ An entry is for every replay of its file, unless it says ``through = "core"`` or
 same trace may be replayed through the originals' own names, where less differs.
 
 Such an entry is checked: ours must be that value, it must differ from the original's, and each case the
-entry is for must come past it. An entry for no case at all is an error.
+entry is for must come past it (by a rule: some case). An entry for no case at all is an error.
 """
 
 from __future__ import annotations
@@ -44,6 +50,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
+
+from difference_rules import RULES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -58,7 +66,9 @@ class Difference:
     """A place where lockstep differs from the original on purpose.
 
     Attributes:
-        is_known: Whether what ours comes to is known; it is for the traces that the list was made with.
+        is_known: Whether what ours comes to is known; it is for the traces that the list was made with, and
+            wherever it follows from what a case holds.
+        is_required: Whether each of its cases must come past it; so it is in the traces of the list.
     """
 
     file: str
@@ -69,20 +79,28 @@ class Difference:
     as_in: str | None = None
     as_without: str | None = None
     as_at: str | None = None
+    rule: str | None = None
     where: Mapping[str, str] = dataclasses.field(default_factory=dict)
     through: str | None = None
     is_known: bool = True
+    is_required: bool = True
 
     def __post_init__(self) -> None:
         assert self.through in {None, "core", "compat"}, f"{self} must be through one of the two."
         assert self.reason, f"{self} must have a reason."
-        given = [self.ours, self.as_in, self.as_without, self.as_at]
+        assert self.rule is None or self.rule in RULES, f"{self} must have a rule of `difference_rules.py`."
+        given = [self.ours, self.as_in, self.as_without, self.as_at, self.rule]
         assert given.count(None) >= len(given) - 1, f"{self} must say in one way what ours is."
 
     @property
+    def must_occur(self) -> bool:
+        """Whether each case must come past it; one that a rule is for may come to what the original has."""
+        return self.is_required and self.rule is None
+
+    @property
     def is_elsewhere(self) -> bool:
-        """Whether ours is what the original has at another place."""
-        return self.as_at is not None or self.as_without is not None
+        """Whether ours is what the original has at another place, or follows from what the case holds."""
+        return not (self.as_at is None and self.as_without is None and self.rule is None)
 
     def is_for(self, name: str, content: Mapping[str, Any]) -> bool:
         """Say whether this is about a case, by its name and by what it holds."""

@@ -54,14 +54,14 @@ class Replay:
         axes = case.content.get("output_axes", [batch_axis(case["data_descs"][0]["layout"])])
         axes = [None if axis == -1 else axis for axis in axes]
         names = ["output"] if len(axes) == 1 else [f"output[{index}]" for index in range(len(axes))]
-        modes, inputs = self.grad_modes()
+        modes, inputs, fixed = self.grad_modes()
         self.group = ls.ReplicaGroup(
             model,
             ["cpu"] * case["contexts"],
             batch_dim={desc["name"]: batch_axis(desc["layout"]) for desc in descs},
             output_dim=dict(zip(names, axes, strict=True)),
             grad_mode=modes,
-            fixed=case["fixed_param_names"] or (),
+            fixed=fixed,
             input_grads=inputs,
             training=case["for_training"],
             shared_group=None if shared is None else shared.group,
@@ -70,19 +70,26 @@ class Replay:
         self.step = -1
         self.take_slices()
 
-    def grad_modes(self) -> tuple[Any, bool]:
-        """Read what was asked for; a list is by argument, and says it for inputs too."""
+    def grad_modes(self) -> tuple[Any, Any, Any]:
+        """Read what was asked for: words for parameters and for inputs, and the names of fixed parameters.
+
+        A list is by argument, and taken literally; a dict says it for inputs too.
+        """
         given, inputs = self.case["grad_req_given"], self.case["inputs_need_grad"]
-        if not isinstance(given, list):
-            return given, inputs
-        by_name = dict(zip(self.case["arg_names"], given, strict=True))
-        parameters = {name: word for name, word in by_name.items() if name in self.case["param_names"]}
-        return parameters, by_name[self.names[0]] != "null"
+        fixed = self.case["fixed_param_names"] or ()
+        if isinstance(given, str):
+            return given, inputs, fixed
+        if isinstance(given, list):
+            given, fixed = dict(zip(self.case["arg_names"], given, strict=True)), ()
+        words = {**dict.fromkeys(self.names, "write" if inputs else "null"), **given}
+        parameters = {name: word for name, word in words.items() if name in self.case["param_names"]}
+        return parameters, {name: words[name] for name in self.names}, fixed
 
     def effective(self) -> dict[str, str]:
-        """Say what becomes of the gradient of each argument."""
-        data = "null" if not self.group._wants_input_grads else "add" if self.group._inputs_add else "write"
-        words = {**dict.fromkeys(self.names, data), **self.group._modes}
+        """Say what becomes of the gradient of each argument; nothing does in a group that does not train."""
+        if not self.group._trains:
+            return dict.fromkeys(self.case["arg_names"], "null")
+        words = {**self.group._input_modes.by_path(self.names), **self.group._modes}
         return {name: words.get(name, "null") for name in self.case["arg_names"]}
 
     def take_slices(self) -> None:

@@ -120,7 +120,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_groups(case: Case) -> None:
-    case.check(replay(case, Renamed, earlier(case, CASES)), test_mxnet_groups.BATCH_NORM_TOLERANCES)
+    case.check(replay(case, Renamed, earlier(case, CASES)), test_mxnet_groups.TOLERANCES)
 
 
 @pytest.mark.parametrize("case", again("mxnet_group_batchnorm.json", 4))

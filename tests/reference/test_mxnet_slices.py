@@ -46,7 +46,7 @@ def test_both_languages(case: Case) -> None:
 )
 def test_loads_that_are_not_finite(case: Case) -> None:
     entries = case.shared["non_finite"]
-    assert len(entries) == 2
+    assert entries
     for entry in entries:
         assert "error" in entry["python3"]
         with pytest.raises(ValueError, match="must have a finite sum"):

@@ -177,6 +177,16 @@ def test_a_tolerance_is_relative_above_its_floor() -> None:
     assert not Tolerance(1e-3, floor=1e-3).accepts(0.0009, 0.0)
     assert Tolerance(0.0).accepts(math.inf, math.inf)
     assert not Tolerance(1.0).accepts(1.0, math.nan)
+    assert Tolerance(1e-3, floor=0.0, offset=1.0).accepts(1.0019, 1.0)
+    assert not Tolerance(1e-3, floor=0.0, offset=1.0).accepts(1.0021, 1.0)
+
+
+def test_a_tolerance_may_be_a_share_of_the_largest_number_of_an_array() -> None:
+    array = {"dtype": "float32", "shape": [3], "data": [1e-6, 100.0, "inf"]}
+    near = torch.tensor([9e-5, 100.0, math.inf])
+    assert equal(array, near, Tolerance(1e-4, floor=0.0, peak=1e-6))
+    assert not equal(array, near, Tolerance(1e-4, floor=0.0, peak=1e-7))
+    assert not equal(array, near, Tolerance(1e-4, floor=0.0))
 
 
 def test_every_listed_difference_is_for_a_trace_that_a_test_replays() -> None:

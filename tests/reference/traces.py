@@ -40,6 +40,7 @@ from typing import Any, TypeGuard
 
 import pytest
 import torch
+from difference_rules import RULES
 from differences import Difference, for_replay, look_up, read_differences
 
 _MOST_SHOWN = 10
@@ -50,16 +51,40 @@ _REMARKS = ("status", "note")
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a number may be from the original's: |ours - original| ≤ relative · max(floor, |original|)."""
+    """How far a number may be from the original's.
+
+    It may be so far::
+
+        |ours - original| ≤ relative · max(floor, |original| + offset)
+
+    or, in an array, a share of the largest magnitude there: where terms cancel, what is left has the rounding
+    errors of the terms, which are others on another processor.
+
+    Attributes:
+        relative: The share of the number.
+        floor: The least that the share is taken of.
+        offset: What is added to the number before.
+        peak: The share of the largest number of the array.
+    """
 
     relative: float
     floor: float = 1.0
+    offset: float = 0.0
+    peak: float = 0.0
 
     def accepts(self, ours: float, original: float) -> bool:
         if math.isnan(ours) or math.isnan(original):
             return math.isnan(ours) and math.isnan(original)
         # The first holds for infinities, whose difference is no number.
-        return ours == original or abs(ours - original) <= self.relative * max(self.floor, abs(original))
+        limit = self.relative * max(self.floor, abs(original) + self.offset)
+        return ours == original or abs(ours - original) <= limit
+
+    def in_array(self, numbers: torch.Tensor) -> Tolerance:
+        """Give the tolerance for the elements of an array, whose largest magnitude is known then."""
+        finite = numbers[numbers.isfinite()]
+        if not self.peak or not finite.numel():
+            return self
+        return replace(self, floor=max(self.floor, self.peak / self.relative * float(finite.abs().max())))
 
 
 EXACT = Tolerance(0.0)
@@ -100,7 +125,7 @@ class Case:
         reached: set[int] = set()
         found = list(self._mismatches("", self.content, ours, tolerances or {}, reached))
         for number, difference in enumerate(self.differences):
-            if number not in reached and difference.is_known:
+            if number not in reached and difference.must_occur:
                 found.append(f"{difference.field}: listed as a difference, but this case never comes past it")
         more = f"\n... and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
         assert not found, f"case {self.name}:\n" + "\n".join(found[:_MOST_SHOWN]) + more
@@ -137,6 +162,8 @@ class Case:
         """Find what ours is to be at a place that differs."""
         if difference.as_at is not None:
             return look_up(self.content, difference.other_place(path))
+        if difference.rule is not None:
+            return RULES[difference.rule](self.content, path)
         if not difference.is_known:
             return None
         if difference.as_in is not None:
@@ -218,8 +245,12 @@ def read(
     counts = f"{file} must hold {num_cases} cases, got {len(contents)}."
     assert len(contents) == num_cases if is_public else contents, counts
     listed = [
-        # Where `as_at` says what ours is, it says so for any trace.
-        replace(difference, is_known=is_public or difference.as_at is not None)
+        # Where `as_at` or a rule says what ours is, it says so for any trace.
+        replace(
+            difference,
+            is_known=is_public or not (difference.as_at is None and difference.rule is None),
+            is_required=is_public,
+        )
         for difference in differences
         if difference.file == file
     ]
@@ -290,7 +321,8 @@ def _equal_tensor(original: Any, ours: torch.Tensor, tolerance: Tolerance) -> bo
             return False
         # Recorded decimals are short ones: they mean the number of the dtype that is next to them.
         same_dtype = str(ours.dtype) == f"torch.{original['dtype']}"
-        return same_dtype and equal(tensor(original).tolist(), ours.tolist(), tolerance)
+        numbers = tensor(original)
+        return same_dtype and equal(numbers.tolist(), ours.tolist(), tolerance.in_array(numbers))
     is_flat = _is_list(original) and not any(map(_is_list, original))
     return equal(original, ours.flatten().tolist() if is_flat else ours.tolist(), tolerance)
 
