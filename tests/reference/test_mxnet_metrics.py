@@ -21,7 +21,9 @@ CASES = cases(
 TOLERANCES = {"*": Tolerance(1e-6)}
 
 
-def replay(case: Case, workloads: list[float], *, per_device: bool) -> dict[str, Any]:
+def replay(case: Case, slices: list[list[int]], *, per_device: bool) -> dict[str, Any]:
+    """Count all batches, each cut as the original cut it: how it cuts is replayed in `test_mxnet_slices.py`."""
+    workloads = [float(stop - start) for start, stop in slices]
     classes = case["batches"][0]["pred"]["shape"][-1]
     counted = metric(case["metric"], case["kwargs"], classes)
     records = []
@@ -37,12 +39,12 @@ def replay(case: Case, workloads: list[float], *, per_device: bool) -> dict[str,
 
 @pytest.mark.parametrize("case", CASES)
 def test_replay(case: Case) -> None:
-    loads = [run["work_load_list"] for run in case["runs"]]
-    case.check({"runs": [replay(case, each, per_device=True) for each in loads]}, TOLERANCES)
+    slices = [run["slices"] for run in case["runs"]]
+    case.check({"runs": [replay(case, each, per_device=True) for each in slices]}, TOLERANCES)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_merged_a_metric_does_not_depend_on_the_devices(case: Case) -> None:
-    alone, *others = [replay(case, run["work_load_list"], per_device=False) for run in case["runs"]]
+    alone, *others = [replay(case, run["slices"], per_device=False) for run in case["runs"]]
     for other in others:
         assert other["after_each_update"] == alone["after_each_update"]
