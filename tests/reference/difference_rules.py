@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from table_rules import gradients_of_the_first_alone, output_of_the_first, weights_of_the_first
 
 Content = Mapping[str, Any]
 
@@ -75,6 +76,15 @@ def _array(recorded: Content) -> torch.Tensor:
 
 RULES: dict[str, Callable[[Content, str], Any]] = {
     rule.__name__: rule
-    for rule in (fair_slices, fair_bounds, shares_of_a_whole_output, sum_of_shares, shapes_of_later_outputs)
+    for rule in (
+        fair_slices,
+        fair_bounds,
+        shares_of_a_whole_output,
+        sum_of_shares,
+        shapes_of_later_outputs,
+        weights_of_the_first,
+        gradients_of_the_first_alone,
+        output_of_the_first,
+    )
 }
 """By the name that an entry has in `rule`."""
