@@ -21,14 +21,14 @@ def weights_of_the_first(content: Content, path: str) -> list[Any]:
 
 
 def gradients_of_the_first_alone(content: Content, path: str) -> list[Any]:
-    """Give the gradients of a replica: none but for the first, and that without what others were cloned with."""
-    number, replica = int(path.split(".")[1]), int(path.split(".")[-1])
+    """Give the gradients of a replica: those of the first, without what others were cloned with; else none."""
+    _, number, *_, replica = path.split(".")
     grads = [_array(each) for each in _entry(content, path)["after"]["grads"][0]]
-    if replica > 0:
+    if int(replica) > 0:
         return [_record(torch.zeros_like(each)) for each in grads]
     surplus = [torch.zeros_like(each) for each in grads]
     before: list[Any] = []
-    for entry in content["log"][: number + 1]:
+    for entry in content["log"][: int(number) + 1]:
         if entry["op"].startswith("zero"):
             surplus = [torch.zeros_like(each) for each in surplus]
         if entry["op"] in {"backward", "accGradParameters"}:

@@ -22,7 +22,7 @@ TOLERANCES = {"*": Tolerance(1e-6)}
 
 
 def replay(case: Case, slices: list[list[int]], *, per_device: bool) -> dict[str, Any]:
-    """Count all batches, each cut as the original cut it: how it cuts is replayed in `test_mxnet_slices.py`."""
+    """Count all batches, each cut as the original cut it; its rule is replayed in `test_mxnet_slices.py`."""
     workloads = [float(stop - start) for start, stop in slices]
     classes = case["batches"][0]["pred"]["shape"][-1]
     counted = metric(case["metric"], case["kwargs"], classes)

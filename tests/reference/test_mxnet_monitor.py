@@ -110,7 +110,7 @@ class Net(nn.Module):
 
 
 def blocks(args: dict[str, Any]) -> list[list[tuple[str, str]]]:
-    """List the original's rows of one device, forward, backward and at the end: the name, and whose tensor it is.
+    """List the original's rows of one device, forward, backward and at the end: a name, and whose tensor it is.
 
     With monitor_all it also tells what an operator reads, an argument by its own name before. Ours tells each
     tensor once.
@@ -119,9 +119,9 @@ def blocks(args: dict[str, Any]) -> list[list[tuple[str, str]]]:
     for block, operators in zip(rows, (FORWARD, BACKWARD), strict=False):
         for outputs, reads in operators:
             for name, tensor_name in reads.items() if args.get("monitor_all") else ():
-                block += [(tensor_name, tensor_name)] if tensor_name in ARGUMENTS else []
-                block += [(name, tensor_name)]
-            block += [(name, name) for name in outputs]
+                block.extend([(tensor_name, tensor_name)] if tensor_name in ARGUMENTS else [])
+                block.append((name, tensor_name))
+            block.extend((name, name) for name in outputs)
     pattern = args.get("pattern", ".*")
     return [[row for row in block if re.match(pattern, row[0])] for block in rows]
 
@@ -136,7 +136,7 @@ def monitor_of(args: dict[str, Any]) -> ls.Monitor:
 
 
 def as_the_original_tells_it(
-    rows: list[ls.MonitorRow], step: int, args: dict[str, Any], devices: int
+    rows: list[Any], step: int, args: dict[str, Any], devices: int
 ) -> list[list[Any]]:
     """Give our numbers by the original's names and in its order: block by block, device by device."""
     values: dict[tuple[str, int | None], float | None] = {
