@@ -21,7 +21,7 @@ def weights_of_the_first(content: Content, path: str) -> list[Any]:
 
 
 def gradients_of_the_first_alone(content: Content, path: str) -> list[Any]:
-    """Give the gradients of a replica: those of the first, without what others were cloned with; else none."""
+    """Give the gradients of a replica: those of the first, without what others were born with; else none."""
     _, number, *_, replica = path.split(".")
     grads = [_array(each) for each in _entry(content, path)["after"]["grads"][0]]
     if int(replica) > 0:

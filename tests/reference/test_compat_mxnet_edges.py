@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import test_mxnet_edges as core
 import torch
+from mxnet_edges import LABEL, ONES, ROWS, SHAPES, Mlp, N, Twice, X, outcome, parameters, told
 from mxnet_metrics import metric
-from test_mxnet_edges import LABEL, ONES, ROWS, SHAPES, Mlp, N, Twice, X, outcome, parameters, told
 from torch import nn
 from traces import Case, cases
 

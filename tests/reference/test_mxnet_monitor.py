@@ -110,7 +110,7 @@ class Net(nn.Module):
 
 
 def blocks(args: dict[str, Any]) -> list[list[tuple[str, str]]]:
-    """List the original's rows of one device, forward, backward and at the end: a name, and whose tensor it is.
+    """List the original's rows of a device, forward, backward and at the end: a name, and whose tensor it is.
 
     With monitor_all it also tells what an operator reads, an argument by its own name before. Ours tells each
     tensor once.
