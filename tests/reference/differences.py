@@ -33,6 +33,12 @@ Python writes it) of some place, which may be a pattern, too::
 
     where = { mode = "static", "hooks.*.hook" = "GradientClipping" }
 
+Where that is one trace's numbers, ``elsewhere`` has what stands for it in traces of another variant, in which
+a listed place is passed over::
+
+    where = { contexts = "2", "work_load_list.1" = "3" }
+    elsewhere = { where = { contexts = "[!1]*" } }
+
 An entry is for every replay of its file, unless it says ``through = "core"`` or ``through = "compat"``: the
 same trace may be replayed through the originals' own names, where less differs.
 
@@ -81,6 +87,7 @@ class Difference:
     as_at: str | None = None
     rule: str | None = None
     where: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    elsewhere: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     through: str | None = None
     is_known: bool = True
     is_required: bool = True
@@ -89,6 +96,9 @@ class Difference:
         assert self.through in {None, "core", "compat"}, f"{self} must be through one of the two."
         assert self.reason, f"{self} must have a reason."
         assert self.rule is None or self.rule in RULES, f"{self} must have a rule of `difference_rules.py`."
+        assert self.elsewhere.keys() <= {"case", "field", "where"}, (
+            f"{self} must say elsewhere what it is for."
+        )
         given = [self.ours, self.as_in, self.as_without, self.as_at, self.rule]
         assert given.count(None) >= len(given) - 1, f"{self} must say in one way what ours is."
 

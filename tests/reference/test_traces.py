@@ -256,6 +256,31 @@ def test_in_another_variant_a_listed_place_is_passed_over_and_no_other(folder: P
         case.check({"steps": [{"w": 1.5}, {"w": 6.0}]})
 
 
+def test_in_another_variant_an_entry_may_be_for_other_places(folder: Path) -> None:
+    listed = replace(
+        difference("steps.1.w", 5.0), where={"n": "3"}, elsewhere={"field": "steps.0.w", "where": {"n": "7"}}
+    )
+    for variant, content, changed in (("dev", RECORD, 1), ("other", {**RECORD, "n": 7}, 0)):
+        write(folder, variant, [content])
+        (case,) = read_here(folder, 1, listed)
+        steps = [{"w": 1.0}, {"w": 2.0}]
+        steps[changed] = {"w": 5.0}
+        replace(case, given=["n", "steps.*.lr"]).check({"steps": steps})
+        with pytest.raises(AssertionError, match=rf"steps\.{1 - changed}\.w"):
+            replace(case, given=["n", "steps.*.lr"]).check({"steps": steps[::-1]})
+
+
+def test_a_difference_may_follow_from_what_a_case_holds() -> None:
+    content = {"loads": [1, 1], "sizes": [1, 3, 5], "lengths": ["refused", [2, 1], [2, 3]]}
+    by_rule = Difference(FILE, field="lengths", rule="fair_slices", reason="a test")
+    case = Case("a", content, {}, ["loads", "sizes"], [by_rule])
+    case.check({"lengths": [[1, 0], [2, 1], [3, 2]]})
+    with pytest.raises(AssertionError, match="lengths: listed as a difference with"):
+        case.check({"lengths": ["refused", [2, 1], [2, 3]]})
+    same = replace(case, content={**content, "sizes": [3], "lengths": [[2, 1]]})
+    same.check({"lengths": [[2, 1]]})
+
+
 def test_ours_is_said_in_one_way() -> None:
     with pytest.raises(AssertionError, match="must say in one way"):
         Difference(FILE, field="w", ours=1.0, as_in="b", reason="a test")

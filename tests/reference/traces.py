@@ -250,6 +250,7 @@ def read(
             difference,
             is_known=is_public or not (difference.as_at is None and difference.rule is None),
             is_required=is_public,
+            **({} if is_public else difference.elsewhere),
         )
         for difference in differences
         if difference.file == file
