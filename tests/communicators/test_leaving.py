@@ -33,23 +33,26 @@ if way == "exit":
 """
 
 
+def start(way: str, rank: int, port: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, way],
+        env=os.environ
+        | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        | {"GLOO_SOCKET_IFNAME": "lo", "LOCKSTEP_TIMEOUT": "120"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def ends(way: str) -> list[tuple[int, str]]:
     """Run the script on two ranks; give their exit codes, and whether the group outlived its end."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, way],
-            env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            | {"GLOO_SOCKET_IFNAME": "lo", "LOCKSTEP_TIMEOUT": "20"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120) for rank in ranks]
+    with socket.socket() as kept:
+        # Bound while the ranks live, the port is nobody else's; rank 0, which asks alike, may listen there.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        ranks = [start(way, rank, kept.getsockname()[1]) for rank in range(2)]
+        said = [rank.communicate(timeout=600) for rank in ranks]
     assert not any("terminate called" in errors for _, errors in said), said
     return [(rank.returncode, out.strip()) for rank, (out, _) in zip(ranks, said, strict=True)]
 
