@@ -66,7 +66,7 @@ def test_the_public_names() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=240,
     ).stdout.split()
     parts = {
         "communicators",
@@ -119,18 +119,18 @@ assert "torch.distributed.rpc" not in set(sys.modules) - modules
 
 def test_to_import_it_changes_nothing_and_loads_nothing_heavy() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 0, done.stderr
 
 
 TIMED = """
 import time
-began = time.perf_counter()
+began = time.process_time()
 import torch
-between = time.perf_counter()
+between = time.process_time()
 import lockstep
-print((time.perf_counter() - between) / (between - began))
+print((time.process_time() - between) / (between - began))
 """
 
 
@@ -140,8 +140,8 @@ def test_to_import_it_takes_a_small_part_of_what_torch_takes() -> None:
 
     def ratio() -> float:
         timed = [sys.executable, "-c", TIMED]
-        done = subprocess.run(timed, capture_output=True, check=True, timeout=60, env=environment)
+        done = subprocess.run(timed, capture_output=True, check=True, timeout=240, env=environment)
         return float(done.stdout)
 
-    # The least of four, for the machine may have other work; about 0.13 without.
+    # The least of four, in time of the processor, for the machine may have other work; about 0.13 without.
     assert min(ratio() for _ in range(4)) < 0.25

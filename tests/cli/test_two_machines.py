@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 RENDEZVOUS = "10.77.0.1:29477"
-HOSTS = {"lockstep-a": "10.77.0.1", "lockstep-b": "10.77.0.2"}
+# Namespaces have their own addresses, interfaces and ports, but share their names with all processes.
+FIRST, SECOND = (f"lockstep-{os.getpid()}-{letter}" for letter in "ab")
+HOSTS = {FIRST: "10.77.0.1", SECOND: "10.77.0.2"}
 
 SCRIPT = """
 import sys, torch
@@ -40,7 +42,7 @@ updater.finalize()
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=30)
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=240)
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def hosts() -> Iterator[dict[str, str]]:
     try:
         for name in HOSTS:
             ip("netns", "add", name)
-        cable = "link add lsa netns lockstep-a type veth peer name lsb netns lockstep-b"
+        cable = f"link add lsa netns {FIRST} type veth peer name lsb netns {SECOND}"
         ip(*cable.split())
         for (name, address), link in zip(HOSTS.items(), ("lsa", "lsb"), strict=True):
             ip("-n", name, "address", "add", f"{address}/24", "dev", link)
@@ -66,7 +68,7 @@ def hosts() -> Iterator[dict[str, str]]:
 
 def _remove() -> None:
     for name in HOSTS:
-        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=30)
+        subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=240)
 
 
 def agent(host: str, interface: str, script: Path, *options: str) -> subprocess.Popen[str]:
@@ -96,10 +98,10 @@ def agent(host: str, interface: str, script: Path, *options: str) -> subprocess.
 def test_two_machines_give_the_bits_of_one_process(hosts: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=120)
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=600)
     size, digest = alone.stdout.strip("<>\n").split()
     assert size == "1"
     agents = [agent(host, link, script) for host, link in zip(hosts, ("lsa", "lsb"), strict=True)]
-    said = [each.communicate(timeout=240) for each in agents]
+    said = [each.communicate(timeout=600) for each in agents]
     assert [each.returncode for each in agents] == [0, 0], said
     assert [out.strip() for out, _ in said] == [f"<2 {digest}>"] * 2

@@ -76,9 +76,9 @@ def test_the_self_test_tells_another_vector_width() -> None:
 def test_the_self_test_takes_less_than_a_second() -> None:
     torch.set_num_threads(1)
     self_test(CPU)
-    begin = time.perf_counter()
+    begin = time.process_time()  # the machine may have other work
     self_test(CPU)
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def test_the_self_test_asks_no_generator_and_leaves_nothing() -> None:

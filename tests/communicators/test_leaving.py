@@ -33,27 +33,57 @@ if way == "exit":
 """
 
 
-def ends(way: str) -> list[tuple[int, str]]:
-    """Run the script on two ranks; give their exit codes, and whether the group outlived its end."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, way],
-            env=os.environ
-            | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            | {"GLOO_SOCKET_IFNAME": "lo", "LOCKSTEP_TIMEOUT": "20"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=120) for rank in ranks]
+SUM = """
+import sys
+import torch
+import lockstep as ls
+from lockstep.communicators import Contribution
+
+communicator = ls.find_communicator()
+like = [torch.zeros(300_000), torch.zeros(10)]
+shards = (0, 2), (5,)  # two nodes of the tree on one rank: a thread sends them
+pending = communicator.begin_sum([Contribution(each, (3,) * len(each)) for each in shards], like)
+assert type(pending).__name__ == "Reduction"
+if sys.argv[1] == "brought in part":
+    pending.bring(1, [torch.ones(10) for _ in shards[communicator.rank]])
+raise ArithmeticError("in the middle")
+"""
+
+
+def start(script: str, way: str, rank: int, port: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", script, way],
+        env=os.environ
+        | {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        | {"GLOO_SOCKET_IFNAME": "lo", "LOCKSTEP_TIMEOUT": "120"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ends(script: str, way: str) -> list[tuple[int, str]]:
+    """Run a script on two ranks; give their exit codes, and whether the group outlived its end."""
+    with socket.socket() as kept:
+        # Bound while the ranks live, the port is nobody else's; rank 0, which asks alike, may listen there.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        ranks = [start(script, way, rank, kept.getsockname()[1]) for rank in range(2)]
+        try:
+            said = [rank.communicate(timeout=240) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     assert not any("terminate called" in errors for _, errors in said), said
     return [(rank.returncode, out.strip()) for rank, (out, _) in zip(ranks, said, strict=True)]
 
 
 @pytest.mark.parametrize(("way", "code"), [("return", 0), ("raise", 1), ("exit", 5)])
 def test_the_group_ends_before_python_does(way: str, code: int) -> None:
-    assert ends(way) == [(code, "gone")] * 2
+    assert ends(SCRIPT, way) == [(code, "gone")] * 2
+
+
+@pytest.mark.parametrize("way", ["begun", "brought in part"])
+def test_a_sum_that_nobody_finishes_keeps_no_process(way: str) -> None:
+    """Its thread would wait for ever for tensors that nobody brings, and Python for the thread."""
+    assert ends(SUM, way) == [(1, "")] * 2

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.communicators.failure import Failure
-from lockstep.communicators.pulse import ALERT_LOOKS, INTERVAL, Pulse
-from lockstep.communicators.watch import PeerWatch, Watch
+from lockstep.communicators.pulse import ALERT_LOOKS, INTERVAL, Beat, Pulse
+from lockstep.communicators.watch import START, PeerWatch, Watch
 
 LONG = 60.0
 """Seconds after which a test gives up."""
@@ -26,14 +26,14 @@ def stores(tmp_path: Path) -> list[dist.Store]:
 
 
 def test_alone_there_is_nobody_to_watch() -> None:
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     communicator = ls.LocalCommunicator()
     with communicator.watch.waiting():
         communicator.watch.phase("forward")
     communicator.watch.check()
     assert communicator.watch.explain() is None
     assert type(communicator.watch) is Watch
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads
 
 
 def test_all_ranks_hear_of_an_error(stores: list[dist.Store]) -> None:
@@ -59,9 +59,8 @@ def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store])
     watches = [PeerWatch(store, rank, 2, timeout=1, keeper=None) for rank, store in enumerate(stores[:2])]
     watches[1].phase("optimizer")
     try:
-        for watch in watches:
-            watch.gather()
-        await_true(lambda: _phase(watches[0], 1) == "optimizer")
+        gather(watches)
+        await_true(lambda: _beat(watches[0], 1).phase == "optimizer")
         watches[1]._pulse._stopping = True  # its thread ends, and tells nobody
         watches[1]._pulse._store = _Lost()
         assert watches[0]._found.wait(LONG)
@@ -72,9 +71,15 @@ def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store])
             watch.close()
 
 
-def _phase(watch: PeerWatch, rank: int) -> str | None:
-    beat = watch._pulse.beats.get(rank)
-    return None if beat is None else beat.phase
+def gather(watches: list[PeerWatch]) -> None:
+    """Let ranks take their time to come, whatever time they have for each other then."""
+    for watch in watches:
+        assert watch._pulse.everyone.wait(LONG)
+        watch.gather()
+
+
+def _beat(watch: PeerWatch, rank: int) -> Beat:
+    return watch._pulse.beats.get(rank) or Beat(0, False, START)
 
 
 def await_true(condition: Callable[[], bool]) -> None:
@@ -104,14 +109,14 @@ def test_a_rank_that_did_not_come_is_named(stores: list[dist.Store]) -> None:
 def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[dist.Store]) -> None:
     watches = [PeerWatch(store, rank, 2, timeout=5, keeper=None) for rank, store in enumerate(stores[:2])]
     try:
-        for watch in watches:
-            watch.gather()
+        gather(watches)
         watches[1].phase("forward")
         with watches[0].waiting():
             error = watches[0].explain()
         assert error is not None
         assert str(error).startswith("Rank 1 has not come for 5 s, but is alive.")
         with watches[1].waiting():
+            await_true(lambda: _beat(watches[0], 1).waiting)
             assert watches[0].explain() is None, "both wait: nobody is late"
     finally:
         for watch in watches:
@@ -121,8 +126,7 @@ def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[d
 def test_a_rank_that_ended_is_missed_only_by_who_waits_for_it(stores: list[dist.Store]) -> None:
     watches = [PeerWatch(store, rank, 2, timeout=1, keeper=None) for rank, store in enumerate(stores[:2])]
     try:
-        for watch in watches:
-            watch.gather()
+        gather(watches)
         watches[1].close()
         assert not watches[0]._found.wait((ALERT_LOOKS + 4) * INTERVAL), "it ended in order"
         watches[0].check()

@@ -69,6 +69,8 @@ def closing(batches: BatchIterator) -> Iterator[BatchIterator]:
         yield batches
     finally:
         batches.finalize()
+        for child in multiprocessing.active_children():
+            child.join(60)  # told to end, or ended by a signal
         assert multiprocessing.active_children() == []
 
 

@@ -110,7 +110,7 @@ def test_the_bar_shows_epoch_iteration_and_speed_and_is_closed(tmp_path: Path) -
     out = Terminal()
     train(tmp_path, ProgressBar(out=out))
     assert re.search(
-        r"^100%\|.*\| epoch 2.00, iteration 4, [\d.]+ updates/s \[00:00<00:00\]$", frames(out)[-1]
+        r"^100%\|.*\| epoch 2.00, iteration 4, [\d.]+ updates/s \[\d\d:\d\d<00:00\]$", frames(out)[-1]
     )
     assert out.getvalue().endswith("\n")
     assert [thread.name for thread in threading.enumerate() if "TMonitor" in type(thread).__name__] == []
@@ -119,7 +119,7 @@ def test_the_bar_shows_epoch_iteration_and_speed_and_is_closed(tmp_path: Path) -
 def test_a_run_without_a_bound_has_a_line_without_a_bar(tmp_path: Path) -> None:
     out = Terminal()
     train(tmp_path, ProgressBar(out=out), until=lambda trainer: trainer.updater.iteration == 3)
-    assert re.fullmatch(r"epoch 1.50, iteration 3, [\d.]+ updates/s \[00:00\]", frames(out)[-1])
+    assert re.fullmatch(r"epoch 1.50, iteration 3, [\d.]+ updates/s \[\d\d:\d\d\]", frames(out)[-1])
 
 
 def test_a_resumed_bar_begins_where_the_run_stands(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_an_uneven_epoch_does_not_lead_beyond_the_end_of_the_bar(tmp_path: Path)
     trainer = Trainer(CountingUpdater(2.3), (1, "epoch"), tmp_path, extensions=[ProgressBar(out=out)])
     trainer.run()
     assert trainer.updater.epoch_detail > 1
-    assert re.fullmatch(r"100%\|.*\| epoch 1.30, iteration 3, .* \[00:00<00:00\]", frames(out)[-1])
+    assert re.fullmatch(r"100%\|.*\| epoch 1.30, iteration 3, .* \[\d\d:\d\d<00:00\]", frames(out)[-1])
 
 
 @pytest.mark.parametrize(

@@ -16,13 +16,22 @@ LISTEN = "0A"
 def children(of: int | None = None) -> list[int]:
     """List the children of a process, by default of this one; ended ones that nobody waited for count too."""
     parent = os.getpid() if of is None else of
-    pids = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(pid) for pid in pids if not _is_tracker(pid)]
+    pids = _read(f"/proc/{parent}/task/{parent}/children") or b""
+    return [int(pid) for pid in pids.split() if _counts(int(pid))]
 
 
-def _is_tracker(pid: str) -> bool:
-    """Tell Python's own helper, which multiprocessing starts once and keeps."""
-    return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+def _counts(pid: int) -> bool:
+    """Leave out Python's own helper, which multiprocessing starts once and keeps."""
+    command = _read(f"/proc/{pid}/cmdline")
+    return command is not None and b"resource_tracker" not in command
+
+
+def _read(path: str) -> bytes | None:
+    """Read what the system says of a process; None of one that is gone meanwhile."""
+    try:
+        return Path(path).read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
 
 
 def descendants(of: int) -> list[int]:
@@ -50,7 +59,10 @@ def _used_inodes() -> set[int]:
 
 def listening(pid: int) -> set[str]:
     """Give the addresses that a process listens on over TCP."""
-    sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    sockets = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it is closed meanwhile
+            sockets.add(str(path.readlink()))
     addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

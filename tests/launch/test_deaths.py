@@ -28,7 +28,7 @@ def test_a_ranks_real_traceback_reaches_the_caller(rank: int) -> None:
     assert raised.value.rank == rank
     assert 'raise FloatingPointError(f"rank {rank} has had enough")' in raised.value.traceback
     assert children() == []
-    assert listening(os.getpid()) == before
+    assert listening(os.getpid()) <= before
 
 
 def die_by(way: str) -> None:

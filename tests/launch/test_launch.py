@@ -50,7 +50,7 @@ def test_nothing_listens_beyond_the_loopback() -> None:
     found = ls.launch(addresses_listened_on, 2)
     assert all(found), "gloo listens somewhere"
     assert {address for each in found for address in each} <= {"127.0.0.1", "::1"}
-    assert listening(os.getpid()) == before
+    assert listening(os.getpid()) <= before
 
 
 def leave(code: int | None) -> None:
@@ -113,7 +113,7 @@ except ValueError as error:
 
 def test_a_function_typed_into_a_session_gets_the_remedy() -> None:
     done = subprocess.run(
-        [sys.executable], input=TYPED, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable], input=TYPED, capture_output=True, text=True, timeout=240, check=True
     )
     assert "main was typed into a notebook or an interactive session" in done.stdout
     assert "%%writefile train.py" in done.stdout
@@ -129,7 +129,7 @@ ls.launch(main, 1)
 def test_a_script_without_its_guard_is_told_where_the_call_belongs(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 1
     assert "Rank 0 exited with code 1 before `main` returned." in done.stderr
     assert 'belongs under `if __name__ == "__main__":`' in done.stderr
@@ -158,7 +158,7 @@ def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
 
 
 def wait_for(look, *, count: int) -> list[int]:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while len(found := look()) < count:
         assert time.monotonic() < deadline, found
         time.sleep(0.05)

@@ -83,7 +83,7 @@ def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=600,
         env=environment,
     )
 

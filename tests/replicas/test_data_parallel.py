@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
+from tests.replicas.hanging import here_it_hangs, wait_patiently  # noqa: F401 - a fixture
 
 DEVICES = [1, 2, 3, 5]
 
@@ -561,23 +562,19 @@ def test_ctrl_c_leaves_it_usable(phase: str) -> None:
     assert net.module.bias.grad.tolist() == [3.0] * 3
 
 
+@pytest.mark.usefixtures("patiently")
 def test_a_thread_that_hangs_is_named_and_left_behind() -> None:
-    go_on = threading.Event()
-
     def hang(module: nn.Module, args: Any) -> None:
         del module
         if bool((args[0] == 7).any()):
-            go_on.wait(60)
+            here_it_hangs()
 
     net = ls.DataParallel(nn.Linear(4, 3), cpus(2), timeout=0.2)
     net.module.register_forward_pre_hook(hang)
-    try:
-        with pytest.raises(ls.ReplicaError, match=r"cpu.* not done after 0.2 seconds") as caught:
-            net(torch.cat([batch(2), torch.full((2, 4), 7.0)]))
-        assert caught.value.device == "cpu"
-        assert torch.allclose(net(batch(4)), net.module(batch(4)))
-    finally:
-        go_on.set()
+    with pytest.raises(ls.ReplicaError, match=r"cpu.* not done after 0.2 seconds") as caught:
+        net(torch.cat([batch(2), torch.full((2, 4), 7.0)]))
+    assert caught.value.device == "cpu"
+    assert torch.allclose(net(batch(4)), net.module(batch(4)))
 
 
 @pytest.mark.parametrize(

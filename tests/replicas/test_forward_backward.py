@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from tests.replicas.hanging import here_it_hangs, wait_patiently  # noqa: F401 - a fixture
 
 THREE = ["cpu"] * 3
 
@@ -298,26 +299,24 @@ def test_a_failure_in_backward_changes_no_gradient() -> None:
         assert ls.digest(model.weight.grad) == before
 
 
+@pytest.mark.usefixtures("patiently")
 def test_a_thread_that_hangs_is_named_and_left_behind() -> None:
-    released = threading.Event()
-
     class Hanging(nn.Linear):
         hangs = False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.hangs and threading.current_thread().name.startswith("lockstep-1"):
-                released.wait(60)
+                here_it_hangs()
             return super().forward(x)
 
     model = Hanging(4, 3)
-    with ls.ReplicaGroup(model, THREE, timeout=2) as group:
+    with ls.ReplicaGroup(model, THREE, timeout=0.5) as group:
         group.forward(batch())
         model.hangs = True
         with pytest.raises(ls.ReplicaError, match=r"shard 1 .* on cpu \(device 1 of 0..2\) was not done"):
             group.forward(batch())
         model.hangs = False
         torch.testing.assert_close(group.forward(batch()), model(batch()).detach())
-        released.set()
 
 
 def test_an_interrupt_leaves_the_group_usable() -> None:

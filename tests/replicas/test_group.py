@@ -298,25 +298,23 @@ def test_the_first_devices_error_is_raised_when_all_have_ended() -> None:
 
 
 def test_a_failure_stops_the_other_replicas_at_their_next_look() -> None:
-    looked: list[int] = []
+    looked: dict[int, bool] = {}
 
     def work(place: int) -> None:
         if place == 1:
             raise RuntimeError("place 1")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while not group.stopping and time.monotonic() < deadline:
             time.sleep(0.001)
-        looked.append(place)
+        looked[place] = group.stopping
 
-    started = time.monotonic()
     with ls.ReplicaGroup(net(), ["cpu"] * 3) as group, pytest.raises(RuntimeError, match="place 1"):
         group.run(work)
-    assert sorted(looked) == [0, 2]
-    assert time.monotonic() - started < 5
+    assert looked == {0: True, 2: True}
 
 
 def test_a_group_that_was_forgotten_leaves_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     group = ls.ReplicaGroup(net(), ["cpu"] * 3)
     group.run(lambda _: None)
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("lockstep-")]
@@ -324,8 +322,8 @@ def test_a_group_that_was_forgotten_leaves_no_thread() -> None:
     del group
     gc.collect()
     for thread in threads:
-        thread.join(timeout=5)
-    assert threading.active_count() == before
+        thread.join(timeout=60)
+    assert set(threading.enumerate()) <= before
 
 
 def test_each_replica_has_a_thread_that_lasts() -> None:

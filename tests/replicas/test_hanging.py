@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.plan import Shard
 from lockstep.replicas.replica_set import PATIENCE, ReplicaSet
+from tests.replicas.hanging import HUNG, LONG, here_it_hangs, wait_patiently  # noqa: F401 - a fixture
 
 
 class Hanging(nn.Module):
@@ -30,20 +32,6 @@ class Hanging(nn.Module):
         if self.phase == "backward" and bool((x == 5).any()):
             output.register_hook(lambda _: here_it_hangs())
         return output
-
-
-RELEASED = threading.Event()
-
-
-def here_it_hangs() -> None:
-    RELEASED.wait(60)
-
-
-@pytest.fixture(autouse=True)
-def released() -> Iterator[None]:
-    RELEASED.clear()
-    yield
-    RELEASED.set()
 
 
 def batch(shard: int) -> torch.Tensor:
@@ -73,6 +61,7 @@ def gradients(module: nn.Module, step: Callable[[torch.Tensor], None], x: torch.
     return ls.digest([parameter.grad for parameter in module.parameters()])
 
 
+@pytest.mark.usefixtures("patiently")
 @pytest.mark.parametrize("make", [grouped, parallel])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(("devices", "shard"), [(1, 0), (1, 3), (2, 0), (2, 3)])
@@ -99,6 +88,7 @@ def test_a_device_that_hangs_is_named(make: Callable[..., Any], phase: str, devi
     owner.release()
 
 
+@pytest.mark.usefixtures("patiently")
 def test_a_device_that_hangs_where_shards_run_one_at_a_time() -> None:
     module = nn.Sequential(Hanging(), Outside())
     with ls.ReplicaGroup(module, ["cpu"] * 2, timeout=0.5) as group:
@@ -107,6 +97,31 @@ def test_a_device_that_hangs_where_shards_run_one_at_a_time() -> None:
         module[0].phase = "forward"
         with pytest.raises(ls.ReplicaError, match=r"shard 1 .*\(device 1 of 0..1\) was not done"):
             group.forward(batch(3))
+
+
+@pytest.mark.usefixtures("patiently")
+def test_a_thread_that_was_given_up_stops_and_disturbs_nothing() -> None:
+    shard = Shard(0, 0, range(1))
+    released, late, told = threading.Event(), list[threading.Thread](), dict[str, bool]()
+
+    def hanging(place: int) -> None:
+        if place == 1:
+            late.append(threading.current_thread())
+            HUNG.add(threading.get_ident())
+            released.wait(LONG)
+            told["late"] = replicas.stops_before(place, "forward", shard)
+            raise RuntimeError("too late")
+
+    def following(place: int) -> None:
+        released.set()
+        late[0].join(LONG)
+        told[f"place {place}"] = replicas.stops_before(place, "forward", shard)
+
+    with ReplicaSet(nn.Linear(2, 1), ["cpu"] * 2, timeout=0.3) as replicas:
+        with pytest.raises(ls.ReplicaError, match=r"was not done after 0\.3 seconds"):
+            replicas.run(hanging)
+        replicas.run(following)
+    assert told == {"late": True, "place 0": False, "place 1": False}
 
 
 class Outside(nn.Module):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,10 +17,13 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.replicas.at_work import AtWork
 from lockstep.replicas.interrupts import Interrupts
 from lockstep.streams import stream_is_open
 
 SHARDS = 4
+LONG = 60.0
+"""Seconds that a busy machine may take for what is done at once."""
 
 
 class Busy(nn.Module):
@@ -92,16 +94,34 @@ def seeded() -> Busy:
     return Busy()
 
 
+MARKED = threading.Event()
+"""Set once it is remembered who was at work when an interrupt came."""
+MARK = AtWork.mark
+
+
+def mark(self: AtWork) -> None:
+    """Remember who is at work, and let those go on who have stayed for it."""
+    MARK(self)
+    MARKED.set()
+
+
+@pytest.fixture
+def _marking(monkeypatch: pytest.MonkeyPatch) -> None:
+    MARKED.clear()
+    monkeypatch.setattr(AtWork, "mark", mark)
+
+
 def press() -> None:
     """Interrupt the main thread from a worker, and stay at work until it has heard."""
     _thread.interrupt_main()
-    time.sleep(0.4)
+    MARKED.wait(LONG)
 
 
 def here() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("_marking")
 @pytest.mark.parametrize("make", [grouped, parallel])
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(("shard", "action"), [(0, here), (1, here), (2, press), (3, press)])
@@ -189,7 +209,8 @@ def test_what_may_not_be_interrupted_is_done_first() -> None:
 def test_interrupts_at_any_moment_leave_all_or_nothing() -> None:
     """Which moments those are is left to chance; none may leave something half done."""
     module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval()
-    before = torch.get_num_threads(), signal.getsignal(signal.SIGINT), threading.active_count()
+    before = torch.get_num_threads(), signal.getsignal(signal.SIGINT)
+    threads = set(threading.enumerate())
 
     def work(group: ls.ReplicaGroup, presser: threading.Thread) -> None:
         presser.start()
@@ -207,16 +228,21 @@ def test_interrupts_at_any_moment_leave_all_or_nothing() -> None:
             assert not module.training
             assert torch.is_grad_enabled()
             assert not stream_is_open()
-            assert (torch.get_num_threads(), signal.getsignal(signal.SIGINT)) == before[:2]
-        assert threading.active_count() <= before[2] + 3  # abandoned threads end by themselves, soon
+            assert (torch.get_num_threads(), signal.getsignal(signal.SIGINT)) == before
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(LONG)
+        assert not thread.is_alive(), "abandoned threads end by themselves"
 
 
 SCRIPT = """
-import sys, time
+import sys
 import torch
 from torch import nn
 import lockstep as ls
-from tests.replicas.test_interrupts import Busy, SHARDS, batch, grouped, parallel, seeded, state
+from lockstep.replicas.at_work import AtWork
+from tests.replicas.test_interrupts import LONG, MARKED, SHARDS, batch, grouped, mark, parallel, seeded, state
+
+AtWork.mark = mark
 
 module, x = seeded(), batch(3)
 if sys.argv[1] == "updater":
@@ -231,7 +257,7 @@ else:
 
 def work():
     print("working", flush=True)
-    time.sleep(2)
+    MARKED.wait(LONG)
 
 step(x)
 before = ls.digest(module)
@@ -266,5 +292,5 @@ def interrupted_script(which: str, phase: str) -> list[str]:
         assert child.stdout.readline() == "working\n", child.stderr.read()
         child.send_signal(signal.SIGINT)
         told = child.stdout.read().splitlines()
-        assert child.wait(30) == 0, child.stderr.read()
+        assert child.wait(4 * LONG) == 0, child.stderr.read()
     return told

@@ -39,7 +39,7 @@ def faults_an_update(**environment: str) -> tuple[float, bool]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=240,
     ).stdout.split()
     return float(said[0]), said[1] == "True"
 

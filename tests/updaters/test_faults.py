@@ -225,25 +225,25 @@ updater.update()
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"])
 def test_a_script_that_forgets_to_finalize_ends(ending: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FORGETFUL + ending], timeout=60, capture_output=True, text=True, check=False
+        [sys.executable, "-c", FORGETFUL + ending], timeout=240, capture_output=True, text=True, check=False
     )
     assert done.returncode == {"": 0, "raise SystemExit(3)": 3, "1 / 0": 1}[ending], done.stderr
     assert ending.startswith("1 / 0") or not done.stderr
 
 
 def test_a_forgotten_updater_leaves_no_thread() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     updater = updater_for(CONVNET, Placement(4), num_shards=NUM_SHARDS)
     updater.update()
-    assert threading.active_count() == before + 3
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("lockstep-")]
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 3
     reference = weakref.ref(updater)
     del updater
     gc.collect()
     assert reference() is None
     for thread in threads:
-        thread.join(timeout=5)
-    assert threading.active_count() == before
+        thread.join(timeout=60)
+    assert set(threading.enumerate()) <= before
     assert torch.random.default_generator is torch.default_generator
 
 

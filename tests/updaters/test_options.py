@@ -200,10 +200,13 @@ def test_work_loads_are_measured_and_change_no_bit(caplog: pytest.LogCaptureFixt
     main_thread: list[bool] = []
 
     def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        main_thread.append(threading.current_thread() is threading.main_thread())
-        if main_thread[-1]:
-            time.sleep(0.003)
-        return cross_entropy(model, x, target)
+        begin = time.perf_counter()
+        loss = cross_entropy(model, x, target)
+        in_main = threading.current_thread() is threading.main_thread()
+        main_thread.append(in_main)
+        if in_main:  # on a busy machine longer still, for there the other thread takes long too
+            time.sleep(max(0.01, 10 * (time.perf_counter() - begin)))
+        return loss
 
     with caplog.at_level(logging.INFO, logger="lockstep"):
         measured = updater_for(MLP, Placement(2, "auto"), num_shards=8, loss_fn=loss_fn)

@@ -21,18 +21,20 @@ class Failure:
         what: Follows the words "Rank 3", as in "raised ValueError: no".
         phase: What it was doing when it was last heard; empty where it never was.
         traceback: Of its error, as text; empty where it could not send one.
+        leaving: Whether its process is on its way to its end, if not there already.
     """
 
     rank: int | None
     what: str
     phase: str = ""
     traceback: str = ""
+    leaving: bool = False
 
     @classmethod
     def raised(cls, rank: int, error: BaseException, phase: str) -> Failure:
         """Describe an error of this rank's own."""
         text = "".join(traceback.format_exception(error))
-        return cls(rank, f"raised {type(error).__name__}: {error}", phase, text[-LONGEST:])
+        return cls(rank, f"raised {type(error).__name__}: {error}", phase, text[-LONGEST:], leaving=True)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Failure:

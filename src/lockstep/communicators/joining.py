@@ -18,6 +18,7 @@ import torch.distributed.nn.functional
 from lockstep.communicators.brief import BriefPeerErrors
 from lockstep.communicators.environment import BRIEF, RunEnvironment, read_environment
 from lockstep.communicators.failure import Failure
+from lockstep.communicators.last import EndsAfterCause
 from lockstep.communicators.watch import START, PeerWatch, Watch
 from lockstep.errors import OrderError, PeerError
 
@@ -62,6 +63,7 @@ def _join(found: RunEnvironment, seconds: float) -> Watch:
     store = _own_part(_store(found, timeout), found)
     keeper = None if found.agent_store else 0
     watch = PeerWatch(store, found.rank, found.size, timeout=seconds, keeper=keeper)
+    store.set(f"process/{found.rank}", str(os.getpid()))
     try:
         watch.gather()
         _initialise(found, store, timeout)
@@ -73,8 +75,16 @@ def _join(found: RunEnvironment, seconds: float) -> Watch:
         watch.close()
         raise (error if explained is None else explained) from error
     if BRIEF in os.environ:
-        sys.excepthook = BriefPeerErrors(found.rank, found.local_size, sys.excepthook)
+        shown = BriefPeerErrors(found.rank, found.local_size, sys.excepthook)
+        sys.excepthook = EndsAfterCause(watch, _processes_here(store, found), shown)
     return watch
+
+
+def _processes_here(store: Store, found: RunEnvironment) -> dict[int, int]:
+    """Give the process numbers of the other ranks of this machine, whose numbers follow each other."""
+    first = found.rank - found.local_rank
+    others = set(range(first, first + found.local_size)) - {found.rank}
+    return {rank: int(store.get(f"process/{rank}")) for rank in sorted(others)}
 
 
 def _initialise(found: RunEnvironment, store: Store, timeout: timedelta) -> None:

@@ -48,13 +48,13 @@ def end_with_agent(variables: Mapping[str, str]) -> None:
         return
     if os.getppid() == agent:
         end_with_parent()
-    if not _exists(agent):  # asked only now, for it may have ended while the wish was made
+    if not process_exists(agent):  # asked only now, for it may have ended while the wish was made
         raise OrderError(
             f"The agent of `lockstep run` that started this process, {agent}, has ended. Start the run again."
         )
 
 
-def _exists(process: int) -> bool:
+def process_exists(process: int) -> bool:
     """Tell whether there is a process of that number, whosever it is."""
     try:
         os.kill(process, 0)

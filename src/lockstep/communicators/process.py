@@ -24,6 +24,7 @@ from lockstep.communicators.pair import PairSum, is_pair, sum_pair
 from lockstep.communicators.reduction import ARENAS, Reduction
 from lockstep.communicators.same import check_same, named_tensors
 from lockstep.communicators.sparse import split_sparse, sum_sparse
+from lockstep.communicators.underway import Underway
 from lockstep.communicators.watch import Watch, watch_group
 from lockstep.communicators.wire import PlainFormat, WireFormat, wire_format
 from lockstep.tree import PartialSum, Tensors
@@ -71,6 +72,7 @@ class ProcessCommunicator(Communicator):
         self._wire = PLAIN if compression is None else wire_format(compression)
         self._sizes = Sizes()
         self._arenas: dict[torch.device, list[Arena]] = {}
+        self._underway = Underway()
 
     @property
     def rank(self) -> int:
@@ -162,7 +164,7 @@ class ProcessCommunicator(Communicator):
     ) -> Reduction:
         """Plan a sum and begin it."""
         extents = tuple(Extent(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
-        return Reduction(
+        reduction = Reduction(
             self._channel,
             plan_sum(tuple(contributions), extents, sizes),
             like,
@@ -171,6 +173,9 @@ class ProcessCommunicator(Communicator):
             arenas=self._arenas_on(like[0].device) if like else [],
             background=background,
         )
+        if background:
+            self._underway.add(reduction)
+        return reduction
 
     def _arenas_on(self, device: torch.device) -> list[Arena]:
         """Give the memory for what is on its way; it is kept from sum to sum."""

@@ -211,7 +211,8 @@ class Pulse:
                 continue  # it may still come
             if beat.ended:
                 if self._alarming:
-                    return Failure(rank, "has ended, and others were waiting for it", beat.last_phase)
+                    what = "has ended, and others were waiting for it"
+                    return Failure(rank, what, beat.last_phase, leaving=True)
             elif self.alert and looks >= ALERT_LOOKS:
                 return Failure(rank, "has died, or cannot be reached", beat.phase)
             elif looks >= self._patience:

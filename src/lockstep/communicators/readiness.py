@@ -6,6 +6,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
+from lockstep.errors import OrderError
+
 
 class Readiness:
     """Buckets that become ready as the tensors they need are brought.
@@ -21,6 +23,7 @@ class Readiness:
     """
 
     def __init__(self, needs: Sequence[Collection[int]]) -> None:
+        self._given_up = False
         self._ready = [threading.Event() for _ in needs]
         self._left = [len(each) for each in needs]
         self._waiting: defaultdict[int, list[int]] = defaultdict(list)
@@ -39,8 +42,20 @@ class Readiness:
 
     def is_ready(self, bucket: int) -> bool:
         """Tell whether all that a bucket needs has been brought."""
-        return self._ready[bucket].is_set()
+        return self._ready[bucket].is_set() and not self._given_up
 
     def wait(self, bucket: int) -> None:
-        """Wait until all that a bucket needs has been brought."""
+        """Wait until all that a bucket needs has been brought.
+
+        Raises:
+            OrderError: Nothing more will be.
+        """
         self._ready[bucket].wait()
+        if self._given_up:
+            raise OrderError("Everything announced must be brought before Python ends.")
+
+    def give_up(self) -> None:
+        """Let nobody wait any longer."""
+        self._given_up = True
+        for each in self._ready:
+            each.set()

@@ -111,6 +111,11 @@ class Reduction(PendingSum):
             self.bring(index, [zeros.clone() if index in missing else None for missing in self._missing])
         self._end()
 
+    def give_up(self) -> None:
+        """Let the thread end after the buckets that are on their way."""
+        if self._readiness is not None:
+            self._readiness.give_up()
+
     def _end(self) -> None:
         """See all buckets to their end."""
         if self._thread is None:

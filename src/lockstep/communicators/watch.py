@@ -38,6 +38,11 @@ class Watch:
         """What this rank said last that it is doing; empty for a process that is alone."""
         return ""
 
+    @property
+    def cause_is_leaving(self) -> bool:
+        """Whether a rank is known to have failed whose process ends by itself, or has ended."""
+        return False
+
     def phase(self, name: str) -> None:
         """Say what this rank is doing from here on; costs next to nothing, and never raises."""
 
@@ -118,6 +123,11 @@ class PeerWatch(Watch):
         """What this rank said last; see `Watch.doing`."""
         return self._phase
 
+    @property
+    def cause_is_leaving(self) -> bool:
+        """Whether the rank that failed ends by itself; see `Watch.cause_is_leaving`."""
+        return self._failure is not None and self._failure.leaving
+
     def phase(self, name: str) -> None:
         """Say what this rank is doing; see `Watch.phase`."""
         self._phase = name
@@ -197,7 +207,8 @@ class PeerWatch(Watch):
         beat = None if self._keeper is None else self._pulse.beats.get(self._keeper)
         phase = "" if beat is None else beat.last_phase
         if self._pulse.lost:
-            gone = Failure(self._keeper, "has ended, and with it the store that it kept", phase)
+            what = "has ended, and with it the store that it kept"
+            gone = Failure(self._keeper, what, phase, leaving=True)
             return gone if self._pulse.alert else None
         if looks >= (ALERT_LOOKS if self._pulse.alert else self._patience):
             return Failure(self._keeper, silence(looks), phase)

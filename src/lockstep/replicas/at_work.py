@@ -46,29 +46,32 @@ class Note:
 class AtWork:
     """Notes of what the devices of a group are doing; names them to interrupts that leave its context.
 
+    Each piece of work has its own: a thread of the last one, given up in the middle of it, is not at work.
+
     Args:
         devices: By place.
+
+    Attributes:
+        stopping: Whether what devices come to next is to be left undone.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.stopping = False
         self._devices = devices
         self._notes: list[Note | None] = [None] * len(devices)
         self._interrupted: list[tuple[int, Note]] = []
-
-    def clear(self) -> None:
-        """Forget what was done before."""
-        self._notes = [None] * len(self._devices)
-        self._interrupted = []
 
     def begin(self, place: int) -> None:
         """Note that a device begins, in the calling thread."""
         self._notes[place] = Note(threading.get_ident())
 
-    def come_to(self, place: int, phase: str, shard: Shard) -> None:
-        """Note what a device does next."""
+    def come_to(self, place: int, phase: str, shard: Shard) -> bool:
+        """Note what a device does next, and tell whether the calling thread still works for it."""
         note = self._notes[place]
-        if note is not None:
-            note.phase, note.shard = phase, shard
+        if note is None or note.thread != threading.get_ident():
+            return False
+        note.phase, note.shard = phase, shard
+        return True
 
     def end(self, place: int) -> None:
         """Note that a device is done."""

@@ -93,7 +93,6 @@ class ReplicaSet:
         self._one_memory = True
         self._versions: list[int] = []
         self._workers: list[Worker] = []
-        self._stopping = False
         self._closed = False
 
     def __enter__(self) -> ReplicaSet:
@@ -113,7 +112,7 @@ class ReplicaSet:
     @property
     def stopping(self) -> bool:
         """Whether another replica has failed or the user asked to stop; long work looks between its parts."""
-        return self._stopping
+        return self.at_work.stopping
 
     @property
     def carries(self) -> bool:
@@ -122,7 +121,7 @@ class ReplicaSet:
 
     def stop(self) -> None:
         """Ask every replica to end its work at the next look; an interrupt came just now."""
-        self._stopping = True
+        self.at_work.stopping = True
         self.at_work.mark()
 
     def stops_before(self, place: int, phase: str, shard: Shard) -> bool:
@@ -133,8 +132,7 @@ class ReplicaSet:
             phase: What is to be done with the shard.
             shard: Which one.
         """
-        self.at_work.come_to(place, phase, shard)
-        return self._stopping
+        return not self.at_work.come_to(place, phase, shard) or self.at_work.stopping
 
     def refresh(self) -> bool:
         """Make the replicas follow the model: its structure, attributes, hooks and values.
@@ -211,8 +209,7 @@ class ReplicaSet:
             BaseException: What the first device (by index) that failed raised; the others were asked to stop.
         """
         self._check_open()
-        self._stopping = False
-        self.at_work.clear()
+        self.at_work = AtWork(self.devices)
         try:
             if settings is None:
                 with Computing(ThreadSettings.capture(self.device_types)) as taken:
@@ -231,32 +228,33 @@ class ReplicaSet:
         waiting: AbstractContextManager[None],
     ) -> None:
         """Do the work from a calling thread that is in the state for it."""
+        at_work = self.at_work
 
         def there(places: range) -> None:
             for place in places:
                 with Carried(settings):
-                    self._do(work, place)
+                    self._do(work, place, at_work)
 
         count = len(self.devices)
         each = [range(place, place + 1) for place in range(count)]
         if self._watches_all:
             self._run_in_threads(each if at_once else [range(count)], None, there, waiting)
         elif at_once and count > 1:
-            self._run_in_threads(each[1:], partial(self._do, work, 0), there, waiting)
+            self._run_in_threads(each[1:], partial(self._do, work, 0, at_work), there, waiting)
         else:
             for place in range(count):
-                self._do(work, place)
+                self._do(work, place, at_work)
 
-    def _do(self, work: Callable[[int], None], place: int) -> None:
+    def _do(self, work: Callable[[int], None], place: int, at_work: AtWork) -> None:
         """Do one device's work in the calling thread."""
-        self.at_work.begin(place)
+        at_work.begin(place)
         try:
-            with self.at_work, device_context(self.devices[place]):
+            with at_work, device_context(self.devices[place]):
                 work(place)
         except BaseException:
-            self._stopping = True
+            at_work.stopping = True
             raise
-        self.at_work.end(place)
+        at_work.end(place)
 
     def _run_in_threads(
         self,
@@ -301,7 +299,7 @@ class ReplicaSet:
 
     def _abandon(self) -> None:
         """Let go of threads and replicas; a thread that is still at work ends by itself after that work."""
-        self._stopping = True
+        self.at_work.stopping = True
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()

@@ -7,7 +7,7 @@ tells the others what it has measured, and all settle at the first meeting where
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import fsum
 from statistics import fmean
@@ -122,14 +122,18 @@ class Pacer:
     Args:
         movable: Whether shards may be moved; else there is nothing to time, and nothing is ever settled.
         by_workloads: See `Pace`.
+        clock: Gives seconds since some moment.
     """
 
-    def __init__(self, *, movable: bool, by_workloads: bool) -> None:
+    def __init__(
+        self, *, movable: bool, by_workloads: bool, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.measuring = movable
         """Whether tries are being timed; the same on all ranks."""
         self.pace: Pace | None = None
         """What the ranks have settled on last."""
         self._by_workloads = by_workloads
+        self._clock = clock
         self._meetings = 0
         self._next = 0
         self._begun = 0.0
@@ -142,7 +146,7 @@ class Pacer:
     def begin(self) -> None:
         """Take note that a try begins."""
         if self.measuring:
-            self._begun = time.perf_counter()
+            self._begun = self._clock()
 
     def meet(self, device: torch.device, runs: Sequence[Sequence[Shard]], speeds: Sequence[float]) -> None:
         """Take note that this rank's part is computed, once the device has done it.
@@ -154,13 +158,13 @@ class Pacer:
         """
         if self.measuring:
             wait_for(device)
-            self._work = time.perf_counter() - self._begun
+            self._work = self._clock() - self._begun
             self._shards = keeping_up([len(run) for run in runs], speeds)
 
     def sum(self) -> None:
         """Take note that the sum over ranks begins."""
         if self.measuring:
-            self._begun = time.perf_counter()
+            self._begun = self._clock()
 
     def end(self, device: torch.device, nodes: Sequence[int]) -> None:
         """Take note that the sum over ranks is there, once the device has it.
@@ -172,7 +176,7 @@ class Pacer:
         if not self.measuring:
             return
         wait_for(device)
-        seconds = time.perf_counter() - self._begun
+        seconds = self._clock() - self._begun
         self._tries += 1
         if self._tries > WARM_UP:
             self._transfers.append(seconds / journeys(nodes))
