@@ -264,9 +264,9 @@ class ReplicaSet:
         waiting: AbstractContextManager[None],
     ) -> None:
         """Run these places in threads and maybe place 0 here; after an interrupt no thread stays in use."""
-        if not self._workers:
-            names = [f"lockstep-{run[0]}-{self.devices[run[0]]}" for run in runs]
-            self._workers = [Worker(name) for name in names]
+        # Where devices worked one after another so far, one thread did it all.
+        for run in runs[len(self._workers) :]:
+            self._workers.append(Worker(f"lockstep-{run[0]}-{self.devices[run[0]]}"))
         workers = self._workers[: len(runs)]
         errors: list[BaseException | None] = []
         try:
