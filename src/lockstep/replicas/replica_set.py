@@ -287,11 +287,16 @@ class ReplicaSet:
     def _wait(self, runs: Sequence[range], workers: Sequence[Worker]) -> list[BaseException | None]:
         """Wait for threads, and give what each raised."""
         end = time.monotonic() + self._seconds
-        ended = [worker.ended(end - time.monotonic()) for worker in workers]
-        if not all(ended):
-            late = [place for run, done in zip(runs, ended, strict=True) if not done for place in run]
+        errors: list[BaseException | None] = []
+        late: list[int] = []
+        for run, worker in zip(runs, workers, strict=True):
+            try:
+                errors.append(worker.wait(end - time.monotonic()))
+            except TimeoutError:
+                late += run
+        if late:
             raise self.at_work.hung(late, self._seconds)
-        return [worker.wait() for worker in workers]
+        return errors
 
     def _check_open(self) -> None:
         if self._closed:

@@ -67,24 +67,20 @@ class Worker:
         self._mailbox.job = job
         self._mailbox.begin.release()
 
-    def ended(self, seconds: float) -> bool:
-        """Wait for the end of the job, but no longer than some seconds; `wait` then gives what it raised.
+    def wait(self, seconds: float) -> BaseException | None:
+        """Wait for the end of the job, but no longer than some seconds.
 
         Returns:
-            Whether it has ended.
+            What the job raised.
+
+        Raises:
+            TimeoutError: It has not ended.
         """
-        done = self._mailbox.done
-        while not done.acquire(timeout=min(max(seconds, 0.0), GLANCE)):
+        mailbox = self._mailbox
+        while not mailbox.done.acquire(timeout=min(max(seconds, 0.0), GLANCE)):
             seconds -= GLANCE
             if seconds <= 0.0:
-                return False
-        done.release()
-        return True
-
-    def wait(self) -> BaseException | None:
-        """Wait for the end of the job, and give what it raised."""
-        mailbox = self._mailbox
-        mailbox.done.acquire()
+                raise TimeoutError
         error, mailbox.error = mailbox.error, None
         return error
 
