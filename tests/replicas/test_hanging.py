@@ -155,6 +155,14 @@ def test_a_wait_may_be_longer_than_a_glance() -> None:
         replicas.run(lambda place: time.sleep(0.25 * place))
 
 
-def test_the_timeout_must_be_above_zero() -> None:
-    with pytest.raises(ValueError, match=r"`timeout` must be above 0 seconds, got -1."):
-        ReplicaSet(nn.Linear(2, 1), ["cpu"], timeout=-1)
+@pytest.mark.parametrize("timeout", [-1, 0, float("nan")])
+def test_the_timeout_must_be_above_zero(timeout: float) -> None:
+    with pytest.raises(ValueError, match=f"`timeout` must be above 0 seconds, got {timeout}."):
+        ReplicaSet(nn.Linear(2, 1), ["cpu"], timeout=timeout)
+
+
+@pytest.mark.parametrize("timeout", ["soon", True])
+def test_the_timeout_must_be_a_number(timeout: Any) -> None:
+    rule = 'must be a number of seconds, "auto" or None'
+    with pytest.raises(TypeError, match=f"`timeout` {rule}, got {timeout!r}."):
+        ReplicaSet(nn.Linear(2, 1), ["cpu"], timeout=timeout)

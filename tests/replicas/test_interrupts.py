@@ -279,8 +279,7 @@ def test_a_signal_from_outside(which: str, phase: str) -> None:
     """Ctrl-C at the terminal, while a worker is busy for long."""
     told = interrupted_script(which, phase)
     assert told[0].startswith("ReplicaInterrupt Interrupted during ")  # device 0 may be at work as well
-    what = "forward and backward" if which == "updater" else phase
-    assert f"the {what} of shard 3 (samples 6..7) on cpu (device 1 of 0..1)" in told[0]
+    assert f"the {phase} of shard 3 (samples 6..7) on cpu (device 1 of 0..1)" in told[0]
     assert told[1] == "went on"
 
 

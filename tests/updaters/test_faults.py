@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from tests.laws.models import CONVNET, WIDE
+from lockstep.replicas.replica_set import PATIENCE
+from tests.laws import several
+from tests.laws.models import CONVNET, MLP, WIDE
 from tests.laws.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
 
 NUM_SHARDS = 6
@@ -198,6 +200,83 @@ def test_an_error_in_a_hook_of_the_optimizer_moves_nothing() -> None:
         while updater.iteration < 12:
             updater.update()
         assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """What a thread waits for that hangs until the end of the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize(("devices", "place"), [(1, 0), (2, 0), (2, 1)])
+def test_a_device_that_hangs_is_named_and_leaves_the_last_update(
+    devices: int, place: int, where: str, released: threading.Event
+) -> None:
+    """Also the first one, which works in the calling thread where nobody watches."""
+    trap = Trap(lambda: bool(released.wait(60)), where=where, thread=f"lockstep-{place}-")
+    with finalized(
+        updater_for(CONVNET, Placement(devices), num_shards=NUM_SHARDS, loss_fn=trap, timeout=1.5)
+    ) as updater:
+        for _ in range(FAULT_AT):
+            updater.update()
+        before = snapshot(updater), torch.get_rng_state()
+        trap.armed = True
+        shard = NUM_SHARDS // devices * place
+        what = rf"The {where} of shard {shard} \(samples .*\)"
+        name = rf"cpu \(device {place} of 0..{devices - 1}\)"
+        with pytest.raises(
+            ls.ReplicaError, match=f"^{what} on {name} was not done after 1.5 seconds."
+        ) as caught:
+            updater.update()
+        assert "in spring" in str(caught.value)
+        assert (caught.value.device, caught.value.shard) == ("cpu", shard)
+        assert snapshot(updater) == before[0]
+        assert torch.equal(torch.get_rng_state(), before[1])
+        for _ in range(12 - FAULT_AT):
+            updater.update()
+        disturbed = state_digest(updater)
+    assert disturbed == train(CONVNET, num_shards=NUM_SHARDS, loss_fn=Trap(fail, where=where))
+
+
+def test_nobody_waits_for_ever_by_default() -> None:
+    with finalized(updater_for(MLP, Placement(2))) as updater:
+        assert updater._training.group._seconds == PATIENCE
+
+
+def test_a_device_that_is_watched_computes_under_the_settings_of_the_caller() -> None:
+    def trained(devices: int, timeout: float | None, *, autocast: bool) -> str:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return train(MLP, Placement(devices), num_shards=NUM_SHARDS, updates=2, timeout=timeout)
+
+    found = {trained(devices, timeout, autocast=True) for devices in (1, 2) for timeout in (None, 60.0)}
+    assert len(found) == 1
+    assert trained(1, None, autocast=False) not in found
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_steps_of_ones_own_may_be_watched(devices: int) -> None:
+    found = {several.run(several.gan(placement=Placement(devices), timeout=each), 4) for each in (None, 60.0)}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error"), [(0, ValueError), (-1.0, ValueError), ("soon", TypeError), (True, TypeError)]
+)
+def test_what_is_no_timeout_is_refused_before_anything_has_changed(
+    timeout: Any, error: type[Exception]
+) -> None:
+    model = MLP.model().bfloat16()
+    optimizer = ls.MomentumSGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"loss_fn": cross_entropy, "precision": "bf16-true"}
+    batches = ls.BatchIterator(MLP.data(), 9)
+    with pytest.raises(error, match=f"^`timeout` must be .*, got {timeout!r}."):
+        ls.StandardUpdater(batches, optimizer, model, timeout=timeout, **options)
+    assert optimizer.masters is None
+    with finalized(ls.StandardUpdater(batches, optimizer, model, timeout=60, **options)):
+        assert optimizer.masters is not None
 
 
 def test_an_updater_works_outside_of_the_main_thread() -> None:

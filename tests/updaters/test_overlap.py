@@ -99,7 +99,9 @@ class Disturbed:
         return ls.Loss(loss, weight=0 if marked and self.what == "no weight" else None)
 
 
-def disturbed(what: str, *, updates: int = NUM_UPDATES, again: int = pace.AGAIN) -> dict[str, Any]:
+def disturbed(
+    what: str, *, updates: int = NUM_UPDATES, again: int = pace.AGAIN, **options: Any
+) -> dict[str, Any]:
     """Train, and tell how it ended and how many gradients were there before the ranks met."""
     early: list[int] = []
     plain = Overlap.take
@@ -122,6 +124,7 @@ def disturbed(what: str, *, updates: int = NUM_UPDATES, again: int = pace.AGAIN)
         num_shards=8,
         loss_fn=loss_fn,
         loss_scale=ls.DynamicLossScale(factor=8.0) if what == "overflow" else None,
+        **options,
     )
     with pytest.MonkeyPatch.context() as patch, finalized(updater):
         patch.setattr(Overlap, "take", take)
@@ -140,8 +143,11 @@ WHATS = ["nothing", "spare", "spare, in an earlier shard", "reentrant", "raise",
 
 
 def all_of_them() -> dict[str, dict[str, Any]]:
-    timed = {"timed again": disturbed("nothing", updates=TIMED_AGAIN + FIRST + 1, again=2)}
-    return timed | {what: disturbed(what) for what in WHATS}
+    return {
+        "timed again": disturbed("nothing", updates=TIMED_AGAIN + FIRST + 1, again=2),
+        "watched": disturbed("nothing", timeout=60.0),  # backward is another thread's
+        **{what: disturbed(what) for what in WHATS},
+    }
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -154,7 +160,7 @@ def alone() -> dict[str, dict[str, Any]]:
     return all_of_them()
 
 
-@pytest.mark.parametrize("what", [*WHATS, "timed again"])
+@pytest.mark.parametrize("what", [*WHATS, "timed again", "watched"])
 def test_the_bits_are_those_of_one_process(what: str, found: Any, alone: Any) -> None:
     assert [rank[what]["end"] for rank in found] == [alone[what]["end"]] * len(found)
 
@@ -163,6 +169,7 @@ BEFORE = [FIRST, FIRST + 1]
 AFTER = [FIRST + 3, FIRST + 4]
 CHECKS: dict[str, Callable[[list[int]], bool]] = {
     "nothing": lambda early: early == [*BEFORE, DISTURBED, *AFTER],
+    "watched": lambda early: early == [*BEFORE, DISTURBED, *AFTER],
     "spare": lambda early: early[:2] == BEFORE and DISTURBED not in early,
     "spare, in an earlier shard": lambda early: early[:2] == BEFORE and DISTURBED not in early,
     "reentrant": lambda early: early[:2] == BEFORE and DISTURBED not in early,
@@ -172,7 +179,7 @@ CHECKS: dict[str, Callable[[list[int]], bool]] = {
 }
 
 
-@pytest.mark.parametrize("what", WHATS)
+@pytest.mark.parametrize("what", CHECKS)
 def test_gradients_are_sent_early_where_the_guess_is_right(what: str, found: Any) -> None:
     for rank in found:
         assert CHECKS[what](rank[what]["early"]), rank[what]["early"]

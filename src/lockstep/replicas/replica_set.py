@@ -52,8 +52,9 @@ class ReplicaSet:
             is not watched; costs nothing. None waits without end.
 
     Raises:
-        ValueError: A device or a workload is not what it must be, or a parameter has no shape yet.
-        TypeError: The model cannot be copied.
+        ValueError: A device, a workload or the timeout is not what it must be, or a parameter has no shape
+            yet.
+        TypeError: The model cannot be copied, or the timeout is no number.
 
     Example:
         >>> with ReplicaSet(nn.Linear(2, 1), devices=["cpu", "cpu"]) as group:
@@ -330,6 +331,8 @@ def _check_timeout(timeout: Timeout) -> float:
         return math.inf
     if timeout == "auto":
         return PATIENCE
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f'`timeout` must be a number of seconds, "auto" or None, got {timeout!r}.')
     if not timeout > 0:
         raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
     return timeout

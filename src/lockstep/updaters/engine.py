@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -292,8 +291,12 @@ class GradientEngine:
                 ReplicaBuffers(model, replica, self._buffer_rule),
                 Observers({"": replica}),
                 self.phase,
+                self.group.at_work,
+                place,
             )
-            for device, replica in zip(self.group.devices, self.group.replicas, strict=True)
+            for place, (device, replica) in enumerate(
+                zip(self.group.devices, self.group.replicas, strict=True)
+            )
         ]
         if self._wants_flat:
             self.flat = FlatGradients(self.parameters, self._like[0].dtype)
@@ -331,9 +334,7 @@ class GradientEngine:
         def compute(place: int) -> None:
             stream = streams(group.devices[place])
             with _resting([places[place].parameters[index] for index in idle]) if idle else nullcontext():
-                sums[place] = places[place].run(
-                    work[place], recipe, stream, partial(group.stops_before, place)
-                )
+                sums[place] = places[place].run(work[place], recipe, stream, lambda: group.stopping)
 
         timing = self._timing
         if timing is None:

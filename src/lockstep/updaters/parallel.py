@@ -22,6 +22,7 @@ from lockstep.precision import LossScale, MovingScale, parse_precision
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
+from lockstep.replicas.replica_set import Timeout
 from lockstep.replicas.settings import ALONE, Computing, ThreadSettings
 from lockstep.updaters.alike import Alikeness, Differing
 from lockstep.updaters.applying import Applier
@@ -121,6 +122,9 @@ class ParallelUpdater(Updater):
         auto_new_epoch: Whether optimizers that count epochs are told when the main iterator starts one.
         flat_gradients: Whether the gradients lie end to end in one tensor, `flat_gradients`, of which every
             ``parameter.grad`` is a view; costs a copy. For one optimizer whose parameters have one dtype.
+        timeout: Seconds, above 0, after which a device that is still at work in an update counts as hung; the
+            first one then has a thread of its own too. ``"auto"``: half an hour for the threads of the
+            others, while the calling thread is not watched. None for never. It is part of no result.
         communicator: Joins the processes of the run, each with devices of its own, whose shards are parts of
             one batch. Found in the environment unless given; alone, a process is the whole run.
         check_every: Within how many updates processes compare all bits of their states, at least 1; a part
@@ -166,6 +170,7 @@ class ParallelUpdater(Updater):
         epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
         flat_gradients: bool = False,
+        timeout: Timeout = "auto",
         communicator: Communicator | None = None,
         check_every: int = 100,
         differing_models: Differing = "broadcast",
@@ -197,7 +202,7 @@ class ParallelUpdater(Updater):
             check_flat(optimizers, takes_steps=self._takes_steps)
         fixed = check_sharding(num_shards=num_shards, split=split, workloads=arranged.workloads)
         self._training = training = Training(
-            group=ReplicaGroup(arranged.module, arranged.devices, workloads=fixed),
+            group=ReplicaGroup(arranged.module, arranged.devices, workloads=fixed, timeout=timeout),
             models=arranged.networks,
             optimizers=optimizers,
             iterators=iterators_by_name(iterator),
@@ -287,7 +292,7 @@ class ParallelUpdater(Updater):
         Raises:
             StopIteration: The iterator has ended.
             NonFiniteError: The gradient stayed non-finite and `on_exhausted` is ``"raise"``.
-            ReplicaError: User code raised in a shard.
+            ReplicaError: User code raised in a shard, or a device hung.
             ValueError: The loss is not computed with the model that `loss_fn` is given.
             OrderError: A step function called it.
         """
@@ -547,5 +552,5 @@ class ParallelUpdater(Updater):
     def _computing(self) -> Computing:
         """Put the calling thread into the state in which all places compute."""
         group = self._training.group
-        alone = len(group.devices) == 1
-        return Computing(ALONE if alone else ThreadSettings.capture(group.device_types, training=True))
+        carried = ThreadSettings.capture(group.device_types, training=True) if group.carries else ALONE
+        return Computing(carried)

@@ -16,6 +16,7 @@ from lockstep.errors import ReplicaError
 from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_look_
+from lockstep.replicas.at_work import AtWork
 from lockstep.replicas.buffers import AnyBufferSum, ReplicaBuffers
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.batches import call_arguments
@@ -98,6 +99,8 @@ class Place:
         buffers: Its buffers.
         observers: Knows its modules by the names under which they report.
         phase: Told what is being done.
+        at_work: Told the same of this device.
+        place: Its number there.
     """
 
     device: torch.device
@@ -106,13 +109,15 @@ class Place:
     buffers: ReplicaBuffers
     observers: Observers
     phase: Callable[[str], None]
+    at_work: AtWork
+    place: int
 
     def run(
         self,
         work: Sequence[tuple[Shard, Any]],
         recipe: Recipe,
         stream: Callable[[Shard], AbstractContextManager[object]],
-        stops: Callable[[str, Shard], bool],
+        stops: Callable[[], bool],
     ) -> PlaceSums:
         """Compute shards one after another, each from the same buffers and in its own random stream.
 
@@ -120,7 +125,7 @@ class Place:
             work: Shards with their arrays on this device, ascending.
             recipe: What they are computed by.
             stream: Opens the random stream of a shard.
-            stops: Told before each shard what comes and which; where it says yes, the rest is left undone.
+            stops: Asked before each shard; where it says yes, the rest is left undone.
 
         Raises:
             ReplicaError: User code raised in a shard; the original error is the cause.
@@ -130,7 +135,7 @@ class Place:
         first = work[0][0].index if work else 0
         sums = PlaceSums(ShardSum(first), self.buffers.begin(first, unread=recipe.unread))
         for shard, arrays in work:
-            if stops("forward and backward", shard):
+            if stops():
                 break
             if self.buffers:
                 self.buffers.restore()
@@ -172,7 +177,7 @@ class Place:
             What was measured, and what the gradients are yet to be multiplied by, if anything.
         """
         args, kwargs = call_arguments(arrays)
-        self.phase("forward")
+        self._come_to("forward", shard)
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.
             with (
@@ -188,7 +193,7 @@ class Place:
         rest = None
         if weight > 0:
             first, rest = first_gradient(loss.value, recipe.factor(weight))
-            self.phase("backward")
+            self._come_to("backward", shard)
             if rest is not None:
                 delivery = None  # what is yet to be multiplied is not yet what is to be sent
             bringing = delivery and delivery.watching(shard.index, before.partials, self.parameters)
@@ -200,6 +205,11 @@ class Place:
         reports.pairs.pop("loss", None)  # it is the loss of the update, whoever else reports it
         metrics = reports.pairs | _detached(loss) if loss.metrics else reports.pairs
         return ShardReport(shard.index, weight, loss.value.detach(), metrics), rest
+
+    def _come_to(self, phase: str, shard: Shard) -> None:
+        """Take note of what is done next, for whoever asks after a hang or an interrupt."""
+        self.phase(phase)
+        self.at_work.come_to(self.place, phase, shard)
 
     def _take_gradients(self) -> Tensors:
         """Take the fresh gradients away from the replica; None where backward did not reach."""
