@@ -241,6 +241,33 @@ def test_a_device_that_hangs_is_named_and_leaves_the_last_update(
     assert disturbed == train(CONVNET, num_shards=NUM_SHARDS, loss_fn=Trap(fail, where=where))
 
 
+def test_a_thread_that_comes_back_later_draws_from_no_shard_but_its_own() -> None:
+    hanging, released, drawn = threading.Event(), threading.Event(), threading.Event()
+
+    def noise(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if trap.armed:
+            trap.armed = False
+            hanging.set()
+            released.wait(60)
+            torch.rand(3)
+            drawn.set()
+        elif hanging.is_set():  # the thread comes back while another computes a shard
+            released.set()
+            drawn.wait(60)
+        return cross_entropy(model, x + torch.rand_like(x), target)
+
+    trap = Trap(fail)
+    with finalized(updater_for(MLP, num_shards=2, loss_fn=noise, timeout=1.5)) as updater:
+        trap.armed = True
+        with pytest.raises(ls.ReplicaError, match="was not done"):
+            updater.update()
+        updater.update()
+        assert drawn.is_set()
+        found = state_digest(updater)
+    hanging.clear()
+    assert found == train(MLP, num_shards=2, updates=1, loss_fn=noise)
+
+
 def test_nobody_waits_for_ever_by_default() -> None:
     with finalized(updater_for(MLP, Placement(2))) as updater:
         assert updater._training.group._seconds == PATIENCE

@@ -163,7 +163,9 @@ class Passes:
             def run(streams: Streams, *, at_once: bool) -> list[AnyBufferSum]:
                 return self._forward(forward, streams, settings, interrupts, at_once=at_once)
 
-            sums = self._streams.compute(run, _seeds(forward.key), several=_several(forward.shards))
+            sums = self._streams.compute(
+                run, _seeds(forward.key), in_threads=self._set.wants_threads(forward.shards)
+            )
             in_order = [each for place in forward.done for each in place]
             _check_complete(len(in_order), forward.shards)
             if forward.has_graph and not inputs.attached and not self._looked_for_strays:
@@ -215,7 +217,9 @@ class Passes:
             )
 
         with self._lock, Interrupts() as interrupts, Computing(self._settings()) as settings:
-            results = self._streams.compute(run, _seeds(forward.key), several=_several(forward.shards))
+            results = self._streams.compute(
+                run, _seeds(forward.key), in_threads=self._set.wants_threads(forward.shards)
+            )
         inputs = {index: grads for _, by_shard in results for index, grads in by_shard.items()}
         _check_complete(len(inputs), forward.shards)
         return Backward([sums for sums, _ in results], inputs, self._set)
@@ -338,11 +342,6 @@ def draw_key() -> int:
 
 def _seeds(key: int) -> Callable[[Shard], int]:
     return lambda shard: stream_seed(key, shard.index)
-
-
-def _several(shards: Sequence[Sequence[Shard]]) -> bool:
-    """Tell whether more than one device has something to do."""
-    return sum(map(bool, shards)) > 1
 
 
 def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:

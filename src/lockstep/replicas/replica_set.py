@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import TracebackType
@@ -119,6 +119,17 @@ class ReplicaSet:
     def carries(self) -> bool:
         """Whether work may be done in other threads, which have to know the caller's settings."""
         return len(self.devices) > 1 or self._watches_all
+
+    def wants_threads(self, work: Iterable[Sized]) -> bool:
+        """Tell whether work is for threads that draw from streams of their own.
+
+        It is where several devices have some; and where all are watched, for a thread that is left behind may
+        come back and draw while another computes.
+
+        Args:
+            work: Of each device.
+        """
+        return self._watches_all or sum(map(bool, work)) > 1
 
     def stop(self) -> None:
         """Ask every replica to end its work at the next look; an interrupt came just now."""

@@ -61,18 +61,18 @@ class ShardStreams:
         self._idle: BorrowedGenerators | None = None
         weakref.finalize(self, self._override.remove)
 
-    def compute(self, run: Computation[R_co], seed_of: Callable[[Shard], int], *, several: bool) -> R_co:
+    def compute(self, run: Computation[R_co], seed_of: Callable[[Shard], int], *, in_threads: bool) -> R_co:
         """Compute shards, each in its own stream, and leave the default generators as they were.
 
         Args:
             run: Computes them.
             seed_of: Gives the seed of a shard's stream.
-            several: Whether more than one device has something to compute.
+            in_threads: Whether threads are to compute at once if they can; see `ReplicaSet.wants_threads`.
 
         Returns:
             What `run` returned.
         """
-        if several and not self._one_at_a_time and self._can_override():
+        if in_threads and not self._one_at_a_time and self._can_override():
             with self._turn:
                 guard = DefaultGeneratorGuard()
             try:

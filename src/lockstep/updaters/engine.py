@@ -316,7 +316,7 @@ class GradientEngine:
         def run(streams: Streams, *, at_once: bool) -> list[PlaceSums]:
             return self._run(work, recipe, streams, settings, at_once=at_once)
 
-        return self._streams.compute(run, seed_of, several=sum(map(bool, work)) > 1)
+        return self._streams.compute(run, seed_of, in_threads=self.group.wants_threads(work))
 
     def _run(
         self,

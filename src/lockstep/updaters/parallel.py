@@ -137,8 +137,8 @@ class ParallelUpdater(Updater):
         ValueError: An argument is out of range, or parts do not belong together.
 
     Determinism: weights, buffers and optimizer state depend on the model, the data, `num_shards`, `seed`, the
-    other arguments except `devices` and `workloads`, the torch build and the processor's type. Where
-    `num_shards` is None they also depend on the number of devices and their workloads.
+    other arguments except `devices`, `workloads` and `timeout`, the torch build and the processor's type.
+    Where `num_shards` is None they also depend on the number of devices and their workloads.
 
     References: Chainer 7.8.1, ``ParallelUpdater``, for the face. The arithmetic is ours.
     """
