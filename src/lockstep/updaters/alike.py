@@ -12,7 +12,7 @@ from lockstep.communicators.kernel_class import kernel_class, self_test
 from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
 from lockstep.replicas.settings import ALONE, Computing
-from lockstep.updaters.recipe import Fields
+from lockstep.updaters.description import Fields
 from lockstep.updaters.training import Training
 
 LOG = logging.getLogger("lockstep")

@@ -12,9 +12,9 @@ from torch import nn
 from lockstep import plan
 from lockstep.metrics import Observers
 from lockstep.plan import Piece, Shard
-from lockstep.precision import Precision, first_nonfinite
+from lockstep.precision import first_nonfinite
 from lockstep.replicas import ReplicaGroup
-from lockstep.replicas.buffers import BufferRule, ReplicaBuffers
+from lockstep.replicas.buffers import ReplicaBuffers
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.replicas.slots import Slot, buffer_slots
@@ -22,12 +22,13 @@ from lockstep.streams import ONE_BORROWER, stream_seed
 from lockstep.tree import PartialSum, Tensors
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.balance import PlaceTimes
-from lockstep.updaters.batches import Converter, batch_size, shard_arrays
+from lockstep.updaters.batches import batch_size, shard_arrays
 from lockstep.updaters.flat import FlatGradients
 from lockstep.updaters.handover import refuse_accumulate_hooks, refuse_strays
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.meeting import Position
 from lockstep.updaters.over_ranks import RankReduction, WholeBatch
+from lockstep.updaters.recipe import Recipe
 from lockstep.updaters.reduction import (
     Finish,
     can_be_cut,
@@ -39,7 +40,7 @@ from lockstep.updaters.reduction import (
 )
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.schedule import Everywhere, Part
-from lockstep.updaters.shards import Place, PlaceSums, Recipe
+from lockstep.updaters.shards import Instructions, Place, PlaceSums
 from lockstep.updaters.verdict import judge
 
 SIDE_BY_SIDE: Final = 400_000
@@ -53,49 +54,29 @@ class GradientEngine:
 
     Args:
         group: The replicas.
-        converter: Makes arrays of samples.
-        num_shards: Shards a batch; None for one a device.
-        seed: Of the random streams.
-        precision: The policy of number formats.
-        buffers: The rule by which buffers are combined.
-        mean: Whether shards count by their weights; see `Recipe`.
-        strided: Whether the samples of a batch are dealt to its shards round robin.
-        flat: Whether to lay the gradients end to end in one tensor.
-        timing: Told how long places work, if workloads are to be measured.
+        recipe: What is computed.
         phase: Told what is being done.
+        timing: Told how long places work, if workloads are to be measured.
         ranks: Adds up over the ranks of the run, if there are others.
     """
 
     def __init__(
         self,
         group: ReplicaGroup,
+        recipe: Recipe,
         *,
-        converter: Converter,
-        num_shards: int | None,
-        seed: int,
-        precision: Precision,
-        buffers: BufferRule,
-        mean: bool = True,
-        strided: bool = False,
-        flat: bool = False,
         phase: Callable[[str], None],
         timing: PlaceTimes | None = None,
         ranks: RankReduction | None = None,
     ) -> None:
         self.group = group
+        self.recipe = recipe
         self.phase = phase
+        self._policy = recipe.policy
         self._ranks = ranks
-        self._mean = mean
-        self._strided = strided
-        self._wants_flat = flat
         self.flat: FlatGradients | None = None
         """Where the gradients lie end to end, if that was asked for."""
         self._timing = timing
-        self._converter = converter
-        self._num_shards = num_shards
-        self.seed = seed
-        self._precision = precision
-        self._buffer_rule: BufferRule = buffers
         self._places: list[Place] = []
         self._several_devices = len(set(group.devices)) > 1
         self._named: dict[str, nn.Parameter] = {}
@@ -125,8 +106,8 @@ class GradientEngine:
     @property
     def shards_a_batch(self) -> int:
         """How many shards a batch is cut into."""
-        if self._num_shards is not None:
-            return self._num_shards
+        if self.recipe.num_shards is not None:
+            return self.recipe.num_shards
         return self._everywhere.num_places(len(self.group.devices))
 
     @property
@@ -137,16 +118,18 @@ class GradientEngine:
     def part(self, sizes: Sequence[int]) -> Part:
         """Say which shards of batches of these sizes are computed in this process."""
         mine = self.group.workloads if self._ranks is None else self._ranks.workloads
-        return self._everywhere.part(sizes, self._num_shards, mine, strided=self._strided)
+        return self._everywhere.part(
+            sizes, self.recipe.num_shards, mine, strided=self.recipe.split == "strided"
+        )
 
-    def own_samples(self, ahead: int, size: int, *, accumulate: int) -> list[range]:
+    def own_samples(self, ahead: int, size: int) -> list[range]:
         """Say which samples of a batch this process computes, if all batches of an update are that long.
 
         Args:
             ahead: How many batches come before it, from the first of an update on.
             size: Its number of samples.
-            accumulate: Batches to an update.
         """
+        accumulate = self.recipe.accumulate
         batch = ahead % accumulate
         runs = self.part([size] * accumulate).runs
         return [shard.samples for run in runs for shard in run if shard.batch == batch]
@@ -194,28 +177,32 @@ class GradientEngine:
         if self._ranks is not None:
             self._ranks.begin()
         work = [
-            [(shard, shard_arrays(batches[shard.batch], shard, device, self._converter)) for shard in run]
+            [
+                (shard, shard_arrays(batches[shard.batch], shard, device, self.recipe.converter))
+                for shard in run
+            ]
             for run, device in zip(part.runs, self.group.devices, strict=True)
         ]
         # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
         lift = None if part.num_shards == 1 else 2.0 ** -(sum(sizes) - 1).bit_length()
-        recipe = Recipe(loss_fn, self._precision, lift, loss_scale, self._mean, look, unread)
+        mean = self.recipe.reduction == "mean"
+        instructions = Instructions(loss_fn, self._policy, lift, loss_scale, mean, look, unread)
         self._idle = () if wanted is None else self._others(wanted)
         for parameter in self.parameters:
             if look is None and (wanted is None or id(parameter) in wanted):
                 parameter.grad = None  # the last gradient's memory is what this one will be written to
         where = {**position, "batch sizes": sizes}
         if self._ranks is not None and len(work) == 1:
-            recipe.delivery = self._ranks.deliver(
-                where, part, self._like, self._precision.held_dtype is not None
+            instructions.delivery = self._ranks.deliver(
+                where, part, self._like, self._policy.held_dtype is not None
             )
-        sums = self._compute(work, recipe, first_stream, settings)
+        sums = self._compute(work, instructions, first_stream, settings)
         if look is None:
             refuse_strays(self._named, wanted)
-        self.reads_weights = recipe.reads_weights
+        self.reads_weights = instructions.reads_weights
         again = interrupted()
         if self._ranks is None:
-            return None if again else self._reduce(sums, recipe, settings)
+            return None if again else self._reduce(sums, instructions, settings)
         found = self._ranks.reduce(
             sums,
             part,
@@ -227,7 +214,7 @@ class GradientEngine:
         )
         if found is None:
             return None
-        found.gradients, finite = finished(found.gradients, recipe.finish(found.reports))
+        found.gradients, finite = finished(found.gradients, instructions.finish(found.reports))
         return self._checked(found, [finite])
 
     def find_nonfinite(self, batches: Sequence[Any], **options: Any) -> list[NonFiniteShard]:
@@ -252,7 +239,7 @@ class GradientEngine:
     def first_shard(self, batch: Any) -> Any:
         """Give the arrays of a batch's first shard on the main device, wherever that shard is computed."""
         opening = self.part([batch_size(batch)]).opening
-        return shard_arrays(batch, opening, self.group.devices[0], self._converter)
+        return shard_arrays(batch, opening, self.group.devices[0], self.recipe.converter)
 
     def _others(self, wanted: frozenset[int]) -> tuple[int, ...]:
         """List the parameters, by index, that are to have no gradient for now."""
@@ -281,14 +268,14 @@ class GradientEngine:
         self.parameters = list(self._named.values())
         self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         self.slots = buffer_slots(model)
-        held = self._precision.held_dtype is not None  # then gradients are summed in float32
+        held = self._policy.held_dtype is not None  # then gradients are summed in float32
         self._like = [_in_float32(each) if held else each.detach() for each in self.parameters]
         self._places = [
             Place(
                 device,
                 replica,
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
-                ReplicaBuffers(model, replica, self._buffer_rule),
+                ReplicaBuffers(model, replica, self.recipe.buffers),
                 Observers({"": replica}),
                 self.phase,
                 self.group.at_work,
@@ -298,7 +285,7 @@ class GradientEngine:
                 zip(self.group.devices, self.group.replicas, strict=True)
             )
         ]
-        if self._wants_flat:
+        if self.recipe.flat_gradients:
             self.flat = FlatGradients(self.parameters, self._like[0].dtype)
         sizes = [parameter.numel() for parameter in self.parameters]
         self._slices = plan.slices(sizes, len(self._places))
@@ -306,22 +293,26 @@ class GradientEngine:
         self.side_by_side = on_cpus and sum(sizes) >= SIDE_BY_SIDE
 
     def _compute(
-        self, work: list[list[tuple[Shard, Any]]], recipe: Recipe, first_stream: int, settings: ThreadSettings
+        self,
+        work: list[list[tuple[Shard, Any]]],
+        instructions: Instructions,
+        first_stream: int,
+        settings: ThreadSettings,
     ) -> list[PlaceSums]:
         """Compute all shards, at once where threads can have random streams of their own."""
 
         def seed_of(shard: Shard) -> int:
-            return stream_seed(self.seed, first_stream + shard.index)
+            return stream_seed(self.recipe.seed, first_stream + shard.index)
 
         def run(streams: Streams, *, at_once: bool) -> list[PlaceSums]:
-            return self._run(work, recipe, streams, settings, at_once=at_once)
+            return self._run(work, instructions, streams, settings, at_once=at_once)
 
         return self._streams.compute(run, seed_of, in_threads=self.group.wants_threads(work))
 
     def _run(
         self,
         work: list[list[tuple[Shard, Any]]],
-        recipe: Recipe,
+        instructions: Instructions,
         streams: Streams,
         settings: ThreadSettings,
         *,
@@ -334,7 +325,7 @@ class GradientEngine:
         def compute(place: int) -> None:
             stream = streams(group.devices[place])
             with _resting([places[place].parameters[index] for index in idle]) if idle else nullcontext():
-                sums[place] = places[place].run(work[place], recipe, stream, lambda: group.stopping)
+                sums[place] = places[place].run(work[place], instructions, stream, lambda: group.stopping)
 
         timing = self._timing
         if timing is None:
@@ -344,14 +335,14 @@ class GradientEngine:
             group.workloads = timing.workloads(group.workloads)
         return [place_sums for place_sums in sums if place_sums is not None]
 
-    def _reduce(self, sums: list[PlaceSums], recipe: Recipe, settings: ThreadSettings) -> Attempt:
+    def _reduce(self, sums: list[PlaceSums], instructions: Instructions, settings: ThreadSettings) -> Attempt:
         """Add up the places, divide once by the summed weight and the loss scale, and check the result."""
         reports = [report for place in sums for report in place.reports]
         partials = [partial for place in sums for partial in place.gradients.partials]
         if self._several_devices:
             partials = gather(partials, self.group.devices[0])
         gradients, finite = self._sum(
-            partials or [PartialSum(0, [None] * len(self.parameters))], recipe.finish(reports), settings
+            partials or [PartialSum(0, [None] * len(self.parameters))], instructions.finish(reports), settings
         )
         whole = WholeBatch(
             gradients, [place.buffers for place in sums], sum([place.samples for place in sums]), reports

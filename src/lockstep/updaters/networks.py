@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ class Arrangement:
     networks: dict[str, nn.Module]
     several: bool
     devices: Devices
-    workloads: Sequence[float] | str | None
+    workloads: Sequence[float] | Literal["auto"] | None
     followers: tuple[nn.Module, ...] = ()
 
     @property
@@ -76,7 +76,7 @@ def arrange(
     model: object,
     models: object,
     devices: Devices | Mapping[str, str | torch.device],
-    workloads: Sequence[float] | Mapping[str, float] | str | None,
+    workloads: Sequence[float] | Mapping[str, float] | Literal["auto"] | None,
 ) -> Arrangement:
     """Read what the user gave as models, devices and workloads.
 
@@ -120,8 +120,8 @@ def _main_first(devices: Mapping[str, str | torch.device]) -> dict[str, str | to
 
 
 def _by_place(
-    workloads: Sequence[float] | Mapping[str, float] | str | None, places: Mapping[str, object]
-) -> Sequence[float] | str | None:
+    workloads: Sequence[float] | Mapping[str, float] | Literal["auto"] | None, places: Mapping[str, object]
+) -> Sequence[float] | Literal["auto"] | None:
     """Put workloads that have names into the order of the places."""
     if not isinstance(workloads, Mapping):
         return workloads
@@ -153,34 +153,3 @@ def _structure(model: nn.Module) -> dict[str, str]:
         shape = "unknown" if is_lazy(tensor) else tuple(tensor.shape)
         found[name] = f"{shape} {tensor.dtype}"
     return found
-
-
-def check_ownership(
-    optimizers: Mapping[str, torch.optim.Optimizer], networks: Mapping[str, nn.Module]
-) -> None:
-    """Refuse optimizers over parameters of other models, or over those of each other.
-
-    Raises:
-        ValueError: A parameter is in no model, or in two optimizers.
-    """
-    names = {
-        id(parameter): name if len(networks) == 1 else f"{network}.{name}"
-        for network, module in networks.items()
-        for name, parameter in module.named_parameters()
-    }
-    owners: dict[int, str] = {}
-    for owner, optimizer in optimizers.items():
-        label = "`optimizer`" if len(optimizers) == 1 else f"`optimizer[{owner!r}]`"
-        for index, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                if id(parameter) not in names:
-                    shape = "unknown shape" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
-                    raise ValueError(
-                        f"{label} must hold parameters of `model` only, got one of {shape} in group {index} "
-                        "that is not."
-                    )
-                if owners.setdefault(id(parameter), owner) != owner:
-                    raise ValueError(
-                        "`optimizer` must hold each parameter in one optimizer only, got "
-                        f"{names[id(parameter)]!r} in {owners[id(parameter)]!r} and {owner!r}."
-                    )

@@ -135,7 +135,7 @@ class OwnSteps:
         self._step = step = Step(interrupts, settings, training.save(), Counter({MAIN: 1}))
         try:
             with DefaultStream(engine.group.devices[0]) as stream, self._meeting.telling():
-                stream.seed(stream_seed(engine.seed, lane(STEP) + self._trier.first_stream()))
+                stream.seed(stream_seed(engine.recipe.seed, lane(STEP) + self._trier.first_stream()))
                 core(batch)
                 self._meeting.agree(self._trier.position(computation="end"), interrupts)
             self._applier.count_or_undo(bool(step.moved), step.drawn, step.unless)

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from lockstep.data import Iterator, collate
 from lockstep.data.source import Source
 from lockstep.errors import OrderError
 from lockstep.integers import check_integer
-from lockstep.precision import LossScale, MovingScale, parse_precision
+from lockstep.precision import LossScale, MovingScale
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
@@ -26,33 +26,25 @@ from lockstep.replicas.replica_set import Timeout
 from lockstep.replicas.settings import ALONE, Computing, ThreadSettings
 from lockstep.updaters.alike import Alikeness, Differing
 from lockstep.updaters.applying import Applier
-from lockstep.updaters.arguments import (
-    check_choice,
-    check_closures,
-    check_counts,
-    check_flat,
-    check_kinds,
-    check_sharding,
-    check_step,
-    chosen_scale,
-)
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.batches import Converter
+from lockstep.updaters.description import described
 from lockstep.updaters.engine import GradientEngine
+from lockstep.updaters.fitting import check_communicator, check_fit, chosen_scale, fixed_workloads
 from lockstep.updaters.followers import Followers
 from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.loss import LossFunction, model_is_loss
 from lockstep.updaters.meeting import Meeting, NoMeeting
 from lockstep.updaters.names import MAIN, Names, by_name, iterators_by_name, look_up, named_schedulers
-from lockstep.updaters.networks import arrange, check_ownership
+from lockstep.updaters.networks import arrange
 from lockstep.updaters.over_ranks import join
 from lockstep.updaters.own_steps import OwnSteps, check_computed
-from lockstep.updaters.recipe import recipe_of
+from lockstep.updaters.recipe import OnExhausted, OnOverflow, Recipe, Reduction, Split, check_choice
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
 from lockstep.updaters.saving import load_state, state_of
 from lockstep.updaters.training import Training
 from lockstep.updaters.tries import AnyTry, Computation, Tried
-from lockstep.updaters.trying import OnExhausted, OnOverflow, Trier, TryRules
+from lockstep.updaters.trying import Trier
 from lockstep.updaters.updater import Updater
 from lockstep.updaters.waiting import Waiting
 
@@ -158,8 +150,8 @@ class ParallelUpdater(Updater):
         converter: Converter = collate,
         seed: int = 0,
         accumulate: int = 1,
-        split: Literal["contiguous", "strided"] = "contiguous",
-        reduction: Literal["mean", "sum"] = "mean",
+        split: Split = "contiguous",
+        reduction: Reduction = "mean",
         precision: str = "fp32",
         loss_scale: LossScale | float | None = None,
         on_overflow: OnOverflow = "retry",
@@ -175,32 +167,33 @@ class ParallelUpdater(Updater):
         check_every: int = 100,
         differing_models: Differing = "broadcast",
     ) -> None:
-        check_counts(
-            num_shards=num_shards, accumulate=accumulate, max_tries=max_tries, check_every=check_every
+        recipe = Recipe(
+            num_shards=num_shards,
+            seed=seed,
+            accumulate=accumulate,
+            split=split,
+            reduction=reduction,
+            precision=precision,
+            buffers=buffers,
+            on_overflow=on_overflow,
+            max_tries=max_tries,
+            on_exhausted=on_exhausted,
+            flat_gradients=flat_gradients,
+            auto_new_epoch=auto_new_epoch,
+            loss_fn=loss_fn,
+            step_fn=step_fn,
+            converter=converter,
         )
-        check_kinds(converter=converter, loss_fn=loss_fn, step_fn=step_fn, communicator=communicator)
-        check_choice("differing_models", differing_models, ("broadcast", "refuse"))
-        check_integer("seed", seed)
-        check_choice("reduction", reduction, ("mean", "sum"))
-        check_choice("on_overflow", on_overflow, ("retry", "next", "skip"))
-        check_choice("on_exhausted", on_exhausted, ("skip", "raise"))
-        check_choice("buffers", buffers, ("mean", "first"))
+        check_integer("check_every", check_every, minimum=1)
+        check_choice("differing_models", differing_models, get_args(Differing))
+        check_communicator(communicator)
         optimizers: dict[str, Optimizer] = by_name(
             "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer"
         )
         arranged = arrange(model, models, devices, workloads)
-        check_closures(optimizers)
-        check_ownership(optimizers, arranged.networks)
-        policy = parse_precision(precision)
-        policy.check_model(arranged.module)
         self._takes_steps = step_fn is not None or type(self).update_core is not ParallelUpdater.update_core
-        if self._takes_steps:
-            check_step(accumulate=accumulate, on_overflow=on_overflow)
-        elif loss_fn is None and arranged.several:
-            raise ValueError("`loss_fn` must be given for several networks, got None.")
-        if flat_gradients:
-            check_flat(optimizers, takes_steps=self._takes_steps)
-        fixed = check_sharding(num_shards=num_shards, split=split, workloads=arranged.workloads)
+        check_fit(recipe, arranged, optimizers, takes_steps=self._takes_steps)
+        fixed = fixed_workloads(recipe, arranged.workloads)
         self._training = training = Training(
             group=ReplicaGroup(arranged.module, arranged.devices, workloads=fixed, timeout=timeout),
             models=arranged.networks,
@@ -214,27 +207,10 @@ class ParallelUpdater(Updater):
         self._communicator = find_communicator() if communicator is None else communicator
         if communicator is None:
             weakref.finalize(self, self._communicator.close).atexit = False
-        recipe = {
-            "num_shards": num_shards,
-            "seed": seed,
-            "accumulate": accumulate,
-            "split": split,
-            "reduction": reduction,
-            "precision": precision,
-            "buffers": buffers,
-            "on_overflow": on_overflow,
-            "max_tries": max_tries,
-            "on_exhausted": on_exhausted,
-            "flat_gradients": flat_gradients,
-            "auto_new_epoch": auto_new_epoch,
-            "loss_fn": loss_fn,
-            "step_fn": step_fn,
-            "converter": converter,
-        }
         alike = Alikeness(
             self._communicator,
             training,
-            partial(recipe_of, training, recipe),
+            partial(described, training, recipe),
             every=check_every,
             differing=differing_models,
         )
@@ -248,35 +224,27 @@ class ParallelUpdater(Updater):
         self._meeting: Meeting = NoMeeting() if ranks is None else ranks.meeting
         self._engine = GradientEngine(
             group,
-            converter=converter,
-            num_shards=num_shards,
-            seed=seed,
-            precision=policy,
-            buffers=buffers,
-            mean=reduction == "mean",
-            strided=split == "strided",
-            flat=flat_gradients,
+            recipe,
             timing=PlaceTimes(group.devices) if arranged.workloads == "auto" else None,
             phase=self._communicator.watch.phase,
             ranks=ranks,
         )
         group.model.to(group.devices[0])
-        if policy.held_dtype:
+        if recipe.policy.held_dtype:
             training.make_masters()
         self._followers = Followers(group.model, arranged.followers)
         self._adapt_loss = arranged.loss_fn
         self._has_loss = loss_fn is not None or not arranged.several
         self._usual = Computation(model_is_loss if loss_fn is None else arranged.loss_fn(loss_fn))
         self._step_fn = step_fn
-        rules = TryRules(accumulate, on_overflow, max_tries, on_exhausted)
-        self._trier = Trier(self._engine, training, rules, self._meeting)
+        self._trier = Trier(self._engine, training, recipe, self._meeting)
         self._applier = Applier(self._engine, training, auto_new_epoch=auto_new_epoch)
         self._waiting = Waiting(on_overflow, self._communicator, training, self._engine, self._applier)
         self._steps = OwnSteps(self._engine, training, self._trier, self._applier, self._meeting)
         self._computed: dict[Names, Tried] = {}
         if ranks is not None:
             for each in training.iterators.values():
-                each.read_only(partial(self._engine.own_samples, accumulate=accumulate))
+                each.read_only(self._engine.own_samples)
         if num_shards is None and self._engine.shards_a_batch > 1:
             LOG.info(
                 "num_shards is not given: %d shards, one a device; other devices give other bits.",
@@ -529,7 +497,7 @@ class ParallelUpdater(Updater):
         A parameter that has no shape yet is None in it.
         """
         engine = self._engine
-        return state_of(self._training, num_shards=engine.shards_a_batch, seed=engine.seed)
+        return state_of(self._training, num_shards=engine.shards_a_batch, seed=engine.recipe.seed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, on any devices; the next update uses the loaded weights everywhere.
@@ -543,7 +511,7 @@ class ParallelUpdater(Updater):
         if self._steps.under_way:
             raise OrderError("`load_state_dict` must not be called by a step function.")
         engine = self._engine
-        load_state(self._training, state, num_shards=engine.shards_a_batch, seed=engine.seed)
+        load_state(self._training, state, num_shards=engine.shards_a_batch, seed=engine.recipe.seed)
         self._trier.look_for_shapes()
         self._followers.follow()
         self._meeting.state_loaded()

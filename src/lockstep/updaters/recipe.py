@@ -1,95 +1,113 @@
-"""Describe what makes a run's result, beside the data itself, for processes to compare."""
+"""What an update is: those arguments of an updater that its result depends on, beside what is trained."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-import torch
-from torch import nn
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.nn.modules.loss import _Loss
 
-from lockstep._version import __version__
-from lockstep.data import BatchIterator
-from lockstep.data import Iterator as BatchSource
-from lockstep.updaters.training import Training
+from lockstep.integers import check_integer
+from lockstep.precision import Precision, parse_precision
+from lockstep.replicas.buffers import BufferRule
+from lockstep.updaters.batches import Converter
+from lockstep.updaters.loss import LossFunction
 
-Fields = dict[str, str]
-"""Text by name."""
+Split = Literal["contiguous", "strided"]
+Reduction = Literal["mean", "sum"]
+OnOverflow = Literal["retry", "next", "skip"]
+OnExhausted = Literal["skip", "raise"]
 
 
-def recipe_of(training: Training, options: Mapping[str, object]) -> Fields:
-    """Describe a run as it stands.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What an update is, wherever it runs; each attribute is the argument of `ParallelUpdater` of its name.
 
-    Args:
-        training: What is trained.
-        options: Further arguments, by name.
+    Raises:
+        TypeError: A count or the seed is no integer, or a function cannot be called.
+        ValueError: A count is below 1, or a word is not one of those there are.
     """
-    return {
-        "lockstep": __version__,
-        **{f"`{name}`": _text(value) for name, value in options.items()},
-        "loss scale": f"{type(training.loss_scale).__name__} {training.loss_scale.state_dict()}",
-        "number of updates": f"{training.iteration}",
-        **_joined("model", training.models, _model_fields),
-        **_joined("optimizer", training.optimizers, _optimizer_fields),
-        **_joined("iterator", training.iterators, _iterator_fields),
-        **_joined("scheduler", training.schedulers, _kind_field),
-        **_joined("epoch scheduler", training.epoch_schedulers, _kind_field),
-    }
+
+    num_shards: int | None
+    seed: int
+    accumulate: int
+    split: Split
+    reduction: Reduction
+    precision: str
+    buffers: BufferRule
+    on_overflow: OnOverflow
+    max_tries: int
+    on_exhausted: OnExhausted
+    flat_gradients: bool
+    auto_new_epoch: bool
+    loss_fn: LossFunction | None
+    step_fn: Callable[..., object] | None
+    converter: Converter
+
+    def __post_init__(self) -> None:
+        if self.num_shards is not None:
+            check_integer("num_shards", self.num_shards, minimum=1)
+        check_integer("accumulate", self.accumulate, minimum=1)
+        check_integer("max_tries", self.max_tries, minimum=1)
+        check_integer("seed", self.seed)
+        check_choice("split", self.split, get_args(Split))
+        check_choice("reduction", self.reduction, get_args(Reduction))
+        check_choice("on_overflow", self.on_overflow, get_args(OnOverflow))
+        check_choice("on_exhausted", self.on_exhausted, get_args(OnExhausted))
+        check_choice("buffers", self.buffers, get_args(BufferRule))
+        parse_precision(self.precision)
+        check_functions(converter=self.converter, loss_fn=self.loss_fn, step_fn=self.step_fn)
+
+    @property
+    def policy(self) -> Precision:
+        """The policy of number formats."""
+        return parse_precision(self.precision)
+
+    def check_own_steps(self) -> None:
+        """Refuse what only the usual update can do, where a step function says what an update does.
+
+        Raises:
+            ValueError: Something of that kind is asked for.
+        """
+        if self.accumulate > 1:
+            raise ValueError(
+                "`accumulate` must be 1 where a step function says what an update does, got "
+                f"{self.accumulate}. Give it larger batches and more shards."
+            )
+        if self.on_overflow == "next":
+            raise ValueError(
+                "`on_overflow` must be 'retry' or 'skip' where a step function says what an update does, got "
+                "'next'."
+            )
 
 
-def _joined(what: str, named: Mapping[str, Any], describe: Any) -> Fields:
-    """Describe things of one kind, each field under the thing's name."""
-    return {
-        f"{field} of {what} {name!r}": text for name, each in named.items() for field, text in describe(each)
-    }
+def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> None:
+    """Refuse what cannot be called, and a criterion, which does not know the model.
+
+    All but the converter may be None, for none.
+
+    Raises:
+        TypeError: There is one.
+    """
+    if isinstance(loss_fn, _Loss):
+        kind = type(loss_fn).__name__
+        raise TypeError(
+            f"`loss_fn` must take the model before the batch, got a criterion, {kind}. Give "
+            f"lockstep.supervised({kind}(...))."
+        )
+    optional = {"loss_fn": loss_fn, "step_fn": step_fn}
+    given = {"converter": converter} | {name: each for name, each in optional.items() if each is not None}
+    for name, function in given.items():
+        if not callable(function):
+            raise TypeError(f"`{name}` must be callable, got a {type(function).__name__}.")
 
 
-def _model_fields(model: nn.Module) -> Iterator[tuple[str, str]]:
-    for path, module in model.named_modules():
-        yield f"kind of module {path!r}", f"{type(module).__name__}{'' if module.training else ' (eval)'}"
-    for name, parameter in model.named_parameters():
-        trained = "" if parameter.requires_grad else " (frozen)"
-        yield f"parameter {name!r}", f"{_shape(parameter)}{trained}"
-    for name, buffer in model.named_buffers():
-        yield f"buffer {name!r}", _shape(buffer)
+def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
+    """Refuse a word that is not one of those there are.
 
-
-def _shape(tensor: torch.Tensor) -> str:
-    return "of unknown shape" if is_lazy(tensor) else f"{tensor.dtype} {tuple(tensor.shape)}"
-
-
-def _optimizer_fields(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    yield from _kind_field(optimizer)
-    for index, group in enumerate(optimizer.param_groups):
-        yield f"number of parameters in group {index}", f"{len(group['params'])}"
-        for key in sorted(group.keys() - {"params"}):
-            yield f"{key!r} in group {index}", _text(group[key])
-
-
-def _iterator_fields(iterator: BatchSource) -> Iterator[tuple[str, str]]:
-    yield from _kind_field(iterator)
-    yield "epoch", f"{iterator.epoch_detail}"
-    if isinstance(iterator, BatchIterator):
-        yield "number of samples", f"{len(iterator.dataset)}"
-        for name in ("batch_size", "shuffle", "repeat", "last_batch", "seed", "sample_streams"):
-            yield f"`{name}`", f"{vars(iterator)[name]!r}"
-
-
-def _kind_field(thing: object) -> Iterable[tuple[str, str]]:
-    return [("kind", type(thing).__name__)]
-
-
-def _text(value: object) -> str:
-    """Write a value so that equal ones read alike in every process: no addresses."""
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {value.tolist()}"
-    if value is None or isinstance(value, bool | int | float | str):
-        return repr(value)
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_text, value))}]"
-    if inspect.isroutine(value):
-        return value.__qualname__
-    return type(value).__name__
+    Raises:
+        ValueError: It is not.
+    """
+    if choice not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {choice!r}.")

@@ -28,7 +28,7 @@ _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
 @dataclass(slots=True)
-class Recipe:
+class Instructions:
     """What every shard of one try is computed by, wherever it runs.
 
     Attributes:
@@ -115,7 +115,7 @@ class Place:
     def run(
         self,
         work: Sequence[tuple[Shard, Any]],
-        recipe: Recipe,
+        instructions: Instructions,
         stream: Callable[[Shard], AbstractContextManager[object]],
         stops: Callable[[], bool],
     ) -> PlaceSums:
@@ -123,7 +123,7 @@ class Place:
 
         Args:
             work: Shards with their arrays on this device, ascending.
-            recipe: What they are computed by.
+            instructions: What they are computed by.
             stream: Opens the random stream of a shard.
             stops: Asked before each shard; where it says yes, the rest is left undone.
 
@@ -133,30 +133,30 @@ class Place:
             ValueError: It returned a loss that cannot be used.
         """
         first = work[0][0].index if work else 0
-        sums = PlaceSums(ShardSum(first), self.buffers.begin(first, unread=recipe.unread))
+        sums = PlaceSums(ShardSum(first), self.buffers.begin(first, unread=instructions.unread))
         for shard, arrays in work:
             if stops():
                 break
             if self.buffers:
                 self.buffers.restore()
-            last = recipe.delivery if shard is work[-1][0] else None
+            last = instructions.delivery if shard is work[-1][0] else None
             try:
                 with stream(shard):
-                    report, rest = self._forward_backward(shard, arrays, recipe, sums.gradients, last)
+                    report, rest = self._forward_backward(shard, arrays, instructions, sums.gradients, last)
             except BaseException:
                 self._take_gradients()  # backward may have come halfway, and the next one would add to that
                 raise
             gradients = self._take_gradients()
             delivered = last is not None and last.end(gradients)
             if not delivered:
-                gradients = _completed(gradients, recipe, rest)
+                gradients = _completed(gradients, instructions, rest)
             if report.weight > 0:
-                if recipe.look is not None:
-                    recipe.look(shard, gradients, report)
+                if instructions.look is not None:
+                    instructions.look(shard, gradients, report)
                 if not delivered:
                     sums.gradients.push(shard.index, gradients)
                 # A single shard's buffers are taken as they are: x * n / n is not always x.
-                share = 1 if recipe.lift is None else len(shard.samples)
+                share = 1 if instructions.lift is None else len(shard.samples)
                 if self.buffers:
                     self.buffers.take(shard.index, share, sums.buffers)
                 sums.samples += share
@@ -167,7 +167,7 @@ class Place:
         self,
         shard: Shard,
         arrays: Any,
-        recipe: Recipe,
+        instructions: Instructions,
         before: ShardSum,
         delivery: Delivery | None,
     ) -> tuple[ShardReport, float | torch.Tensor | None]:
@@ -181,18 +181,18 @@ class Place:
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.
             with (
-                recipe.precision.autocast(self.device.type),
+                instructions.precision.autocast(self.device.type),
                 collecting(self.observers, len(shard.samples)) as reports,
             ):
-                returned = recipe.loss_fn(self.replica, *args, **kwargs)
+                returned = instructions.loss_fn(self.replica, *args, **kwargs)
         except Exception as error:
             raise self._error("forward", shard, error) from error
         loss = check_loss(returned)
         weight = loss_weight(loss, len(shard.samples))
-        recipe.reads_weights |= isinstance(loss.weight, torch.Tensor)
+        instructions.reads_weights |= isinstance(loss.weight, torch.Tensor)
         rest = None
         if weight > 0:
-            first, rest = first_gradient(loss.value, recipe.factor(weight))
+            first, rest = first_gradient(loss.value, instructions.factor(weight))
             self._come_to("backward", shard)
             if rest is not None:
                 delivery = None  # what is yet to be multiplied is not yet what is to be sent
@@ -231,9 +231,9 @@ class Place:
         )
 
 
-def _completed(gradients: Tensors, recipe: Recipe, rest: float | torch.Tensor | None) -> Tensors:
+def _completed(gradients: Tensors, instructions: Instructions, rest: float | torch.Tensor | None) -> Tensors:
     """Bring gradients to the format in which they are summed, and multiply what is yet to be multiplied."""
-    if recipe.precision.held_dtype is not None:
+    if instructions.precision.held_dtype is not None:
         gradients = [None if gradient is None else gradient.float() for gradient in gradients]
     if rest is not None:
         multiply_(gradients, rest)

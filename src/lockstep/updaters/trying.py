@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -18,30 +17,11 @@ from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.lanes import computation_lane
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.meeting import Meeting, Position
+from lockstep.updaters.recipe import Recipe
 from lockstep.updaters.result import NonFiniteShard
 from lockstep.updaters.savepoint import Savepoint
 from lockstep.updaters.training import Training
 from lockstep.updaters.tries import Computation, Tried, UnreadTry
-
-OnOverflow = Literal["retry", "next", "skip"]
-OnExhausted = Literal["skip", "raise"]
-
-
-@dataclass(frozen=True, slots=True)
-class TryRules:
-    """What follows a gradient that is not finite.
-
-    Attributes:
-        accumulate: Batches to a try.
-        on_overflow: What the next try is made with, or that there is none.
-        max_tries: How many there may be.
-        on_exhausted: What happens to the batch when no try is left.
-    """
-
-    accumulate: int
-    on_overflow: OnOverflow
-    max_tries: int
-    on_exhausted: OnExhausted
 
 
 class Trier:
@@ -50,15 +30,15 @@ class Trier:
     Args:
         engine: Computes gradients.
         training: What they are computed for; the loss scale and the position in the random streams are its.
-        rules: What follows an overflow.
+        recipe: Says what follows an overflow.
         meeting: Where other ranks are told that a try cannot be made.
     """
 
-    def __init__(self, engine: GradientEngine, training: Training, rules: TryRules, meeting: Meeting) -> None:
+    def __init__(self, engine: GradientEngine, training: Training, recipe: Recipe, meeting: Meeting) -> None:
         self._meeting = meeting
         self._engine = engine
         self._training = training
-        self._rules = rules
+        self._recipe = recipe
         self._uninitialised = False
         self.look_for_shapes()
 
@@ -69,7 +49,7 @@ class Trier:
     def first_stream(self) -> int:
         """Give the position of this update's first stream within a lane."""
         # Fewer batches than usual, at the end, leave positions unused; none is ever used twice.
-        return self._training.iteration * self._rules.accumulate * self._engine.shards_a_batch
+        return self._training.iteration * self._recipe.accumulate * self._engine.shards_a_batch
 
     def try_batches(
         self, interrupts: HeldInterrupts, settings: ThreadSettings, computation: Computation
@@ -94,14 +74,14 @@ class Trier:
             nonfinite = bad or nonfinite
             tried = Tried(attempt, scale, given, tries, nonfinite)
             behind = passed + len(batches)
-            if bad is None or self._rules.on_overflow == "skip":
+            if bad is None or self._recipe.on_overflow == "skip":
                 return behind, tried
             lower = scale.after(finite=False)
-            following = self._following(behind) if self._rules.on_overflow == "next" else batches
-            if tries == self._rules.max_tries or lower.factor >= scale.factor or not following:
+            following = self._following(behind) if self._recipe.on_overflow == "next" else batches
+            if tries == self._recipe.max_tries or lower.factor >= scale.factor or not following:
                 self._give_up(tried)
                 return behind, tried
-            if self._rules.on_overflow == "next":
+            if self._recipe.on_overflow == "next":
                 passed, batches = behind, following
             scale = lower
 
@@ -138,10 +118,10 @@ class Trier:
             bad = attempt.nonfinite
             nonfinite = bad or nonfinite
             tried = Tried(attempt, scale, given, tries, nonfinite, computation.ordinal)
-            if bad is None or self._rules.on_overflow == "skip":
+            if bad is None or self._recipe.on_overflow == "skip":
                 return tried
             lower = scale.after(finite=False)
-            if tries == self._rules.max_tries or lower.factor >= scale.factor:
+            if tries == self._recipe.max_tries or lower.factor >= scale.factor:
                 self._give_up(tried)
                 return tried
             scale = lower
@@ -286,7 +266,7 @@ class Trier:
         batches: list[Any] = []
         iterator = self._training.iterator
         try:
-            for ahead in range(passed, passed + self._rules.accumulate):
+            for ahead in range(passed, passed + self._recipe.accumulate):
                 batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
         except StopIteration:
             pass
@@ -300,14 +280,14 @@ class Trier:
             group.model,
             lambda: loss_fn(group.model, *args, **kwargs),
             device=group.devices[0],
-            seed=self._engine.seed,
+            seed=self._recipe.seed,
         )
         self.look_for_shapes()
         if savepoint is not None:
             savepoint.include(group.model)
 
     def _give_up(self, tried: Tried) -> None:
-        if self._rules.on_exhausted == "raise":
+        if self._recipe.on_exhausted == "raise":
             raise NonFiniteError(
                 f"The gradient of {tried.nonfinite!r} is not finite after {tried.tries} tries, the last with "
                 f"a loss scale of {tried.scale.factor}. The weights are those of the update before.",

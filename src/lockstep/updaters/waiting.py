@@ -9,8 +9,8 @@ from lockstep.precision import LossScale
 from lockstep.updaters.applying import Applier
 from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.names import Names
+from lockstep.updaters.recipe import OnOverflow
 from lockstep.updaters.training import Training
-from lockstep.updaters.trying import OnOverflow
 
 LOG = logging.getLogger("lockstep")
 
