@@ -31,7 +31,7 @@ from workloads import BATCH_SIZE, WORKLOADS, Workload
 import lockstep as ls
 from lockstep.data import Iterator
 from lockstep.updaters.commit import Committer
-from lockstep.updaters.engine import GradientEngine
+from lockstep.updaters.places import Places
 
 ROUND_SECONDS = 0.25  # long beside the hand-over between contenders, short beside the drift of the machine
 
@@ -164,8 +164,8 @@ class Contender:
 
 
 PHASES = (
-    (GradientEngine, "_compute", "forward and backward of the shards"),
-    (GradientEngine, "_reduce", "reduce and check"),
+    (Places, "compute", "forward and backward of the shards"),
+    (Places, "add_up", "reduce and check"),
     (Committer, "step", "optimizer"),
     (ls.ParallelUpdater, "update", "whole update"),
 )

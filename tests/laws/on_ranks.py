@@ -17,7 +17,7 @@ from lockstep import Communicator, tree
 from lockstep.communicators import Contribution
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum
-from lockstep.updaters import engine, over_ranks, riding
+from lockstep.updaters import over_ranks, places, riding
 from lockstep.updaters.meeting import RankMeeting
 from lockstep.updaters.over_ranks import RankReduction
 from lockstep.updaters.pace import Pace, Pacer, Told
@@ -244,7 +244,7 @@ def merge_within_ranks_first(patch: pytest.MonkeyPatch) -> None:
 def streams_of_ranks(patch: pytest.MonkeyPatch) -> None:
     """Seed random numbers by the rank, too."""
     rank = ls.find_communicator().rank
-    patch.setattr(engine, "stream_seed", lambda seed, position: stream_seed(seed, position + 1000 * rank))
+    patch.setattr(places, "stream_seed", lambda seed, position: stream_seed(seed, position + 1000 * rank))
 
 
 def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from lockstep.replicas import settings, shard_streams
 from lockstep.replicas.buffer_sums import BufferSum
 from lockstep.replicas.buffers import ReplicaBuffers
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters import engine, reduction
+from lockstep.updaters import places, reduction
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
 from tests.laws.runs import EQUAL, cross_entropy, digests
 
@@ -84,7 +84,7 @@ def test_one_stream_per_device_is_caught(work: Workload, monkeypatch: pytest.Mon
         name = threading.current_thread().name
         return int(name.split("-")[1]) if name.startswith("lockstep-") else 0
 
-    monkeypatch.setattr(engine, "stream_seed", by_place)
+    monkeypatch.setattr(places, "stream_seed", by_place)
     assert caught(work)
 
 

@@ -44,12 +44,13 @@ class Applier:
         """Put a gradient where the optimizers it is for look for it."""
         for masters in self._training.masters.values():
             masters.refresh()
-        parameters, gradients = self._engine.parameters, attempt.gradients
+        layout, gradients = self._engine.layout, attempt.gradients
+        parameters = layout.parameters
         if wanted is not None:
             chosen = [index for index, parameter in enumerate(parameters) if id(parameter) in wanted]
             parameters = [parameters[index] for index in chosen]
             gradients = [gradients[index] for index in chosen]
-        hand_over(parameters, gradients, frozen=self._engine.frozen, receiver=self._receiver)
+        hand_over(parameters, gradients, frozen=layout.frozen, receiver=self._receiver)
 
     def _receiver(self, parameter: nn.Parameter) -> nn.Parameter:
         """Say whose ``grad`` optimizers read in the place of a parameter's."""
@@ -121,16 +122,16 @@ class Applier:
             BaseException: What was raised before the first weight moved, or in the middle.
         """
         self._engine.phase("optimizer")
-        places = len(self._engine.group.devices) if self._engine.side_by_side else 1
+        places = len(self._engine.group.devices) if self._engine.layout.side_by_side else 1
         run = partial(self._engine.group.run, settings=settings)
         late: list[BaseException] = []
         for name in names:
             error = self._committers[name].step(places=places, run=run, unless=tried.flag)
             if error is not None:
                 late.append(error)
-        if self._engine.slots:
+        if self._engine.layout.slots:
             attempt = tried.attempt
-            combine(attempt.buffers, self._engine.slots, weight=attempt.samples, unless=tried.flag)
+            combine(attempt.buffers, self._engine.layout.slots, weight=attempt.samples, unless=tried.flag)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 late += raised(scheduler.step)

@@ -11,6 +11,23 @@ from lockstep.updaters.verdict import Verdict
 
 
 @dataclass(slots=True)
+class WholeBatch:
+    """What the shards of all places add up to; the same on every rank.
+
+    Attributes:
+        gradients: Summed; None where no shard had one.
+        buffers: What the shards made of the buffers, one entry for each place that was added up.
+        samples: How many took part; 1 where a single shard did.
+        reports: What each shard that took part measured, in order.
+    """
+
+    gradients: Tensors
+    buffers: list[AnyBufferSum]
+    samples: int
+    reports: list[ShardReport]
+
+
+@dataclass(slots=True)
 class Attempt:
     """What one try at a batch came to; nothing of the training state has changed.
 

@@ -19,6 +19,7 @@ MEASURED: Final = 10
 """Computations that are."""
 
 Work = Sequence[Sequence[tuple[Shard, Any]]]
+"""The shards of each place, with their arrays on its device."""
 
 
 class PlaceTimes:

@@ -11,37 +11,20 @@ import torch
 
 from lockstep.communicators import Communicator, Contribution
 from lockstep.replicas.buffer_sums import BufferSum, real
-from lockstep.replicas.buffers import AnyBufferSum
 from lockstep.replicas.slots import Slot
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.account import Account
 from lockstep.updaters.alike import Alikeness
+from lockstep.updaters.attempt import WholeBatch
 from lockstep.updaters.meeting import Position, RankMeeting
 from lockstep.updaters.overlap import Delivery, Guess, can_overlap
 from lockstep.updaters.pace import Pacer
 from lockstep.updaters.reduction import gather
-from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.result import NonFiniteShard
 from lockstep.updaters.schedule import Everywhere, Part
 from lockstep.updaters.shards import PlaceSums
 
 LOG = logging.getLogger("lockstep")
-
-
-@dataclass(slots=True)
-class WholeBatch:
-    """What the shards of all ranks add up to; the same on every rank.
-
-    Attributes:
-        gradients: Summed; None where no shard had one.
-        buffers: What the shards made of the buffers, one entry for each place that was added up.
-        samples: How many took part; 1 where a single shard did.
-        reports: What each shard that took part measured, in order.
-    """
-
-    gradients: Tensors
-    buffers: list[AnyBufferSum]
-    samples: int
-    reports: list[ShardReport]
 
 
 class RankReduction:

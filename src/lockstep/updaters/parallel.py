@@ -416,7 +416,7 @@ class ParallelUpdater(Updater):
     @property
     def flat_gradients(self) -> torch.Tensor | None:
         """The last gradient of all parameters as one tensor, if that was asked for; None before the first."""
-        flat = self._engine.flat
+        flat = self._engine.layout.flat
         return None if flat is None else flat.tensor
 
     @property
