@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,11 +21,11 @@ from lockstep.precision import LossScale
 from tests.laws.models import CONVNET, MLP, Workload
 from tests.laws.runs import PLACEMENTS, Placement, finalized, state_digest
 from tests.precision.reads import Reads
+from tests.updaters.skipping import NUM_SHARDS, Spoiling, skipping, told
 
 BAD = {2, 3, 5}
 """The updates whose gradients are not finite; the first is a good one, which makes the momenta."""
 NUM_UPDATES = 8
-NUM_SHARDS = 3
 
 FUSED: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, fused=True),
@@ -43,65 +42,30 @@ SCALES: dict[str, LossScale | float | None] = {
 }
 
 
-class Spoiling:
-    """A loss whose gradient is infinite in some updates, of which each calls it once a shard."""
-
-    def __init__(self, bad: set[int]) -> None:
-        self._bad = bad
-        self._calls = itertools.count()
-
-    def __call__(self, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        loss = functional.cross_entropy(model(x).float(), target)
-        return loss * math.inf if next(self._calls) // NUM_SHARDS in self._bad else loss
+def spoiling(bad: set[int]) -> Spoiling:
+    return Spoiling(lambda model, x, target: functional.cross_entropy(model(x).float(), target), bad)
 
 
 def updater_of(
     optimizer: str = "adamw",
     scale: str = "dynamic",
     *,
-    reads: bool = False,
     work: Workload = MLP,
     placement: Placement = PLACEMENTS[0],
     model: nn.Module | None = None,
     bad: set[int] = BAD,
     **options: Any,
 ) -> ls.ParallelUpdater:
-    """Make an updater that skips on the device; or, for a hook that may do anything, on the host."""
+    """Make an updater of one model; see `skipping`."""
     model = work.model() if model is None else model
-    made = FUSED[optimizer](model)
-    if reads:
-        made.register_step_post_hook(lambda *_: None)
-    return ls.ParallelUpdater(
+    return skipping(
         ls.BatchIterator(work.data(), 9, last_batch="short"),  # in order: an order drawn is read on the host
-        made,
+        FUSED[optimizer](model),
         model,
         devices=["cpu"] * placement.num_devices,
         workloads=placement.workloads,
-        **{
-            "num_shards": NUM_SHARDS,
-            "loss_fn": Spoiling(bad),
-            "loss_scale": SCALES[scale],
-            "on_overflow": "skip",
-            **options,
-        },
+        **{"loss_fn": spoiling(bad), "loss_scale": SCALES[scale], **options},
     )
-
-
-def told(updater: ls.ParallelUpdater) -> dict[str, Any]:
-    """Run, and give all that can be seen of it."""
-    with finalized(updater):
-        results = [updater.update() for _ in range(NUM_UPDATES)]
-        return {
-            "results": [
-                (each.applied, each.tries, each.loss_scale, each.nonfinite, repr(each.loss.item()))
-                for each in results
-            ],
-            "applied": updater.applied_updates,
-            "iteration": updater.iteration,
-            "scale": updater.loss_scale,
-            "weights": ls.digest(updater.get_all_models()["main"]),
-            "steps": ls.digest(updater.get_optimizer("main")),
-        }
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -109,12 +73,10 @@ def told(updater: ls.ParallelUpdater) -> dict[str, Any]:
 def test_it_is_what_skipping_on_the_host_is(optimizer: str, scale: str) -> None:
     unread = updater_of(optimizer, scale)
     assert unread.why_it_waits is None
-    ours, theirs = told(unread), told(updater_of(optimizer, scale, reads=True))
+    ours, theirs = told(unread, NUM_UPDATES), told(updater_of(optimizer, scale, reads=True), NUM_UPDATES)
     assert ours == theirs
-    assert [applied for applied, *_ in ours["results"]] == [
-        number not in BAD for number in range(NUM_UPDATES)
-    ]
-    assert ours["applied"] == NUM_UPDATES - len(BAD)
+    assert ours["applied"] == [number not in BAD for number in range(NUM_UPDATES)]
+    assert ours["counted"] == (NUM_UPDATES, NUM_UPDATES - len(BAD))
     assert {nonfinite for applied, _, _, nonfinite, _ in ours["results"] if not applied} == {"0.weight"}
 
 
@@ -238,13 +200,13 @@ def test_placement_is_free(precision: str, side_by_side: bool, monkeypatch: pyte
     for placement in PLACEMENTS:
         model = MLP.model().to(dtypes.get(precision, torch.float32))
         held = next(model.parameters()).dtype
-        spoiling = Spoiling(BAD)
+        spoil = spoiling(BAD)
         updater = updater_of(
             "momentum",
             model=model,
             placement=placement,
             precision=precision,
-            loss_fn=lambda replica, x, target, held=held, spoil=spoiling: spoil(replica, x.to(held), target),
+            loss_fn=lambda replica, x, target, held=held, spoil=spoil: spoil(replica, x.to(held), target),
         )
         with finalized(updater):
             for _ in range(NUM_UPDATES):
@@ -287,6 +249,10 @@ def test_a_save_and_a_load_in_the_middle_change_nothing() -> None:
         assert found[0] == found[1]
 
 
+def summed_up(nets: dict[str, nn.Module], x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(nets["main"](x) + nets["other"](x), target)
+
+
 def test_several_optimizers_are_left_out_together() -> None:
     found = []
     for reads in (False, True):
@@ -295,20 +261,14 @@ def test_several_optimizers_are_left_out_together() -> None:
             "main": FUSED["momentum"](models["main"]),
             "other": FUSED["adamw"](models["other"]),
         }
-        if reads:
-            optimizers["other"].register_step_post_hook(lambda *_: None)
-        spoiling = Spoiling(BAD)
-        updater = ls.ParallelUpdater(
+        updater = skipping(
             ls.BatchIterator(MLP.data(), 9),
             optimizers,
             models,
+            reads=reads,
             devices=["cpu"] * 2,
-            num_shards=NUM_SHARDS,
-            loss_fn=lambda nets, x, y, spoil=spoiling: spoil(
-                lambda x: nets["main"](x) + nets["other"](x), x, y
-            ),
+            loss_fn=Spoiling(summed_up, BAD),
             loss_scale=ls.DynamicLossScale(2.0**10),
-            on_overflow="skip",
         )
         assert (updater.why_it_waits is None) == (not reads)
         with finalized(updater):
@@ -328,16 +288,12 @@ def test_an_error_of_several_optimizers_takes_back_what_nobody_has_read() -> Non
             raise RuntimeError("no rate")
         return 1.0
 
-    spoiling = Spoiling({2})
-    updater = ls.ParallelUpdater(
+    updater = skipping(
         ls.BatchIterator(MLP.data(18), 9),
         optimizers,
         models,
-        devices=["cpu"],
-        num_shards=NUM_SHARDS,
-        loss_fn=lambda nets, x, y: spoiling(lambda x: nets["main"](x) + nets["other"](x), x, y),
+        loss_fn=Spoiling(summed_up, {2}),
         loss_scale=ls.DynamicLossScale(2.0**10, interval=1),
-        on_overflow="skip",
         epoch_scheduler={"main": torch.optim.lr_scheduler.LambdaLR(optimizers["main"], rate)},
     )
     with finalized(updater):
@@ -372,14 +328,7 @@ def reason(**options: Any) -> str | None:
 def test_others_fall_back_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
     model = MLP.model()
     plain = torch.optim.AdamW(model.parameters())
-    updater = ls.ParallelUpdater(
-        ls.BatchIterator(MLP.data(), 9),
-        plain,
-        model,
-        devices=["cpu"],
-        loss_fn=Spoiling(set()),
-        on_overflow="skip",
-    )
+    updater = skipping(ls.BatchIterator(MLP.data(), 9), plain, model, loss_fn=spoiling(set()))
     with finalized(updater), caplog.at_level(logging.INFO, logger="lockstep"):
         for _ in range(2):
             updater.update()
@@ -430,15 +379,8 @@ def test_a_scheduler_counts_on_the_host_and_counts_right() -> None:
     model = MLP.model()
     optimizer = FUSED["adamw"](model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    updater = ls.ParallelUpdater(
-        ls.BatchIterator(MLP.data(), 9),
-        optimizer,
-        model,
-        devices=["cpu"],
-        num_shards=NUM_SHARDS,
-        loss_fn=Spoiling(BAD),
-        on_overflow="skip",
-        scheduler=scheduler,
+    updater = skipping(
+        ls.BatchIterator(MLP.data(), 9), optimizer, model, loss_fn=spoiling(BAD), scheduler=scheduler
     )
     with finalized(updater):
         assert updater.why_it_waits == "a scheduler that counts applied updates counts on the host"
@@ -454,7 +396,7 @@ def test_a_hook_that_only_changes_gradients_is_no_reason_to_wait() -> None:
         updater = updater_of("momentum", reads=reads)
         updater.get_optimizer("main").register_step_pre_hook(GradientClipping(0.1))
         assert (updater.why_it_waits is None) == (not reads)
-        found.append(told(updater))
+        found.append(told(updater, NUM_UPDATES))
     assert found[0] == found[1]
 
 
@@ -463,15 +405,8 @@ def test_an_error_after_the_step_leaves_the_count_right() -> None:
     model = MLP.model()
     optimizer = FUSED["sgd"](model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0 / (1 - epoch))
-    updater = ls.ParallelUpdater(
-        ls.BatchIterator(MLP.data(9), 9),
-        optimizer,
-        model,
-        devices=["cpu"],
-        num_shards=NUM_SHARDS,
-        loss_fn=Spoiling(set()),
-        on_overflow="skip",
-        epoch_scheduler=scheduler,
+    updater = skipping(
+        ls.BatchIterator(MLP.data(9), 9), optimizer, model, loss_fn=spoiling(set()), epoch_scheduler=scheduler
     )
     with finalized(updater):
         with pytest.raises(ZeroDivisionError):
@@ -487,15 +422,13 @@ def test_nothing_waits_for_a_gpu(optimizer: str, with_buffers: bool) -> None:
         pytest.skip("needs a CUDA device")
     work, model = (CONVNET, normed().cuda()) if with_buffers else (MLP, MLP.model().cuda())
     data = [tuple(part.cuda() for part in batch) for batch in [work.data(9)[:]] * NUM_UPDATES]
-    updater = ls.ParallelUpdater(
+    updater = skipping(
         data,
         FUSED[optimizer](model),
         model,
         devices=["cuda:0"],
-        num_shards=NUM_SHARDS,
-        loss_fn=Spoiling(BAD),
+        loss_fn=spoiling(BAD),
         loss_scale=ls.DynamicLossScale(2.0**10),
-        on_overflow="skip",
     )
     with finalized(updater):
         updater.update()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,25 +15,24 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from tests.laws.runs import finalized
 from tests.precision.reads import Reads
+from tests.updaters.skipping import Spoiling, skipping, told
 
-NUM_SHARDS = 3
 NUM_UPDATES = 6
 NAMES = ("left", "right")
 BAD = {(1, "left"), (2, "right"), (4, "left"), (4, "right")}
 """The computations whose gradients are not finite."""
 
 
-class Spoiling:
-    """A loss of one network that is infinite in some updates."""
+def spoiling_losses() -> dict[str, Spoiling]:
+    """Make the losses of both networks, each infinite in its bad computations."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls = itertools.count()
+    def loss_of(name: str, nets: dict[str, nn.Module], x: torch.Tensor) -> torch.Tensor:
+        return mse_loss(nets[name](x).float(), x.float())
 
-    def __call__(self, nets: dict[str, nn.Module], x: torch.Tensor) -> torch.Tensor:
-        update = next(self._calls) // NUM_SHARDS
-        loss = mse_loss(nets[self._name](x).float(), x.float())
-        return loss * math.inf if (update, self._name) in BAD else loss
+    return {
+        name: Spoiling(partial(loss_of, name), {update for update, bad in BAD if bad == name})
+        for name in NAMES
+    }
 
 
 def in_turn(updater: ls.ParallelUpdater, batch: Any, losses: dict[str, Any]) -> None:
@@ -63,58 +61,32 @@ def updater_of(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> ls.ParallelUpdater:
-    """Make an updater that skips on the device; or, for a hook that may do anything, on the host."""
+    """Make an updater of two networks; see `skipping`."""
     with torch.random.fork_rng():
         torch.manual_seed(2)
         nets = {name: nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(dtype) for name in NAMES}
         x = torch.randn(36, 3).to(dtype)
     optimizers = {name: torch.optim.AdamW(net.parameters(), lr=0.1, fused=True) for name, net in nets.items()}
-    if reads:
-        for optimizer in optimizers.values():
-            optimizer.register_step_post_hook(lambda *_: None)
-    losses = {name: Spoiling(name) for name in NAMES}
-    return ls.ParallelUpdater(
+    losses = spoiling_losses()
+    return skipping(
         ls.BatchIterator(TensorDataset(x), 9),
         optimizers,
         nets,
         step_fn=step or (lambda updater, batch: ORDERS[order](updater, batch, losses)),
+        reads=reads,
         devices=["cpu"] * devices,
-        **{
-            "loss_scale": ls.DynamicLossScale(2.0**8, interval=2),
-            "num_shards": NUM_SHARDS,
-            "on_overflow": "skip",
-            **options,
-        },
+        **{"loss_scale": ls.DynamicLossScale(2.0**8, interval=2), **options},
     )
 
 
-def told(updater: ls.ParallelUpdater) -> dict[str, Any]:
-    """Run, and give all that can be seen of it."""
-    with finalized(updater):
-        results = [updater.update() for _ in range(NUM_UPDATES)]
-        return {
-            "results": [
-                (each.applied, each.tries, each.loss_scale, each.nonfinite, repr(each.loss.item()))
-                for result in results
-                for each in (result, *result.parts.values())
-            ],
-            "applied": [result.applied for result in results],
-            "state": ls.digest(updater.state_dict()),
-            "counted": (updater.iteration, updater.applied_updates),
-            "scale": updater.loss_scale,
-        }
-
-
-@pytest.mark.parametrize(
-    "scale", [None, 64.0, ls.DynamicLossScale(2.0**8, interval=1), ls.RampLossScale(8.0)]
-)
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_it_is_what_skipping_on_the_host_is(order: str, scale: Any) -> None:
     unread = updater_of(order, loss_scale=scale)
     assert unread.why_it_waits is None
-    ours = told(unread)
-    assert ours == told(updater_of(order, reads=True, loss_scale=scale))
-    assert ours == told(updater_of(order, devices=2, loss_scale=scale))
+    ours = told(unread, NUM_UPDATES)
+    assert ours == told(updater_of(order, reads=True, loss_scale=scale), NUM_UPDATES)
+    assert ours == told(updater_of(order, devices=2, loss_scale=scale), NUM_UPDATES)
     assert ours["applied"] == [update != 4 for update in range(NUM_UPDATES)]
 
 
@@ -123,9 +95,9 @@ def test_it_is_what_skipping_on_the_host_is(order: str, scale: Any) -> None:
 def test_the_same_in_half_precision(order: str, precision: str) -> None:
     dtype = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}.get(precision, torch.float32)
     options: dict[str, Any] = {"precision": precision, "dtype": dtype, "loss_scale": 16.0}
-    ours = told(updater_of(order, **options))
-    assert ours == told(updater_of(order, reads=True, **options))
-    assert ours == told(updater_of(order, devices=2, **options))
+    ours = told(updater_of(order, **options), NUM_UPDATES)
+    assert ours == told(updater_of(order, reads=True, **options), NUM_UPDATES)
+    assert ours == told(updater_of(order, devices=2, **options), NUM_UPDATES)
     assert ours["applied"] == [update != 4 for update in range(NUM_UPDATES)]
 
 
@@ -149,7 +121,7 @@ def test_an_error_takes_back_what_nobody_has_read() -> None:
             failing.clear()
             raise RuntimeError("three")
 
-    losses = {name: Spoiling(name) for name in NAMES}
+    losses = spoiling_losses()
     with finalized(updater_of("", step=step)) as updater:
         results = [updater.update() for _ in range(3)]
         with pytest.raises(RuntimeError, match="three"):
