@@ -14,6 +14,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.shard_streams import ShardStreams
+from tests.backward import in_backward
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, Workload
 from tests.laws.runs import (
     EQUAL,
@@ -138,17 +139,11 @@ def test_other_loss_scales_do_change_bits() -> None:
 def test_a_retry_gives_the_bits_of_having_started_at_the_lower_scale() -> None:
     """A backward that overflows above a scale of 100, in float16 as in the field."""
 
-    class Overflowing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-            return loss.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-            return grad * float("inf") if grad.abs() > 100 else grad
+    def bounded(grad: torch.Tensor) -> torch.Tensor:
+        return grad * float("inf") if grad.abs() > 100 else grad
 
     def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return Overflowing.apply(cross_entropy(model, x, target))
+        return in_backward(cross_entropy(model, x, target), bounded)
 
     def run(factor: float, tries: int) -> str:
         scale = ls.DynamicLossScale(factor=factor, backoff=0.25)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from tests.backward import in_backward
 from tests.replicas.hanging import here_it_hangs, wait_patiently  # noqa: F401 - a fixture
 
 THREE = ["cpu"] * 3
@@ -269,22 +270,15 @@ def test_a_failure_names_the_device_and_leaves_the_group_usable() -> None:
     torch.testing.assert_close(model.bias.grad, torch.full([3], 7.0))
 
 
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-        if bool((grad > 2).any()):
-            raise RuntimeError("too large")
-        return grad
+def fails_if_large(grad: torch.Tensor) -> None:
+    if bool((grad > 2).any()):
+        raise RuntimeError("too large")
 
 
 def test_a_failure_in_backward_changes_no_gradient() -> None:
     class Net(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return FailsInBackward.apply(super().forward(x))
+            return in_backward(super().forward(x), fails_if_large)
 
     model = Net(4, 3)
     with ls.ReplicaGroup(model, THREE) as group:

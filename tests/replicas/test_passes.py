@@ -15,6 +15,7 @@ import lockstep as ls
 from lockstep.replicas.passes import Backward, Forward, Passes
 from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.replicas.scatter import Inputs, argument_names, read_inputs
+from tests.backward import in_backward
 
 DEVICES = [1, 2, 3, 5]
 
@@ -116,20 +117,13 @@ def test_random_numbers_in_backward_belong_to_the_shard(use_reentrant: bool, pre
     assert len(found) == 1
 
 
-class DrawsPast(torch.autograd.Function):
-    """Scales the gradient by a number from the default generator, in a thread that no stream belongs to."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-        drawn: list[torch.Tensor] = []
-        thread = threading.Thread(target=lambda: drawn.append(torch.rand(())))
-        thread.start()
-        thread.join()
-        return grad * drawn[0]
+def draws_past(grad: torch.Tensor) -> torch.Tensor:
+    """Scale a gradient by a number from the default generator, in a thread that no stream belongs to."""
+    drawn: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: drawn.append(torch.rand(())))
+    thread.start()
+    thread.join()
+    return grad * drawn[0]
 
 
 class Past(nn.Module):
@@ -138,7 +132,7 @@ class Past(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return DrawsPast.apply(nn.functional.dropout(self.layer(x), 0.5))
+        return in_backward(nn.functional.dropout(self.layer(x), 0.5), draws_past)
 
 
 def test_what_backward_draws_past_its_stream_is_made_good() -> None:

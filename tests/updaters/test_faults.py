@@ -19,6 +19,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.replica_set import PATIENCE
+from tests.backward import in_backward
 from tests.laws import several
 from tests.laws.models import CONVNET, MLP, WIDE
 from tests.laws.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
@@ -45,7 +46,7 @@ class Trap:
             self.spring()
             return cross_entropy(model, x, target)
         # Made before the model's own nodes, so backward comes to it when other gradients are there already.
-        tripwire = Tripwire.apply(next(model.parameters()), self).sum()
+        tripwire = in_backward(next(model.parameters()), lambda _: self.spring()).sum()
         return cross_entropy(model, x, target) + 0.0 * tripwire
 
     def spring(self) -> None:
@@ -54,20 +55,6 @@ class Trap:
             self.armed = False
             self.sprung += 1
             self.action()
-
-
-class Tripwire(torch.autograd.Function):
-    """Hands values and gradients through, and springs the trap in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, trap: Trap) -> torch.Tensor:
-        ctx.trap = trap
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.trap.spring()
-        return grad, None
 
 
 def fail() -> None:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from tests.backward import in_backward
 from tests.laws.models import CONVNET, MLP
 from tests.laws.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
 from tests.laws.several import GanStep, gan, networks, run, snapshot
@@ -409,19 +410,13 @@ def test_an_iterator_that_ends_within_a_step_ends_the_run_before_it() -> None:
 
 
 def test_an_overflow_in_a_step_is_tried_again() -> None:
-    class Bounded(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, loss: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-            return loss.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-            return grad * float("inf") if grad.abs() > 4 else grad
+    def bounded(grad: torch.Tensor) -> torch.Tensor:
+        return grad * float("inf") if grad.abs() > 4 else grad
 
     def build(factor: float) -> ls.ParallelUpdater:
         step = GanStep()
         usual = step.generator_loss
-        step.generator_loss = lambda nets, real: Bounded.apply(usual(nets, real))
+        step.generator_loss = lambda nets, real: in_backward(usual(nets, real), bounded)
         return gan(step, Placement(2), loss_scale=ls.DynamicLossScale(factor=factor))
 
     with finalized(build(64.0)) as updater:

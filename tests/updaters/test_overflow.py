@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from tests.backward import in_backward
 from tests.updaters.small import updater_of
 
 
@@ -26,18 +27,12 @@ class Overflowing:
     def __call__(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         bound = 2.0 ** x.min().item()
 
-        class Bounded(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-                return value.clone()
+        def bounded(grad: torch.Tensor) -> torch.Tensor:
+            # The single shard of a batch of one sample: the gradient is the loss scale.
+            self.scales.append(grad.item())
+            return grad if grad.item() <= bound else grad * float("inf")
 
-            @staticmethod
-            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-                # The single shard of a batch of one sample: the gradient is the loss scale.
-                self.scales.append(grad.item())
-                return grad if grad.item() <= bound else grad * float("inf")
-
-        return Bounded.apply(model(torch.ones_like(x)).mean())
+        return in_backward(model(torch.ones_like(x)).mean(), bounded)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import lockstep as ls
 from lockstep.updaters import pace
 from lockstep.updaters.overlap import Overlap
 from lockstep.updaters.pace import MEASURED, WARM_UP
+from tests.backward import in_backward
 from tests.laws.runs import finalized, state_digest
 
 FIRST = WARM_UP + MEASURED + 2
@@ -53,28 +54,8 @@ class Net(nn.Module):
         return self.last(torch.relu(hidden))
 
 
-class Raising(torch.autograd.Function):
-    """Raises in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-        raise ValueError("boom in backward")
-
-
-class Overflow(torch.autograd.Function):
-    """Makes gradients infinite above a loss scale of 1."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's interface
-        return grads[0] * float("inf")
+def boom(_: torch.Tensor) -> None:
+    raise ValueError("boom in backward")
 
 
 class Disturbed:
@@ -92,9 +73,9 @@ class Disturbed:
         way = self.what.partition(",")[0] if marked else "plain"
         out = model(x, way)
         if marked and self.what == "raise":
-            out = Raising.apply(out)
+            out = in_backward(out, boom)
         if marked and self.what == "overflow" and self.calls == 1:
-            out = Overflow.apply(out)
+            out = in_backward(out, lambda grad: grad * float("inf"))  # above a scale of 1
         loss = nn.functional.cross_entropy(out, samples % 3)
         return ls.Loss(loss, weight=0 if marked and self.what == "no weight" else None)
 
