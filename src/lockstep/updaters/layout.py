@@ -76,10 +76,8 @@ class Layout:
                 ReplicaBuffers(model, replica, recipe.buffers),
                 Observers({"": replica}),
                 phase,
-                group.at_work,
-                place,
             )
-            for place, (device, replica) in enumerate(zip(group.devices, group.replicas, strict=True))
+            for device, replica in zip(group.devices, group.replicas, strict=True)
         ]
         sizes = [parameter.numel() for parameter in parameters]
         on_cpus = len(places) > 1 and all(device.type == "cpu" for device in group.devices)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from torch import nn
 
@@ -115,7 +116,9 @@ class Places:
         def compute(place: int) -> None:
             stream = streams(group.devices[place])
             with _resting([places[place].parameters[index] for index in idle]) if idle else nullcontext():
-                sums[place] = places[place].run(work[place], instructions, stream, lambda: group.stopping)
+                sums[place] = places[place].run(
+                    work[place], instructions, stream, partial(group.stops_before, place)
+                )
 
         timing = self._timing
         if timing is None:

@@ -16,7 +16,6 @@ from lockstep.errors import ReplicaError
 from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_look_
-from lockstep.replicas.at_work import AtWork
 from lockstep.replicas.buffers import AnyBufferSum, ReplicaBuffers
 from lockstep.tree import ShardSum, Tensors
 from lockstep.updaters.batches import call_arguments
@@ -99,8 +98,6 @@ class Place:
         buffers: Its buffers.
         observers: Knows its modules by the names under which they report.
         phase: Told what is being done.
-        at_work: Told the same of this device.
-        place: Its number there.
     """
 
     device: torch.device
@@ -109,15 +106,13 @@ class Place:
     buffers: ReplicaBuffers
     observers: Observers
     phase: Callable[[str], None]
-    at_work: AtWork
-    place: int
 
     def run(
         self,
         work: Sequence[tuple[Shard, Any]],
         instructions: Instructions,
         stream: Callable[[Shard], AbstractContextManager[object]],
-        stops: Callable[[], bool],
+        stops: Callable[[str, Shard], bool],
     ) -> PlaceSums:
         """Compute shards one after another, each from the same buffers and in its own random stream.
 
@@ -125,7 +120,8 @@ class Place:
             work: Shards with their arrays on this device, ascending.
             instructions: What they are computed by.
             stream: Opens the random stream of a shard.
-            stops: Asked before each shard; where it says yes, the rest is left undone.
+            stops: Told what comes next and with which shard; where it says yes before a shard, the rest is
+                left undone.
 
         Raises:
             ReplicaError: User code raised in a shard; the original error is the cause.
@@ -135,14 +131,16 @@ class Place:
         first = work[0][0].index if work else 0
         sums = PlaceSums(ShardSum(first), self.buffers.begin(first, unread=instructions.unread))
         for shard, arrays in work:
-            if stops():
+            if stops("forward", shard):
                 break
             if self.buffers:
                 self.buffers.restore()
             last = instructions.delivery if shard is work[-1][0] else None
             try:
                 with stream(shard):
-                    report, rest = self._forward_backward(shard, arrays, instructions, sums.gradients, last)
+                    report, rest = self._forward_backward(
+                        shard, arrays, instructions, sums.gradients, last, stops=stops
+                    )
             except BaseException:
                 self._take_gradients()  # backward may have come halfway, and the next one would add to that
                 raise
@@ -170,6 +168,8 @@ class Place:
         instructions: Instructions,
         before: ShardSum,
         delivery: Delivery | None,
+        *,
+        stops: Callable[[str, Shard], bool],
     ) -> tuple[ShardReport, float | torch.Tensor | None]:
         """Leave the gradient of factor times loss in the replica's parameters, unless the weight is 0.
 
@@ -177,7 +177,7 @@ class Place:
             What was measured, and what the gradients are yet to be multiplied by, if anything.
         """
         args, kwargs = call_arguments(arrays)
-        self._come_to("forward", shard)
+        self.phase("forward")
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.
             with (
@@ -193,7 +193,8 @@ class Place:
         rest = None
         if weight > 0:
             first, rest = first_gradient(loss.value, instructions.factor(weight))
-            self._come_to("backward", shard)
+            self.phase("backward")
+            stops("backward", shard)  # to take note only: a shard that has begun is done as a whole
             if rest is not None:
                 delivery = None  # what is yet to be multiplied is not yet what is to be sent
             bringing = delivery and delivery.watching(shard.index, before.partials, self.parameters)
@@ -205,11 +206,6 @@ class Place:
         reports.pairs.pop("loss", None)  # it is the loss of the update, whoever else reports it
         metrics = reports.pairs | _detached(loss) if loss.metrics else reports.pairs
         return ShardReport(shard.index, weight, loss.value.detach(), metrics), rest
-
-    def _come_to(self, phase: str, shard: Shard) -> None:
-        """Take note of what is done next, for whoever asks after a hang or an interrupt."""
-        self.phase(phase)
-        self.at_work.come_to(self.place, phase, shard)
 
     def _take_gradients(self) -> Tensors:
         """Take the fresh gradients away from the replica; None where backward did not reach."""
