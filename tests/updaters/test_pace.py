@@ -342,7 +342,11 @@ def test_places_keep_their_own_shard_where_nobody_says_how_many_there_are(two: F
 
 def test_dear_bytes_move_shards_until_ranks_have_whole_nodes(three: Found) -> None:
     assert counts(three, "dear", "first") == [3, 3, 2]
-    assert sorted(counts(three, "dear", "last")) == [2, 2, 4]  # a busy machine may say which is fastest
+    start = 0
+    for count in counts(three, "dear", "last"):  # how many, a busy machine may say, where one rank is slow
+        assert count == 0 or (count in {1, 2, 4, NUM_SHARDS} and start % count == 0)
+        start += count
+    assert start == NUM_SHARDS
 
 
 @pytest.mark.parametrize(
