@@ -84,7 +84,12 @@ def test_the_exit_code_and_the_traceback_are_those_of_the_rank_that_failed(scrip
 
 
 @pytest.mark.parametrize(
-    ("way", "rank", "code"), [("fail-first", 1, 1), ("fail-first", 0, 1), ("exit", 1, 5)]
+    ("way", "rank", "code"),
+    [
+        pytest.param("fail-first", 1, 1, marks=pytest.mark.slow),
+        pytest.param("fail-first", 0, 1, marks=pytest.mark.slow),
+        ("exit", 1, 5),
+    ],
 )
 def test_the_rank_that_failed_is_named_also_where_it_takes_long_to_end(
     way: str, rank: int, code: int, tmp_path: Path

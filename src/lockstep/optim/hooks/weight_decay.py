@@ -22,6 +22,7 @@ class WeightDecay(GradientHook, ChangesOnlyGradients):
     Raises:
         ValueError: The rate is out of range.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
     >>> weight.grad = torch.tensor([1.0])
     >>> WeightDecay(0.25)(torch.optim.SGD([weight]))
