@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
 from typing import Any
 
 import pytest
@@ -182,29 +181,6 @@ def test_saved_state_goes_on_to_the_same_bits() -> None:
         state = {name: each for name, each in saved["state"][0].items() if name != key}
         with pytest.raises(StateError, match=rf"got none for \['{key}'\]"):
             other.load_state_dict({**saved, "state": {**saved["state"], 0: state}})
-
-
-def test_parts_in_threads_advance_to_the_same_bits() -> None:
-    whole, parted = parameters(), parameters()
-    alone, optimizer = LAMB(whole, weight_decay=0.1), LAMB(parted, weight_decay=0.1)
-
-    def side_by_side() -> None:
-        (group,) = optimizer.param_groups
-        cuts = [group["params"][:2], group["params"][2:]]
-        threads = [
-            threading.Thread(target=optimizer.part([{**group, "params": cut}]).advance) for cut in cuts
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    for step in range(3):
-        put_grads(whole, step)
-        put_grads(parted, step)
-        alone.step()
-        optimizer.step(advance=side_by_side)
-    assert same_bits(whole, parted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,11 +1,10 @@
-"""Both momentum rules: bits against torch, options, parts, saved state."""
+"""Both momentum rules: bits against torch, options, saved state."""
 
 from __future__ import annotations
 
 import copy
 import math
 import pickle
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -232,33 +231,6 @@ def test_lr_and_momentum_are_checked_when_set() -> None:
 def test_correction_wants_a_plain_number_as_rate() -> None:
     with pytest.raises(TypeError, match="`lr` must be a plain number with `correction`, got a tensor"):
         MomentumSGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1), correction=True)
-
-
-def in_threads(calls: list[Any]) -> None:
-    threads = [threading.Thread(target=call) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-@BOTH
-def test_parts_in_threads_advance_to_the_same_bits(cls: type[HookedOptimizer]) -> None:
-    whole, parted = parameters(), parameters()
-    alone, optimizer = cls(whole, missing_grad="zero"), cls(parted, missing_grad="zero")
-    cuts = [slice(0, 2), slice(2, 3), slice(3, 5)]
-    for step in range(5):
-        alone.lr = optimizer.lr = 0.1 / (1 + step)
-        put_grads(whole, step, missing=(step,))
-        put_grads(parted, step, missing=(step,))
-        alone.step()
-        group = optimizer.param_groups[0]
-        parts = [optimizer.part([{**group, "params": group["params"][cut]}]) for cut in cuts]
-        optimizer.step(advance=lambda parts=parts: in_threads([part.advance for part in parts]))
-    assert bits(whole) == bits(parted)
-    assert optimizer.t == alone.t == 5
-    saved, other = optimizer.state_dict(), alone.state_dict()
-    assert list(saved["state"]) == list(other["state"]) == [0, 1, 2, 3, 4]
 
 
 @BOTH

@@ -23,6 +23,9 @@ NONE: Final = "nothing"
 FEW: Final = 3
 """How many differing fields an error lists."""
 
+STRIDE: Final = 4
+"""Updates from one part of a state to the next: a long part now and then costs less than a short one each."""
+
 Named = Mapping[str, torch.Tensor]
 
 
@@ -55,10 +58,6 @@ def check_fields(communicator: Communicator, fields: Mapping[str, str], *, what:
                 rank=rank,
                 subject=names[0],
             )
-
-
-STRIDE: Final = 4
-"""Updates from one part to the next: a long part now and then costs less than a short one each time."""
 
 
 class StateWatch:

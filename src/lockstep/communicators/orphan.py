@@ -60,6 +60,6 @@ def process_exists(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # there is one, of another user's
+        pass
     return True

@@ -27,7 +27,7 @@ from lockstep.replicas.scatter import BatchDim, Inputs
 from lockstep.replicas.settings import ALONE, Carried, Computing, ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.replicas.slots import Slot, buffer_slots
-from lockstep.replicas.strays import refuse_strays
+from lockstep.replicas.strays import refuse_stray_graphs
 from lockstep.replicas.summing import add_up
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum, ShardSum, Tensors
@@ -169,7 +169,7 @@ class Passes:
             in_order = [each for place in forward.done for each in place]
             _check_complete(len(in_order), forward.shards)
             if forward.has_graph and not inputs.attached and not self._looked_for_strays:
-                refuse_strays(in_order[0].tensors, {id(each): name for name, each in self._parameters})
+                refuse_stray_graphs(in_order[0].tensors, {id(each): name for name, each in self._parameters})
                 self._looked_for_strays = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
             self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)

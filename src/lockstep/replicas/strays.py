@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from typing import Final
 
 import torch
+from torch import nn
 from torch.autograd.graph import Node
 
+REMEDY: Final = (
+    "So does a function kept in the model that calls the model it was made in, as a lambda or a replaced "
+    "`forward` may: make it a method."
+)
 
-def refuse_strays(outputs: Iterable[torch.Tensor], parameters: Mapping[int, str]) -> None:
+
+def refuse_stray_graphs(outputs: Iterable[torch.Tensor], parameters: Mapping[int, str]) -> None:
     """Refuse outputs of a replica whose graph leads to the model's own parameters.
 
     It does where a function that is kept in the model calls the module that it was made in. Backward would
@@ -26,9 +33,36 @@ def refuse_strays(outputs: Iterable[torch.Tensor], parameters: Mapping[int, str]
     if names:
         raise ValueError(
             f"`model` must compute with its copy's parameters, got a replica that uses {names[0]!r} of your "
-            "own model. So does a function kept in the model that calls the model it was made in, as a "
-            "lambda or a replaced `forward` may: make it a method."
+            f"own model. {REMEDY}"
         )
+
+
+def refuse_stray_gradients(parameters: Mapping[str, nn.Parameter], wanted: Collection[int] | None) -> None:
+    """Refuse gradients that backward has put into the model's own parameters, past the replicas.
+
+    They come of a loss that is computed with the model itself, in part or whole. No shard's sum holds them,
+    so that part of the loss would be lost without a word.
+
+    Args:
+        parameters: By name. Gradients found are taken out.
+        wanted: Those of them, by ``id``, that had no gradient before the shards were computed; None for all.
+
+    Raises:
+        ValueError: A parameter has a gradient.
+    """
+    strays = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.grad is not None and (wanted is None or id(parameter) in wanted)
+    ]
+    if not strays:
+        return
+    for name in strays:
+        parameters[name].grad = None
+    raise ValueError(
+        "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got one that "
+        f"also gives {strays[0]!r} of your own model a gradient. {REMEDY}"
+    )
 
 
 def _leaves(nodes: Iterable[Node | None]) -> list[torch.Tensor]:

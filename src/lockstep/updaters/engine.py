@@ -11,11 +11,11 @@ from lockstep.plan import Shard
 from lockstep.precision import first_nonfinite
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.settings import ThreadSettings
+from lockstep.replicas.strays import refuse_stray_gradients
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt import Attempt, WholeBatch
 from lockstep.updaters.balance import PlaceTimes, Work
 from lockstep.updaters.batches import batch_size, shard_arrays
-from lockstep.updaters.handover import refuse_strays
 from lockstep.updaters.layout import Layout
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.meeting import Position
@@ -164,7 +164,7 @@ class GradientEngine:
             work, instructions, first_stream=first_stream, settings=settings, wanted=wanted
         )
         if look is None:
-            refuse_strays(layout.named, wanted)
+            refuse_stray_gradients(layout.named, wanted)
         self.reads_weights = instructions.reads_weights
         again = interrupted()
         if self._ranks is None:

@@ -1,11 +1,8 @@
-"""Hand the batch's gradient over to the parameters, with the hooks that belong to a parameter.
-
-Nothing else may put a gradient there: what does so has computed with the model itself beside its replicas.
-"""
+"""Hand the batch's gradient over to the parameters, with the hooks that belong to a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import nn
 
@@ -53,32 +50,3 @@ def refuse_accumulate_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
                 f"`model` must have no post-accumulate-grad hooks, got one on {name!r}. A shard's gradient "
                 "is not the batch's; use Tensor.register_hook or a hook of the optimizer."
             )
-
-
-def refuse_strays(parameters: Mapping[str, nn.Parameter], wanted: Collection[int] | None) -> None:
-    """Refuse gradients that backward has put into the model's own parameters, past the replicas.
-
-    They come of a loss that is computed with the model itself, in part or whole. No shard's sum holds them,
-    so that part of the loss would be lost without a word.
-
-    Args:
-        parameters: By name. Gradients found are taken out.
-        wanted: Those of them, by ``id``, that had no gradient before the shards were computed; None for all.
-
-    Raises:
-        ValueError: A parameter has a gradient.
-    """
-    strays = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.grad is not None and (wanted is None or id(parameter) in wanted)
-    ]
-    if not strays:
-        return
-    for name in strays:
-        parameters[name].grad = None
-    raise ValueError(
-        "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got one that "
-        f"also gives {strays[0]!r} of your own model a gradient. So does a function kept in the model that "
-        "calls the model it was made in, as a lambda or a replaced `forward` may: make it a method."
-    )
