@@ -31,20 +31,20 @@ _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class Watch:
-    """Of a process that is alone: there is nobody to watch."""
+    """Of a process that is alone: there is nobody to watch.
 
-    @property
-    def doing(self) -> str:
-        """What this rank said last that it is doing; empty for a process that is alone."""
-        return ""
+    Attributes:
+        doing: What this rank is doing, for the others to read; set by whoever does it. An attribute, for a
+            method would be called several times in each shard.
+    """
+
+    def __init__(self) -> None:
+        self.doing = ""
 
     @property
     def cause_is_leaving(self) -> bool:
         """Whether a rank is known to have failed whose process ends by itself, or has ended."""
         return False
-
-    def phase(self, name: str) -> None:
-        """Say what this rank is doing from here on; costs next to nothing, and never raises."""
 
     def check(self) -> None:
         """Raise if another rank is known to have failed.
@@ -93,6 +93,7 @@ class PeerWatch(Watch):
     def __init__(
         self, store: Store, rank: int, size: int, *, timeout: float = 60.0, keeper: int | None = 0
     ) -> None:
+        self.doing = START
         self._rank = rank
         self._size = size
         self._timeout = timeout
@@ -102,14 +103,13 @@ class PeerWatch(Watch):
         self._found = threading.Event()
         self._closing = threading.Event()
         self._call = _Call(self)
-        self._phase = START
         self._patience = max(ALERT_LOOKS, round(timeout / 3 / INTERVAL))
         number = store.add(f"watches/{rank}", 1)
         self._pulse = Pulse(
             dist.PrefixStore(f"watch/{number}", store.clone()),  # type: ignore[attr-defined]
             rank,
             size,
-            news=lambda: (self._call.waiting, self._phase),
+            news=lambda: (self._call.waiting, self.doing),
             patience=self._patience,
             keeper=keeper,
         )
@@ -119,18 +119,9 @@ class PeerWatch(Watch):
         self._judge.start()
 
     @property
-    def doing(self) -> str:
-        """What this rank said last; see `Watch.doing`."""
-        return self._phase
-
-    @property
     def cause_is_leaving(self) -> bool:
         """Whether the rank that failed ends by itself; see `Watch.cause_is_leaving`."""
         return self._failure is not None and self._failure.leaving
-
-    def phase(self, name: str) -> None:
-        """Say what this rank is doing; see `Watch.phase`."""
-        self._phase = name
 
     def check(self) -> None:
         """Raise if another rank is known to have failed; see `Watch.check`."""
@@ -139,7 +130,7 @@ class PeerWatch(Watch):
 
     def tell(self, error: BaseException) -> None:
         """Let the other ranks know that this one has failed; see `Watch.tell`."""
-        self._pulse.tell(Failure.raised(self._rank, error, self._phase))
+        self._pulse.tell(Failure.raised(self._rank, error, self.doing))
 
     def waiting(self) -> AbstractContextManager[None]:
         """Surround a call that waits for other ranks; see `Watch.waiting`."""

@@ -126,21 +126,30 @@ class Observers:
         return prefixes
 
 
-class Reports:
-    """What was reported during one piece of work.
+class collecting:  # noqa: N801 - reads as a verb where it is used, like torch.no_grad
+    """Collect what the calling thread reports inside a ``with``, hidden from whoever collects around it.
 
     Args:
         observers: Knows the modules that may report.
         num_samples: The weight of what comes without one.
     """
 
-    __slots__ = ("_num_samples", "_observers", "pairs")
+    __slots__ = ("_num_samples", "_observers", "_token", "pairs")
 
     def __init__(self, observers: Observers, num_samples: int) -> None:
         self._observers = observers
         self._num_samples = num_samples
         self.pairs: dict[str, Pair] = {}
         """Sum and weight by name."""
+
+    def __enter__(self) -> collecting:
+        self._token: Token[collecting | None] = _OPEN.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _OPEN.reset(self._token)
 
     def take(
         self,
@@ -156,31 +165,8 @@ class Reports:
         )
 
 
-class collecting:  # noqa: N801 - reads as a verb where it is used, like torch.no_grad
-    """Collect what the calling thread reports inside a ``with``, hidden from whoever collects around it.
-
-    Args:
-        observers: Knows the modules that may report.
-        num_samples: The weight of what comes without one.
-    """
-
-    __slots__ = ("_reports", "_token")
-
-    def __init__(self, observers: Observers, num_samples: int) -> None:
-        self._reports = Reports(observers, num_samples)
-
-    def __enter__(self) -> Reports:
-        self._token: Token[Reports | None] = _OPEN.set(self._reports)
-        return self._reports
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _OPEN.reset(self._token)
-
-
 # Every thread has its own value, so replicas that compute at once do not see each other's reports.
-_OPEN: Final[ContextVar[Reports | None]] = ContextVar("lockstep_reports", default=None)
+_OPEN: Final[ContextVar[collecting | None]] = ContextVar("lockstep_reports", default=None)
 
 
 def _checked_name(name: object) -> str:

@@ -24,7 +24,7 @@ from lockstep.precision import sent
 from lockstep.replicas.buffer_sums import BufferSum, combine_known
 from lockstep.replicas.packed_sums import Pack, PackedSum, can_be_packed, combine_packed, packs_of
 from lockstep.replicas.slots import Slot, all_slots, buffer_slots
-from lockstep.tree import Tensors
+from lockstep.tree import ShardSum, Tensors
 
 BufferRule: TypeAlias = Literal["mean", "first"]
 
@@ -48,17 +48,14 @@ class ReplicaBuffers:
         self._sources = buffer_slots(original)
         self._slots = buffer_slots(replica)
         self._own = [slot.get() for slot in self._slots]
-        self._bound = [(slot, slot.get()) for slot in all_slots(replica)]
+        self.bound = [(slot, slot.get()) for slot in all_slots(replica)]
+        """The names under which a buffer may be put, those without one included; empty for a model without any."""
         self._start: Tensors = []
         self._clean = [False] * len(self._slots)
         self.unpackable: str | None = None
         """The name of a buffer that the host has to look at, even if nobody wants to; or None."""
         self._packed: list[Pack] = []
         self._packed_kinds: Sequence[object] = []
-
-    def __len__(self) -> int:
-        """Count the names under which a buffer may be put, those without one included."""
-        return len(self._bound)
 
     def begin(self, first: int, *, unread: bool = False) -> AnyBufferSum:
         """Begin a run of shards, during which the original's buffers stand still.
@@ -68,6 +65,8 @@ class ReplicaBuffers:
             unread: Whether nobody on the host is to learn which buffers a shard changed, not even on a CPU.
                 Of a model on another device nobody learns it anyway, unless a buffer is `unpackable`.
         """
+        if not self.bound:
+            return BufferSum(ShardSum(first), [], [])
         self._start = [
             None if own is None or (source := slot.get()) is None else source.detach().to(own.device)
             for slot, own in zip(self._sources, self._own, strict=True)
@@ -89,7 +88,7 @@ class ReplicaBuffers:
 
     def restore(self) -> None:
         """Put the replica's buffers back to those of the original, writing only where that may be needed."""
-        for slot, own in self._bound:
+        for slot, own in self.bound:
             if slot.get() is not own:
                 slot.put(own)
         stale = [
@@ -114,7 +113,7 @@ class ReplicaBuffers:
             for own, start in zip(self._own, self._start, strict=True)
             if own is not None and start is not None
         }
-        for slot, own in self._bound:
+        for slot, own in self.bound:
             slot.put(fresh.get(id(own), own))
 
     def take(self, shard: int, weight: float, into: AnyBufferSum) -> None:

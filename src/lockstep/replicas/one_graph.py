@@ -18,7 +18,7 @@ from lockstep import nest
 from lockstep.plan import Shard
 from lockstep.replicas.flat_parameters import Flattened
 from lockstep.replicas.passes import Forward, Passes, schedule
-from lockstep.replicas.replica_passes import Watch
+from lockstep.replicas.replica_passes import ShardObserver
 from lockstep.replicas.scatter import Inputs, Piece
 from lockstep.tree import PartialSum, total
 
@@ -84,7 +84,7 @@ class Aliases(torch.autograd.Function):
 
 
 class Attached:
-    """A `Watch` that lets shards compute with aliases of the model's parameters.
+    """A `ShardObserver` that lets shards compute with aliases of the model's parameters.
 
     Args:
         parameters: The model's, those that ask for a gradient.
@@ -97,7 +97,7 @@ class Attached:
         self,
         parameters: Sequence[nn.Parameter],
         devices: Mapping[int, torch.device],
-        inner: Watch | None,
+        inner: ShardObserver | None,
         flat: Flattened | None,
     ) -> None:
         aliases: tuple[torch.Tensor, ...] = Aliases.apply(  # type: ignore[no-untyped-call]  # torch's gap

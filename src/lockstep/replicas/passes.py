@@ -8,7 +8,7 @@ stream and from the same buffers, as in an update. What an update does in one go
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 
@@ -21,16 +21,16 @@ from lockstep.plan import Shard
 from lockstep.replicas.buffers import AnyBufferSum, BufferRule, ReplicaBuffers, combine
 from lockstep.replicas.gather import Outputs, read_outputs
 from lockstep.replicas.interrupts import Interrupts
-from lockstep.replicas.replica_passes import Mode, ReplicaPasses, ShardForward, Turn, Watch
+from lockstep.replicas.replica_passes import BackwardTask, ForwardTask, Mode, ShardForward, ShardObserver
 from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.replicas.scatter import BatchDim, Inputs
-from lockstep.replicas.settings import ALONE, Carried, Computing, ThreadSettings
-from lockstep.replicas.shard_streams import ShardStreams, Streams
+from lockstep.replicas.settings import SINGLE_THREAD, ComputeMode, InheritedSettings, ThreadSettings
+from lockstep.replicas.shard_runner import ShardRunner
+from lockstep.replicas.shard_streams import ShardStreams
 from lockstep.replicas.slots import Slot, buffer_slots
-from lockstep.replicas.strays import refuse_stray_graphs
-from lockstep.replicas.summing import add_up
-from lockstep.streams import stream_seed
-from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.replicas.strays import check_no_leaked_graphs
+from lockstep.replicas.summing import TreeSum, gather
+from lockstep.tree import ShardSum, Tensors
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Forward:
     key: int
     mode: Mode
     settings: ThreadSettings
-    replicas: list[ReplicaPasses]
+    replicas: list[ShardRunner]
     parameters: list[tuple[str, nn.Parameter]]
     has_graph: bool
     done: list[list[ShardForward]] = field(default_factory=list)
@@ -71,17 +71,17 @@ class Backward:
         parameters: For each device the sums over its shards, one entry for each parameter that asks for a
             gradient, in the order of the model's; half precision as float32.
         inputs: For each shard, by index, the gradient of its part of each input.
-        replicas: Whose threads add up.
+        tree_sum: Adds up, in the replicas' threads.
     """
 
     parameters: list[ShardSum]
     inputs: dict[int, Tensors]
-    replicas: ReplicaSet
+    tree_sum: TreeSum
 
     def device_total(self, place: int) -> Tensors:
         """Sum the parameters' gradients over the shards of one device, leaving what is here untouched."""
         partials = self.parameters[place].partials
-        return add_up(partials, self.replicas, keep=True) if partials else []
+        return self.tree_sum.total(partials, keep=True) if partials else []
 
     def total(self, *, keep: bool) -> Tensors:
         """Sum the parameters' gradients over all shards, in the tree's order, on the first device.
@@ -93,7 +93,7 @@ class Backward:
         device = next((each.device for sums in partials for each in sums.tensors if each is not None), None)
         if device is None:
             return partials[0].tensors
-        return add_up([_moved(each, device) for each in partials], self.replicas, keep=keep)
+        return self.tree_sum.total(gather(partials, device), keep=keep)
 
 
 class Passes:
@@ -110,11 +110,12 @@ class Passes:
         self._streams = ShardStreams(replicas.devices)
         # Two threads of the user's take turns; one may come back in, from a hook.
         self._lock = threading.RLock()
-        self._replicas: list[ReplicaPasses] = []
+        self._replicas: list[ShardRunner] = []
         self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._tree_sum = TreeSum(replicas, [])
         self._slots: list[Slot] = []
         self._looked_for_strays = False
-        self.watch: Watch | None = None
+        self.watch: ShardObserver | None = None
         """Entered around the forward and the backward of each shard; None costs nothing."""
 
     def forward(
@@ -147,7 +148,7 @@ class Passes:
         Determinism: with a number of shards the bits of all outputs and buffers depend on the batch, the
         model, that number and the key; not on devices or workloads.
         """
-        with self._lock, Interrupts() as interrupts, Computing(self._settings()) as settings:
+        with self._lock, Interrupts() as interrupts, ComputeMode(self._settings()) as settings:
             self._follow()
             forward = Forward(
                 inputs,
@@ -160,16 +161,15 @@ class Passes:
                 has_graph=settings.grad,
             )
 
-            def run(streams: Streams, *, at_once: bool) -> list[AnyBufferSum]:
-                return self._forward(forward, streams, settings, interrupts, at_once=at_once)
-
+            run = partial(self._forward, forward, settings, interrupts)
             sums = self._streams.compute(
-                run, _seeds(forward.key), in_threads=self._set.wants_threads(forward.shards)
+                run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards)
             )
             in_order = [each for place in forward.done for each in place]
             _check_complete(len(in_order), forward.shards)
             if forward.has_graph and not inputs.attached and not self._looked_for_strays:
-                refuse_stray_graphs(in_order[0].tensors, {id(each): name for name, each in self._parameters})
+                own = {id(parameter): name for name, parameter in self._parameters}
+                check_no_leaked_graphs(in_order[0].tensors, own)
                 self._looked_for_strays = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
             self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)
@@ -200,29 +200,25 @@ class Passes:
         forward.has_graph = retain_graph
         spent = False
 
-        def run(streams: Streams, *, at_once: bool) -> list[tuple[ShardSum, dict[int, Tensors]]]:
+        def run(*, at_once: bool) -> list[BackwardTask]:
             nonlocal spent
             if spent:  # an attempt that drew past its shards' streams has used the graphs up
-                with Carried(forward.settings):
-                    self._forward(forward, streams, forward.settings, interrupts, at_once=at_once)
+                with InheritedSettings(forward.settings):
+                    self._forward(forward, forward.settings, interrupts, at_once=at_once)
             spent = True
             return self._backward(
-                forward,
-                output_grads,
-                streams,
-                settings,
-                interrupts,
-                retain_graph=retain_graph,
-                at_once=at_once,
+                forward, output_grads, settings, interrupts, retain_graph=retain_graph, at_once=at_once
             )
 
-        with self._lock, Interrupts() as interrupts, Computing(self._settings()) as settings:
-            results = self._streams.compute(
-                run, _seeds(forward.key), in_threads=self._set.wants_threads(forward.shards)
+        with self._lock, Interrupts() as interrupts, ComputeMode(self._settings()) as settings:
+            tasks = self._streams.compute(
+                run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards)
             )
-        inputs = {index: grads for _, by_shard in results for index, grads in by_shard.items()}
+        inputs: dict[int, Tensors] = {}
+        for task in tasks:
+            inputs.update(task.inputs)
         _check_complete(len(inputs), forward.shards)
-        return Backward([sums for sums, _ in results], inputs, self._set)
+        return Backward([task.sums for task in tasks], inputs, self._tree_sum)
 
     def release(self) -> None:
         """Let go of replicas, and give torch back its random kernels, until the next forward."""
@@ -242,12 +238,13 @@ class Passes:
         model, replicas, devices = self._set.model, self._set.replicas, self._set.devices
         pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
+        self._tree_sum = TreeSum(self._set, [parameter.numel() for _, parameter in self._parameters])
         self._slots = buffer_slots(model)
         self._looked_for_strays = False
         self._replicas = [
-            ReplicaPasses(
+            ShardRunner(
                 place,
-                len(devices),
+                self._set,
                 device,
                 replica,
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
@@ -257,64 +254,56 @@ class Passes:
         ]
 
     def _forward(
-        self,
-        forward: Forward,
-        streams: Streams,
-        settings: ThreadSettings,
-        interrupts: Interrupts,
-        *,
-        at_once: bool,
+        self, forward: Forward, settings: ThreadSettings, interrupts: Interrupts, *, at_once: bool
     ) -> list[AnyBufferSum]:
         """Run forward on all devices from a calling thread that is in the state for it."""
-        forward.done = [[] for _ in forward.shards]
-        sums: list[AnyBufferSum | None] = [None] * len(forward.shards)
+        tasks: list[ForwardTask | None] = [None] * len(forward.shards)
 
         def work(place: int) -> None:
-            replica = forward.replicas[place]
-            forward.done[place], sums[place] = replica.forward(
-                forward.shards[place],
+            runner, shards = forward.replicas[place], forward.shards[place]
+            tasks[place] = task = ForwardTask(
                 forward.inputs,
-                mode=forward.mode,
-                stream=streams(replica.device),
-                turn=self._turn(place, interrupts),
-                watch=self.watch,
+                forward.mode,
+                self.watch,
+                interrupts.window,
+                forward.has_graph,
+                runner.buffers.begin(shards[0].index if shards else 0),
             )
+            runner.run([(shard, None) for shard in shards], task, self._streams)
 
         self._set.run(work, settings=settings, at_once=at_once, waiting=interrupts.window)
-        return [each for each in sums if each is not None]
+        forward.done = [[] if task is None else task.done for task in tasks]
+        return [task.buffers for task in tasks if task is not None]
 
     def _backward(
         self,
         forward: Forward,
         output_grads: Sequence[torch.Tensor | None],
-        streams: Streams,
         settings: ThreadSettings,
         interrupts: Interrupts,
         *,
         retain_graph: bool,
         at_once: bool,
-    ) -> list[tuple[ShardSum, dict[int, Tensors]]]:
+    ) -> list[BackwardTask]:
         """Run backward on all devices from a calling thread that is in the state for it."""
-        results: list[tuple[ShardSum, dict[int, Tensors]]] = [(ShardSum(), {}) for _ in forward.shards]
+        tasks = [
+            BackwardTask(
+                partial(forward.outputs.grads_of, grads=output_grads),
+                forward.mode,
+                self.watch,
+                interrupts.window,
+                retain_graph,
+                ShardSum(done[0].shard.index if done else 0),
+            )
+            for done in forward.done
+        ]
 
         def work(place: int) -> None:
-            replica = forward.replicas[place]
-            results[place] = replica.backward(
-                forward.done[place],
-                lambda shard: forward.outputs.grads_of(shard, output_grads),
-                mode=forward.mode,
-                stream=streams(replica.device),
-                turn=self._turn(place, interrupts),
-                watch=self.watch,
-                retain_graph=retain_graph,
-            )
+            done = [(each.shard, each) for each in forward.done[place]]
+            forward.replicas[place].run(done, tasks[place], self._streams)
 
         self._set.run(work, settings=settings, at_once=at_once, waiting=interrupts.window)
-        return results
-
-    def _turn(self, place: int, interrupts: Interrupts) -> Turn:
-        """Give a replica what it asks of the group."""
-        return Turn(partial(self._set.stops_before, place), interrupts.window)
+        return tasks
 
     @torch.no_grad()
     def _combine(self, sums: Sequence[AnyBufferSum], weight: float) -> None:
@@ -332,7 +321,7 @@ def schedule(num_samples: int, num_shards: int | None, workloads: tuple[float, .
 @lru_cache(maxsize=4)
 def _alone(grad: bool, inference: bool) -> ThreadSettings:
     """Give the settings of a thread that carries nothing anywhere."""
-    return replace(ALONE, grad=grad, inference=inference)
+    return replace(SINGLE_THREAD, grad=grad, inference=inference)
 
 
 def draw_key() -> int:
@@ -340,17 +329,7 @@ def draw_key() -> int:
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
-def _seeds(key: int) -> Callable[[Shard], int]:
-    return lambda shard: stream_seed(key, shard.index)
-
-
 def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:
     """Refuse to go on with a part of the shards."""
     if num_done != sum(map(len, shards)):
         raise OrderError("The group was told to stop before all shards were computed; run the forward again.")
-
-
-def _moved(partial: PartialSum, device: torch.device) -> PartialSum:
-    if all(each is None or each.device == device for each in partial.tensors):
-        return partial
-    return PartialSum(partial.shard, [None if each is None else each.to(device) for each in partial.tensors])

@@ -1,28 +1,29 @@
-"""The forwards and backwards of one replica, shard after shard."""
+"""The two halves of a shard's work: a forward whose graph is kept, and the backward that follows it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.errors import ReplicaError
 from lockstep.plan import Shard
-from lockstep.replicas.at_work import samples_text
-from lockstep.replicas.buffers import AnyBufferSum, ReplicaBuffers
+from lockstep.replicas.buffers import AnyBufferSum
 from lockstep.replicas.scatter import Inputs
-from lockstep.replicas.shard_streams import Stream, resume_stream, stream_position
+from lockstep.replicas.shard_runner import ShardRunner
+from lockstep.replicas.shard_streams import resume_stream, stream_position
 from lockstep.tree import ShardSum, Tensors
+
+NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 HALF = (torch.float16, torch.bfloat16)
 
 
-class Watch(Protocol):
+class ShardObserver(Protocol):
     """What wants to be there while shards are computed; called by the thread that computes."""
 
     def forward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
@@ -30,19 +31,6 @@ class Watch(Protocol):
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Give what is entered around the backward of a shard."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What a replica that works asks of the group it belongs to.
-
-    Attributes:
-        stops: Told before each shard what comes and which; where it says yes, the rest is left undone.
-        window: Entered while the user's code runs: there an interrupt may be raised.
-    """
-
-    stops: Callable[[str, Shard], bool]
-    window: AbstractContextManager[None]
 
 
 @dataclass(slots=True)
@@ -88,7 +76,7 @@ class Mode:
 
     @contextmanager
     def applied(self, replica: nn.Module) -> Iterator[None]:
-        """Run a replica's modules in this mode for a while."""
+        """Run a replica's modules in this mode for a while; there is nothing to do where `training` is None."""
         modules = [module for module in replica.modules() if module.training != self.training]
         for module in modules:
             module.training = bool(self.training)
@@ -98,160 +86,105 @@ class Mode:
             for module in modules:
                 module.training = not self.training
 
-    def on(self, replica: nn.Module) -> AbstractContextManager[None]:
-        """Do the same, at no cost where there is nothing to do."""
-        return nullcontext() if self.training is None else self.applied(replica)
 
-
-@dataclass(frozen=True, slots=True)
-class ReplicaPasses:
-    """One replica and what is needed to run shards on it.
+@dataclass(slots=True)
+class ForwardTask:
+    """Run forward on the shards of one device, and keep what backward needs; a `ShardTask`.
 
     Attributes:
-        place: Its number among the group's devices.
-        num_places: How many there are.
-        device: Where it lives.
-        replica: Its copy of the model.
-        parameters: Those of its parameters that ask for a gradient.
-        buffers: Its buffers.
+        inputs: To be cut.
+        mode: How modules run.
+        observer: Told of each forward, if anything is.
+        window: Entered while the model runs: there an interrupt may be raised.
+        keeps_graph: Whether graphs are kept for a later backward.
+        buffers: What the shards make of the buffers.
+        done: What each shard left behind.
     """
 
-    place: int
-    num_places: int
-    device: torch.device
-    replica: nn.Module
-    parameters: list[nn.Parameter]
-    buffers: ReplicaBuffers
+    inputs: Inputs
+    mode: Mode
+    observer: ShardObserver | None
+    window: AbstractContextManager[None]
+    keeps_graph: bool
+    buffers: AnyBufferSum
+    done: list[ShardForward] = field(default_factory=list)
+    phase: ClassVar[str] = "forward"
 
-    def forward(
-        self,
-        shards: Sequence[Shard],
-        inputs: Inputs,
-        *,
-        mode: Mode,
-        stream: Stream,
-        turn: Turn,
-        watch: Watch | None,
-    ) -> tuple[list[ShardForward], AnyBufferSum]:
-        """Run forward on shards, one after another, each from the same buffers and in its own random stream.
-
-        Args:
-            shards: Ascending.
-            inputs: To be cut.
-            mode: How modules run.
-            stream: Opens the random stream of a shard.
-            turn: Says whether to go on.
-            watch: Entered around each forward.
-
-        Raises:
-            ReplicaError: The replica raised; the original error is the cause.
-        """
-        first = shards[0].index if shards else 0
-        sums = self.buffers.begin(first)
-        done = []
-        for shard in shards:
-            if turn.stops("forward", shard):
-                break
-            self._put_back_buffers()
-            observed = nullcontext() if watch is None else watch.forward(self.place, shard, self.replica)
-            with mode.on(self.replica), observed:
-                done.append(self._forward(shard, inputs, stream, turn))
-            if self.buffers:
-                # A single shard's buffers are taken as they are: x * n / n is not always x.
-                alone = len(shard.samples) == inputs.num_samples
-                self.buffers.take(shard.index, 1 if alone else len(shard.samples), sums)
-        return done, sums
-
-    def _put_back_buffers(self) -> None:
-        if not self.buffers:
-            return
-        if torch.is_grad_enabled():
-            self.buffers.renew()
-        else:
-            self.buffers.restore()
-
-    def _forward(self, shard: Shard, inputs: Inputs, stream: Stream, turn: Turn) -> ShardForward:
-        with stream(shard):
+    def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:  # noqa: ARG002 - the shard says it all
+        """Run the model on a shard."""
+        replica = runner.replica
+        with (
+            NOTHING if self.mode.training is None else self.mode.applied(replica),
+            NOTHING if self.observer is None else self.observer.forward(runner.place, shard, replica),
+        ):
             try:
-                piece = inputs.cut(shard.samples, self.device)
-                with turn.window:
-                    returned = self.replica(*piece.args, **piece.kwargs)
+                piece = self.inputs.cut(shard.samples, runner.device)
+                with self.window:
+                    returned = replica(*piece.args, **piece.kwargs)
             except Exception as error:
-                raise self._error("forward", shard, error) from error
-            position = stream_position(self.device) if torch.is_grad_enabled() else None
-        return ShardForward(shard, piece.leaves, returned, nest.tensors(returned), position)
+                raise runner.error("forward", shard, error) from error
+            position = stream_position(runner.device) if self.keeps_graph else None
+        self.done.append(ShardForward(shard, piece.leaves, returned, nest.tensors(returned), position))
+        if runner.buffers.bound:
+            # A single shard's buffers are taken as they are: x * n / n is not always x.
+            alone = len(shard.samples) == self.inputs.num_samples
+            runner.buffers.take(shard.index, 1 if alone else len(shard.samples), self.buffers)
 
-    def backward(
-        self,
-        done: Sequence[ShardForward],
-        output_grads: Callable[[ShardForward], Tensors],
-        *,
-        mode: Mode,
-        stream: Stream,
-        turn: Turn,
-        watch: Watch | None,
-        retain_graph: bool,
-    ) -> tuple[ShardSum, dict[int, Tensors]]:
-        """Run backward on shards, one after another, each in its stream from where forward left it.
 
-        Args:
-            done: Their forwards, ascending.
-            output_grads: Gives the gradient of each tensor a shard returned, on its device; None for none.
-            mode: How modules run, should backward run forward again.
-            stream: Opens the random stream of a shard.
-            turn: Says whether to go on.
-            watch: Entered around each backward.
-            retain_graph: Whether backward is to be possible once more.
+@dataclass(slots=True)
+class BackwardTask:
+    """Run backward on the shards of one device, each in its stream from where forward left it; a `ShardTask`.
 
-        Returns:
-            The sum of the parameters' gradients, those in half precision as float32, and by shard the
-            gradient of each input; None where there is none.
+    Attributes:
+        output_grads: Returns the gradient of each tensor a shard returned, on its device; None for none.
+        mode: How modules run, should backward run forward again.
+        observer: Told of each backward, if anything is.
+        window: Entered while backward runs: there an interrupt may be raised.
+        retain_graph: Whether backward is to be possible once more.
+        sums: The sum of the parameters' gradients, those in half precision as float32.
+        inputs: By shard the gradient of each input; None where there is none.
+    """
 
-        Raises:
-            ReplicaError: Backward raised; the original error is the cause.
-        """
-        sums = ShardSum(done[0].shard.index if done else 0)
-        inputs: dict[int, Tensors] = {}
-        for each in done:
-            shard = each.shard
-            if turn.stops("backward", shard):
-                break
-            observed = nullcontext() if watch is None else watch.backward(self.place, shard, self.replica)
-            with mode.on(self.replica), observed, stream(shard):
-                if each.position is not None:
-                    resume_stream(each.position, self.device)
-                try:
-                    with turn.window:
-                        self._backward(each, output_grads(each), retain_graph=retain_graph)
-                except Exception as error:
-                    raise self._error("backward", shard, error) from error
-                finally:
-                    gradients, inputs[shard.index] = _take(self.parameters), _take(each.leaves)
-            sums.push(shard.index, [_widen(gradient) for gradient in gradients])
-        return sums, inputs
+    output_grads: Callable[[ShardForward], Tensors]
+    mode: Mode
+    observer: ShardObserver | None
+    window: AbstractContextManager[None]
+    retain_graph: bool
+    sums: ShardSum
+    inputs: dict[int, Tensors] = field(default_factory=dict)
+    phase: ClassVar[str] = "backward"
+    keeps_graph: ClassVar[bool] = False
 
-    def _backward(self, done: ShardForward, output_grads: Tensors, *, retain_graph: bool) -> None:
-        """Leave the gradients in the parameters and leaves."""
-        pairs = [
-            (tensor, gradient)
-            for tensor, gradient in zip(done.tensors, output_grads, strict=True)
-            if gradient is not None and tensor.requires_grad
-        ]
-        if not pairs:
-            return
-        tensors, gradients = zip(*pairs, strict=True)
-        # Autograd's own threads for accelerators know nothing of the shard's stream; on CPUs there are none.
-        with nullcontext() if self.device.type == "cpu" else torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
+    def run(self, runner: ShardRunner, shard: Shard, given: ShardForward, /) -> None:
+        """Run backward on a shard whose forward is given."""
+        replica = runner.replica
+        with (
+            NOTHING if self.mode.training is None else self.mode.applied(replica),
+            NOTHING if self.observer is None else self.observer.backward(runner.place, shard, replica),
+        ):
+            if given.position is not None:
+                resume_stream(given.position, runner.device)
+            tensors, gradients = _paired(given.tensors, self.output_grads(given))
+            try:
+                with self.window:
+                    if tensors:
+                        runner.backward(shard, tensors, gradients, retain_graph=self.retain_graph)
+            finally:
+                self.inputs[shard.index] = _take(given.leaves)
+        self.sums.push(shard.index, _widened(runner.take_gradients()))
 
-    def _error(self, phase: str, shard: Shard, error: Exception) -> ReplicaError:
-        where = f"{self.device} (device {self.place} of 0..{self.num_places - 1})"
-        what = f"The {phase} of shard {shard.index} ({samples_text(shard)})"
-        return ReplicaError(
-            f"{what} raised {type(error).__name__} on {where}: {error}",
-            device=str(self.device),
-            shard=shard.index,
-        )
+
+def _paired(
+    tensors: Sequence[torch.Tensor], gradients: Tensors
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors that have a gradient and a graph, and their gradients."""
+    found: list[torch.Tensor] = []
+    theirs: list[torch.Tensor] = []
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        if gradient is not None and tensor.requires_grad:
+            found.append(tensor)
+            theirs.append(gradient)
+    return found, theirs
 
 
 def _take(tensors: Sequence[torch.Tensor | None]) -> Tensors:
@@ -264,6 +197,9 @@ def _take(tensors: Sequence[torch.Tensor | None]) -> Tensors:
     return gradients
 
 
-def _widen(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Let a gradient in half precision be summed in float32, to be rounded once."""
-    return gradient.float() if gradient is not None and gradient.dtype in HALF else gradient
+def _widened(gradients: Tensors) -> Tensors:
+    """Return gradients in half precision as float32, so that they are summed there and rounded once."""
+    for index, gradient in enumerate(gradients):
+        if gradient is not None and gradient.dtype in HALF:
+            gradients[index] = gradient.float()
+    return gradients

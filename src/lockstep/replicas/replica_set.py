@@ -15,12 +15,11 @@ from torch import nn
 
 from lockstep import plan
 from lockstep.errors import OrderError
-from lockstep.plan import Shard
-from lockstep.replicas.at_work import AtWork
 from lockstep.replicas.copies import ModelWatch, copy_model
 from lockstep.replicas.devices import Devices, device_context, parse_devices
 from lockstep.replicas.memory import keep_freed_memory
-from lockstep.replicas.settings import Carried, Computing, ThreadSettings
+from lockstep.replicas.progress import DeviceProgress
+from lockstep.replicas.settings import ComputeMode, InheritedSettings, ThreadSettings
 from lockstep.replicas.worker import Worker
 
 Timeout: TypeAlias = "float | Literal['auto'] | None"
@@ -86,7 +85,7 @@ class ReplicaSet:
         self._seconds = _check_timeout(timeout)
         self._watches_all = timeout is not None and timeout != "auto"
         self._frozen = frozenset(frozen)
-        self.at_work = AtWork(self.devices)
+        self.progress = DeviceProgress(self.devices)
         """What the devices are doing."""
         self._replicas: list[nn.Module] = []
         self._watch: ModelWatch | None = None
@@ -113,7 +112,7 @@ class ReplicaSet:
     @property
     def stopping(self) -> bool:
         """Whether another replica has failed or the user asked to stop; long work looks between its parts."""
-        return self.at_work.stopping
+        return self.progress.stopping
 
     @property
     def carries(self) -> bool:
@@ -133,18 +132,8 @@ class ReplicaSet:
 
     def stop(self) -> None:
         """Ask every replica to end its work at the next look; an interrupt came just now."""
-        self.at_work.stopping = True
-        self.at_work.mark()
-
-    def stops_before(self, place: int, phase: str, shard: Shard) -> bool:
-        """Take note of what a device comes to next, and tell whether it is to be left undone.
-
-        Args:
-            place: The device's number.
-            phase: What is to be done with the shard.
-            shard: Which one.
-        """
-        return not self.at_work.come_to(place, phase, shard) or self.at_work.stopping
+        self.progress.stopping = True
+        self.progress.mark()
 
     def refresh(self) -> bool:
         """Make the replicas follow the model: its structure, attributes, hooks and values.
@@ -221,80 +210,85 @@ class ReplicaSet:
             BaseException: What the first device (by index) that failed raised; the others were asked to stop.
         """
         self._check_open()
-        self.at_work = AtWork(self.devices)
+        if settings is None:
+            with ComputeMode(ThreadSettings.capture(self.device_types)) as taken:
+                self.run(work, settings=taken, at_once=at_once, waiting=waiting)
+            return
+        self.progress = progress = DeviceProgress(self.devices)
         try:
-            if settings is None:
-                with Computing(ThreadSettings.capture(self.device_types)) as taken:
-                    self._run(work, taken, at_once, waiting)
-            else:
-                self._run(work, settings, at_once, waiting)
+            with progress:
+                if self._watches_all or (at_once and len(self.devices) > 1):
+                    self._run_in_threads(work, settings, at_once, waiting)
+                else:
+                    for place in range(len(self.devices)):
+                        self._do(work, place, progress)
         except KeyboardInterrupt:
             self._abandon()  # a replica may be half switched to another mode
             raise
 
-    def _run(
+    def _run_in_threads(
         self,
         work: Callable[[int], None],
         settings: ThreadSettings,
         at_once: bool,
         waiting: AbstractContextManager[None],
     ) -> None:
-        """Do the work from a calling thread that is in the state for it."""
-        at_work = self.at_work
+        """Work in threads, and for the first device in this one unless all are watched.
 
-        def there(places: range) -> None:
-            for place in places:
-                with Carried(settings):
-                    self._do(work, place, at_work)
-
-        count = len(self.devices)
-        each = [range(place, place + 1) for place in range(count)]
-        if self._watches_all:
-            self._run_in_threads(each if at_once else [range(count)], None, there, waiting)
-        elif at_once and count > 1:
-            self._run_in_threads(each[1:], partial(self._do, work, 0, at_work), there, waiting)
-        else:
-            for place in range(count):
-                self._do(work, place, at_work)
-
-    def _do(self, work: Callable[[int], None], place: int, at_work: AtWork) -> None:
-        """Do one device's work in the calling thread."""
-        at_work.begin(place)
-        try:
-            with at_work, device_context(self.devices[place]):
-                work(place)
-        except BaseException:
-            at_work.stopping = True
-            raise
-        at_work.end(place)
-
-    def _run_in_threads(
-        self,
-        runs: Sequence[range],
-        here: Callable[[], None] | None,
-        there: Callable[[range], None],
-        waiting: AbstractContextManager[None],
-    ) -> None:
-        """Run these places in threads and maybe place 0 here; after an interrupt no thread stays in use."""
+        After an interrupt or a timeout no thread stays in use.
+        """
+        places, progress = range(len(self.devices)), self.progress
+        runs = [places[place : place + 1] for place in places] if at_once else [places]
+        theirs = runs if self._watches_all else runs[1:]
         # Where devices worked one after another so far, one thread did it all.
-        for run in runs[len(self._workers) :]:
+        for run in theirs[len(self._workers) :]:
             self._workers.append(Worker(f"lockstep-{run[0]}-{self.devices[run[0]]}"))
-        workers = self._workers[: len(runs)]
+        workers = self._workers[: len(theirs)]
         errors: list[BaseException | None] = []
         try:
-            with self.at_work:
-                for run, worker in zip(runs, workers, strict=True):
-                    worker.begin(partial(there, run))
-                if here is not None:
-                    errors.append(_attempt(here))
-                with waiting:
-                    errors += self._wait(runs, workers)
-        except BaseException:
+            for run, worker in zip(theirs, workers, strict=True):
+                worker.begin(partial(self._do_under, settings, work, run, progress))
+            if not self._watches_all:
+                try:
+                    self._do(work, 0, progress)
+                except BaseException as error:  # noqa: BLE001 - raised once all threads have ended
+                    errors.append(error)
+            with waiting:
+                errors += self._wait(theirs, workers)
+        except BaseException as error:
+            progress.failed(error)
             self._abandon()
             raise
         for error in errors:
             if error is not None:
                 raise error
+
+    def _do_under(
+        self, settings: ThreadSettings, work: Callable[[int], None], places: range, progress: DeviceProgress
+    ) -> None:
+        """Do the work of some devices in another thread than the one that asked for it."""
+        for place in places:
+            with InheritedSettings(settings):
+                self._do(work, place, progress)
+
+    def _do(self, work: Callable[[int], None], place: int, progress: DeviceProgress) -> None:
+        """Do one device's work in the calling thread.
+
+        Args:
+            work: Called with the device's number.
+            place: That number.
+            progress: Where this piece of work is noted. A thread that was given up and comes back must not
+                touch the notes of later work, so it is not looked up here.
+        """
+        device = self.devices[place]
+        progress.begin(place)
+        try:
+            with AT_ONCE if device.type == "cpu" else device_context(device):
+                work(place)
+        except BaseException as error:
+            progress.failed(error)
+            raise
+        progress.end(place)
 
     def _wait(self, runs: Sequence[range], workers: Sequence[Worker]) -> list[BaseException | None]:
         """Wait for threads, and give what each raised."""
@@ -307,7 +301,7 @@ class ReplicaSet:
             except TimeoutError:
                 late += run
         if late:
-            raise self.at_work.hung(late, self._seconds)
+            raise self.progress.hung(late, self._seconds)
         return errors
 
     def _check_open(self) -> None:
@@ -316,7 +310,7 @@ class ReplicaSet:
 
     def _abandon(self) -> None:
         """Let go of threads and replicas; a thread that is still at work ends by itself after that work."""
-        self.at_work.stopping = True
+        self.progress.stopping = True
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
@@ -347,12 +341,3 @@ def _check_timeout(timeout: Timeout) -> float:
     if not timeout > 0:
         raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
     return timeout
-
-
-def _attempt(job: Callable[[], None]) -> BaseException | None:
-    """Run the calling thread's part; what it raises waits until the other threads have ended."""
-    try:
-        job()
-    except BaseException as error:  # noqa: BLE001 - raised by the caller once all threads have ended
-        return error
-    return None

@@ -8,7 +8,7 @@ belong to the process and need no carrying.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
@@ -68,10 +68,10 @@ class ThreadSettings:
         )
 
 
-ALONE: Final = ThreadSettings(
+SINGLE_THREAD: Final = ThreadSettings(
     grad=True, inference=False, autocast=(), default_device=None, flush_denormal=False
 )
-"""To train in the calling thread only: nothing is carried anywhere, so nothing else need be known."""
+"""To train in the calling thread only: nothing is handed to another one, so nothing else need be known."""
 
 
 class OneIntraOpThread:
@@ -96,7 +96,7 @@ class OneIntraOpThread:
             torch.set_num_threads(self._threads)
 
 
-class Computing:
+class ComputeMode:
     """Put the calling thread into the state in which shards are computed; leave it as it was found.
 
     Args:
@@ -107,14 +107,15 @@ class Computing:
 
     def __init__(self, settings: ThreadSettings) -> None:
         self._settings = settings
-        self._threads = OneIntraOpThread()
 
     def __enter__(self) -> ThreadSettings:
         settings = self._settings
         self._grad = torch.is_grad_enabled()
         self._cache = torch.is_autocast_cache_enabled()
         self._inference: AbstractContextManager[object] | None = None
-        self._threads.__enter__()
+        self._threads = torch.get_num_threads()
+        if self._threads != 1:  # see `OneIntraOpThread`
+            torch.set_num_threads(1)
         if settings.inference != torch.is_inference_mode_enabled():
             self._inference = torch.inference_mode(settings.inference)
             self._inference.__enter__()
@@ -129,43 +130,44 @@ class Computing:
         if self._inference is not None:
             self._inference.__exit__(kind, error, trace)
         torch._C._set_grad_enabled(self._grad)
-        self._threads.__exit__(kind, error, trace)
+        if self._threads != 1:
+            torch.set_num_threads(self._threads)
 
 
-class Carried:
+class InheritedSettings(ComputeMode):
     """Compute under the settings of another thread; leave this one as it was found.
 
     Args:
         settings: Of the thread that asks for the work.
     """
 
-    __slots__ = ("_autocast", "_computing", "_device", "_flush", "_settings", "_streams")
+    __slots__ = ("_autocast", "_device", "_flush", "_streams")
 
-    def __init__(self, settings: ThreadSettings) -> None:
-        self._settings = settings
-        self._computing = Computing(settings)
-
-    def __enter__(self) -> None:
+    def __enter__(self) -> ThreadSettings:
         settings = self._settings
         self._autocast = _switch_autocast(settings.autocast)
-        self._flush = _flushes_denormals()
-        self._device: AbstractContextManager[object] = settings.default_device or nullcontext()
-        self._streams = _current_streams() if settings.streams else ()
-        _set_streams(settings.streams)
-        self._computing.__enter__()
+        self._flush = SMALLEST_DENORMAL * 1.0 == 0.0
+        self._device: AbstractContextManager[object] | None = settings.default_device
+        self._streams = _switch_streams(settings.streams) if settings.streams else ()
+        super().__enter__()
         if settings.flush_denormal != self._flush:
             torch.set_flush_denormal(settings.flush_denormal)
-        self._device.__enter__()
+        if self._device is not None:
+            self._device.__enter__()
+        return settings
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._device.__exit__(kind, error, trace)
+        if self._device is not None:
+            self._device.__exit__(kind, error, trace)
         if self._settings.flush_denormal != self._flush:
             torch.set_flush_denormal(self._flush)
-        _switch_autocast(self._autocast)
-        self._computing.__exit__(kind, error, trace)
-        _set_streams(self._streams)
+        if self._autocast:
+            _switch_autocast(self._autocast)
+        super().__exit__(kind, error, trace)
+        if self._streams:
+            _switch_streams(self._streams)
 
 
 def _autocast(device_type: str) -> Autocast:
@@ -203,7 +205,12 @@ def _current_streams() -> tuple[torch.cuda.Stream, ...]:
     return tuple(torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()))
 
 
-def _set_streams(streams: Iterable[torch.cuda.Stream]) -> None:
-    """Make each stream the current one of its GPU; which GPU is current afterwards is not promised."""
+def _switch_streams(streams: Iterable[torch.cuda.Stream]) -> tuple[torch.cuda.Stream, ...]:
+    """Make each stream the current one of its GPU, and return those that were.
+
+    Which GPU is current afterwards is not promised.
+    """
+    before = _current_streams()
     for stream in streams:
         torch.cuda.set_stream(stream)
+    return before

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import torch
 
@@ -19,15 +19,10 @@ from lockstep.streams import (
     StreamOverrideError,
     shard_stream,
     stream_is_open,
+    stream_seed,
 )
 
 NOTHING: Final = nullcontext()
-
-Stream: TypeAlias = Callable[[Shard], AbstractContextManager[object]]
-"""Opens the stream of a shard in the calling thread."""
-
-Streams: TypeAlias = Callable[[torch.device], Stream]
-"""Says for a device how the streams of its shards are opened."""
 
 R_co = TypeVar("R_co", covariant=True)
 
@@ -35,7 +30,7 @@ R_co = TypeVar("R_co", covariant=True)
 class Computation(Protocol[R_co]):
     """What computes shards; it may be called twice, and then its first answer is dropped."""
 
-    def __call__(self, streams: Streams, *, at_once: bool) -> R_co:
+    def __call__(self, *, at_once: bool) -> R_co:
         """Compute all shards in their streams, on all devices at once or one shard after another."""
 
 
@@ -55,58 +50,77 @@ class ShardStreams:
         self._devices = devices
         self._turn = turn
         self._override = StreamOverride()
+        self._overrides = False
         accelerators = [device for device in devices if device.type != "cpu"]
         # Two threads on one accelerator would share its generator.
         self._one_at_a_time = len(set(accelerators)) < len(accelerators)
-        self._idle: BorrowedGenerators | None = None
+        self._seed = 0
+        self._first = 0
+        self._borrowed: DefaultStream | None = None
+        self._idle: DefaultStream | None = None
         weakref.finalize(self, self._override.remove)
 
-    def compute(self, run: Computation[R_co], seed_of: Callable[[Shard], int], *, in_threads: bool) -> R_co:
+    def compute(self, run: Computation[R_co], *, seed: int, first: int = 0, in_threads: bool) -> R_co:
         """Compute shards, each in its own stream, and leave the default generators as they were.
 
         Args:
-            run: Computes them.
-            seed_of: Gives the seed of a shard's stream.
+            run: Computes them; it opens their streams by `open`.
+            seed: Of the streams.
+            first: The position of the stream of shard 0.
             in_threads: Whether threads are to compute at once if they can; see `ReplicaSet.wants_threads`.
 
         Returns:
             What `run` returned.
         """
-        if in_threads and not self._one_at_a_time and self._can_override():
-            with self._turn:
-                guard = DefaultGeneratorGuard()
-            try:
-                computed = run(_thread_streams(seed_of), at_once=True)
-            except BaseException:
+        around = self._seed, self._first, self._borrowed  # a hook may compute shards inside of shards
+        self._seed, self._first, self._borrowed = seed, first, None
+        try:
+            if in_threads and not self._one_at_a_time and (self._overrides or self._can_override()):
                 with self._turn:
+                    guard = DefaultGeneratorGuard()
+                try:
+                    computed = run(at_once=True)
+                except BaseException:
+                    with self._turn:
+                        guard.put_back()
+                    raise
+                with self._turn:
+                    if not guard.moved():
+                        return computed
                     guard.put_back()
-                raise
-            with self._turn:
-                if not guard.moved():
-                    return computed
-                guard.put_back()
-            self._fall_back("The model drew from the default random generator past its shard's stream")
-        if stream_is_open():  # inside another group's shard, whose thread does not own the default generator
-            return run(_thread_streams(seed_of), at_once=False)
-        borrowed, self._idle = self._idle or BorrowedGenerators(self._devices), None
-        with self._turn, borrowed as generators:
-            computed = run(generators.streams(seed_of), at_once=False)
-        self._idle = borrowed
-        return computed
+                self._fall_back("The model drew from the default random generator past its shard's stream")
+            if stream_is_open():  # inside another group's shard, whose thread has no default generator
+                return run(at_once=False)
+            borrowed, self._idle = self._idle or DefaultStream(*self._devices), None
+            with self._turn, borrowed:
+                self._borrowed = borrowed
+                computed = run(at_once=False)
+            self._idle = borrowed
+            return computed
+        finally:
+            self._seed, self._first, self._borrowed = around
+
+    def open(self, shard: Shard, device: torch.device) -> AbstractContextManager[object]:
+        """Return what opens the stream of a shard in the calling thread, which computes it on a device."""
+        seed = stream_seed(self._seed, self._first + shard.index)
+        if self._borrowed is not None:
+            self._borrowed.seed(seed)
+            return NOTHING
+        return shard_stream(seed) if device.type == "cpu" else _device_stream(device, seed)
 
     def release(self) -> None:
         """Give torch back its random kernels, until the next shards are computed at once."""
+        self._overrides = False
         self._override.remove()
 
     def _can_override(self) -> bool:
         """Install what gives threads random streams, or go on without, once and for all."""
-        if self._override.installed:
-            return True
         try:
             self._override.install()
         except StreamOverrideError as error:
             self._fall_back(str(error))
             return False
+        self._overrides = True
         return True
 
     def _fall_back(self, reason: str) -> None:
@@ -117,44 +131,6 @@ class ShardStreams:
             RandomStreamWarning,
             stacklevel=2,
         )
-
-
-class BorrowedGenerators:
-    """The default generators of some devices, lent to one thread that computes all shards."""
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._streams = [DefaultStream(device) for device in dict.fromkeys(devices)]
-
-    def __enter__(self) -> BorrowedGenerators:
-        for stream in self._streams:
-            stream.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        for stream in reversed(self._streams):
-            stream.__exit__(*error)
-
-    def streams(self, seed_of: Callable[[Shard], int]) -> Streams:
-        """Seed them before each shard."""
-
-        def stream(shard: Shard) -> AbstractContextManager[object]:
-            seed = seed_of(shard)
-            for generators in self._streams:
-                generators.seed(seed)
-            return NOTHING
-
-        return lambda _: stream
-
-
-def _thread_streams(seed_of: Callable[[Shard], int]) -> Streams:
-    """Open streams for threads that compute at once."""
-
-    def streams(device: torch.device) -> Stream:
-        if device.type == "cpu":
-            return lambda shard: shard_stream(seed_of(shard))
-        return lambda shard: _device_stream(device, seed_of(shard))
-
-    return streams
 
 
 @contextmanager

@@ -15,7 +15,7 @@ REMEDY: Final = (
 )
 
 
-def refuse_stray_graphs(outputs: Iterable[torch.Tensor], parameters: Mapping[int, str]) -> None:
+def check_no_leaked_graphs(outputs: Iterable[torch.Tensor], parameters: Mapping[int, str]) -> None:
     """Refuse outputs of a replica whose graph leads to the model's own parameters.
 
     It does where a function that is kept in the model calls the module that it was made in. Backward would
@@ -37,7 +37,7 @@ def refuse_stray_graphs(outputs: Iterable[torch.Tensor], parameters: Mapping[int
         )
 
 
-def refuse_stray_gradients(parameters: Mapping[str, nn.Parameter], wanted: Collection[int] | None) -> None:
+def check_no_leaked_gradients(parameters: Mapping[str, nn.Parameter], wanted: Collection[int] | None) -> None:
     """Refuse gradients that backward has put into the model's own parameters, past the replicas.
 
     They come of a loss that is computed with the model itself, in part or whole. No shard's sum holds them,
@@ -50,19 +50,31 @@ def refuse_stray_gradients(parameters: Mapping[str, nn.Parameter], wanted: Colle
     Raises:
         ValueError: A parameter has a gradient.
     """
-    strays = [
-        name
-        for name, parameter in parameters.items()
-        if parameter.grad is not None and (wanted is None or id(parameter) in wanted)
-    ]
-    if not strays:
+    stray = None
+    for name, parameter in parameters.items():
+        if parameter.grad is not None and (wanted is None or id(parameter) in wanted):
+            parameter.grad = None
+            stray = stray or name
+    if stray is None:
         return
-    for name in strays:
-        parameters[name].grad = None
     raise ValueError(
         "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got one that "
-        f"also gives {strays[0]!r} of your own model a gradient. {REMEDY}"
+        f"also gives {stray!r} of your own model a gradient. {REMEDY}"
     )
+
+
+def check_no_accumulate_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse hooks that wait for an accumulation of gradients, which replicas do not have.
+
+    Raises:
+        ValueError: A parameter has such a hook.
+    """
+    for name, parameter in parameters.items():
+        if parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"`model` must have no post-accumulate-grad hooks, got one on {name!r}. A shard's gradient "
+                "is not the batch's; use Tensor.register_hook or a hook of the optimizer."
+            )
 
 
 def _leaves(nodes: Iterable[Node | None]) -> list[torch.Tensor]:

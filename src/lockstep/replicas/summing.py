@@ -1,111 +1,194 @@
-"""Add up the gradients of devices in the tree's order, in slices side by side where that pays."""
+"""Sum the gradients of all devices in the tree's order, in slices side by side where that pays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias, TypeVar
 
 import torch
 
 from lockstep import plan
 from lockstep.plan import Piece
+from lockstep.precision import sent, settled
 from lockstep.replicas.replica_set import ReplicaSet
+from lockstep.replicas.settings import ThreadSettings
 from lockstep.tree import PartialSum, Tensors, merge_order, total
 
 SIDE_BY_SIDE: Final = 400_000
-"""Elements. Fewer have been added up by one thread before a second has begun."""
+"""Elements. With fewer parameters one thread has added them up before a second has begun."""
+
+Told = TypeVar("Told")
+
+Finish: TypeAlias = Callable[[list[torch.Tensor]], Told]
+"""Called with sums in the threads that made them; may change them in place, and tell something of them."""
 
 
-def add_up(partials: Sequence[PartialSum], replicas: ReplicaSet, *, keep: bool) -> Tensors:
-    """Sum partial sums of all devices.
+class TreeSum:
+    """Sums partial sums over shards into the sum over all, one entry for each parameter.
+
+    With few elements the calling thread adds whole tensors. With many, every device's thread adds its own
+    slice of all of them, which is a run of elements at multiples of `plan.ALIGNMENT`. Additions are
+    elementwise and pairwise in the order of `tree.merge_order`, so neither slices nor threads change a bit.
 
     Args:
-        partials: In ascending order of shards, all on one device.
-        replicas: Their threads add, each a slice, where the tensors are large.
-        keep: Leave the partial sums as they are; else they are added to in place.
-
-    Returns:
-        The sum, one entry a parameter; None where no shard had one, a partial sum where it is alone.
-
-    Determinism: as `tree.total`; elementwise, so slices do not show in the bits.
+        replicas: Their threads add.
+        sizes: The number of elements of each parameter.
     """
-    if len(partials) == 1:
-        return partials[0].tensors
-    present = [_present(partials, index) for index in range(len(partials[0].tensors))]
-    if not _worth_slicing(present, replicas):
-        return _total_apart(partials) if keep else total(partials)
-    sums = [_room(parts, keep=keep) for parts in present]
-    sizes = [tensor.numel() if len(parts) > 1 else 0 for parts in present for tensor in _first(parts)]
-    where = [index for index, parts in enumerate(present) if parts]
-    slices = plan.slices(sizes, len(replicas.devices))
 
-    def add(place: int) -> None:
-        for piece in slices[place]:
-            index = where[piece.tensor]
-            into = sums[index]
-            if into is not None:
-                _add_piece(present[index], piece, into, keep=keep)
+    def __init__(self, replicas: ReplicaSet, sizes: Sequence[int]) -> None:
+        self._replicas = replicas
+        num_devices = len(replicas.devices)
+        on_cpus = num_devices > 1 and all(device.type == "cpu" for device in replicas.devices)
+        self.side_by_side = on_cpus and sum(sizes) >= SIDE_BY_SIDE
+        """Whether elementwise work on all parameters is worth more than one thread."""
+        self._slices = plan.slices(sizes, num_devices) if self.side_by_side else []
 
-    replicas.run(add)
-    return sums
+    def total(self, partials: Sequence[PartialSum], *, keep: bool) -> Tensors:
+        """Sum partial sums of all devices.
+
+        Args:
+            partials: In ascending order of shards, all on one device.
+            keep: Whether to leave the partial sums as they are; else they are added to in place.
+
+        Returns:
+            The sum, one entry for each parameter: None where no shard had one, a partial sum where it is the
+            only one.
+        """
+        if len(partials) == 1:
+            return partials[0].tensors
+        if not self._can_be_cut(partials):
+            return _total_apart(partials) if keep else total(partials)
+        roots = _fresh_roots(partials) if keep else _roots(partials)
+
+        def add(place: int) -> None:
+            pieces = self._slices[place]
+            views = _slice_of(partials, pieces)
+            if not keep:
+                total(views)
+                return
+            for index, piece in enumerate(pieces):
+                into = roots[piece.tensor]
+                if into is not None:
+                    _add_apart([(each.shard, each.tensors[index]) for each in views], _view(into, piece))
+
+        self._replicas.run(add)
+        return roots
+
+    def finished(
+        self, partials: Sequence[PartialSum], finish: Finish[Told], settings: ThreadSettings
+    ) -> tuple[Tensors, list[Told]]:
+        """Sum partial sums of all devices and finish the sum, slice by slice while it is in the caches.
+
+        Args:
+            partials: In ascending order of shards, all on one device; changed in place.
+            finish: Called with the sums of each slice.
+            settings: What the calling thread computes under.
+
+        Returns:
+            The finished sum, one entry for each parameter, and what `finish` told of each slice.
+        """
+        if not self._can_be_cut(partials):
+            sums = total(partials)
+            return sums, [finish_whole(sums, finish)]
+        told: list[Told] = []
+
+        def reduce(place: int) -> None:
+            sums = total(_slice_of(partials, self._slices[place]))
+            told.append(finish([tensor for tensor in sums if tensor is not None]))
+
+        roots = _roots(partials)  # before additions take tensors over
+        self._replicas.run(reduce, settings=settings)
+        return roots, told
+
+    def _can_be_cut(self, partials: Sequence[PartialSum]) -> bool:
+        """Tell whether slices pay, and all tensors lie in memory so that a run of elements is a view."""
+        return self.side_by_side and all(
+            tensor is None or (not tensor.is_sparse and tensor.is_contiguous())
+            for partial in partials
+            for tensor in partial.tensors
+        )
 
 
-def _present(partials: Sequence[PartialSum], index: int) -> list[tuple[int, torch.Tensor]]:
-    """List the partial sums of one parameter that there are, each with its first shard."""
-    found = ((partial.shard, partial.tensors[index]) for partial in partials)
-    return [(shard, tensor) for shard, tensor in found if tensor is not None]
+def finish_whole(sums: Tensors, finish: Finish[Told]) -> Told:
+    """Finish a sum of tensors of any layout as a whole; conjugated ones are replaced in `sums`."""
+    present: list[torch.Tensor] = []
+    for index, tensor in enumerate(sums):
+        if tensor is not None:
+            if tensor.is_conj() or tensor.is_neg():
+                sums[index] = tensor = settled(tensor)  # noqa: PLW2901 - stands in for it
+            present.append(tensor)
+    return finish(present)
 
 
-def _first(parts: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Tensor]:
-    return [tensor for _, tensor in parts[:1]]
+def gather(partials: Sequence[PartialSum], device: torch.device) -> list[PartialSum]:
+    """Return partial sums of all devices on one of them; those that are there stay as they are."""
+    return [
+        partial
+        if all(tensor is None or tensor.device == device for tensor in partial.tensors)
+        else PartialSum(
+            partial.shard, [None if tensor is None else sent(tensor, device) for tensor in partial.tensors]
+        )
+        for partial in partials
+    ]
 
 
-def _room(parts: Sequence[tuple[int, torch.Tensor]], *, keep: bool) -> torch.Tensor | None:
-    """Give the tensor that the sum of one parameter is written to."""
-    if not parts:
-        return None
-    first = parts[0][1]
-    return torch.empty_like(first) if keep and len(parts) > 1 else first
+def _roots(partials: Sequence[PartialSum]) -> Tensors:
+    """Return the tensors that in-place additions end up in: of each parameter the first there is."""
+    found: Tensors = list(partials[0].tensors)
+    for index, tensor in enumerate(found):
+        if tensor is None:
+            others = (partial.tensors[index] for partial in partials)
+            found[index] = next((other for other in others if other is not None), None)
+    return found
 
 
-def _worth_slicing(present: Sequence[Sequence[tuple[int, torch.Tensor]]], replicas: ReplicaSet) -> bool:
-    """Tell whether threads are there, have enough to do, and can be given runs of elements."""
-    if len(replicas.devices) == 1 or any(device.type != "cpu" for device in replicas.devices):
-        return False
-    tensors = [tensor for parts in present for _, tensor in parts]
-    if sum(tensor.numel() for tensor in tensors) < 2 * SIDE_BY_SIDE:
-        return False
-    return all(not tensor.is_sparse and tensor.is_contiguous() for tensor in tensors)
+def _fresh_roots(partials: Sequence[PartialSum]) -> Tensors:
+    """Return new tensors for the sums of parameters of which there are several partial sums."""
+    roots = _roots(partials)
+    for index, root in enumerate(roots):
+        if root is not None and sum(partial.tensors[index] is not None for partial in partials) > 1:
+            roots[index] = torch.empty_like(root)
+    return roots
 
 
-def _add_piece(
-    parts: Sequence[tuple[int, torch.Tensor]], piece: Piece, into: torch.Tensor, *, keep: bool
-) -> None:
-    """Sum one run of elements of one parameter."""
-    sums = [_view(tensor, piece) for _, tensor in parts]
-    ours = set() if keep else set(range(len(parts)))
-    *rest, (first, last) = merge_order([shard for shard, _ in parts])
-    for left, right in rest:
-        sums[left] = torch.add(sums[left], sums[right], out=sums[left] if left in ours else None)
-        ours.add(left)
-    torch.add(sums[first], sums[last], out=_view(into, piece))
+def _slice_of(partials: Sequence[PartialSum], pieces: Sequence[Piece]) -> list[PartialSum]:
+    """Return views of one slice of all partial sums."""
+    return [
+        PartialSum(
+            partial.shard,
+            [
+                None if (tensor := partial.tensors[piece.tensor]) is None else _view(tensor, piece)
+                for piece in pieces
+            ],
+        )
+        for partial in partials
+    ]
 
 
 def _view(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return tensor if piece.whole else tensor.view(-1)[piece.start : piece.stop]
 
 
+def _add_apart(parts: Sequence[tuple[int, torch.Tensor | None]], into: torch.Tensor) -> None:
+    """Write the sum of some tensors to another one, and leave them as they are."""
+    present = [(shard, tensor) for shard, tensor in parts if tensor is not None]
+    if len(present) == 1:
+        return  # it is its own sum
+    sums = [tensor for _, tensor in present]
+    fresh = set[int]()
+    *rest, (first, last) = merge_order([shard for shard, _ in present])
+    for left, right in rest:
+        sums[left] = torch.add(sums[left], sums[right], out=sums[left] if left in fresh else None)
+        fresh.add(left)
+    torch.add(sums[first], sums[last], out=into)
+
+
 def _total_apart(partials: Sequence[PartialSum]) -> Tensors:
     """Sum partial sums as `tree.total` does, and leave them as they are."""
     sums = [partial.tensors for partial in partials]
     for into, other in merge_order([partial.shard for partial in partials]):
-        sums[into] = _sum_apart(sums[into], sums[other])
+        sums[into] = [
+            right if left is None else left if right is None else left + right
+            for left, right in zip(sums[into], sums[other], strict=True)
+        ]
     return sums[0]
-
-
-def _sum_apart(left: Tensors, right: Tensors) -> Tensors:
-    """Add tensor by tensor into new ones; a lone one stays."""
-    return [
-        other if own is None else own if other is None else own + other
-        for own, other in zip(left, right, strict=True)
-    ]

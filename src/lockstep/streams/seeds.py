@@ -49,7 +49,15 @@ def stream_seed(seed: int, position: int) -> int:
     if position < 0:
         raise ValueError(f"`position` must be at least 0, got {position}.")
     key = _key(operator.index(seed))
-    return _permute(_permute((position + (key & _MASK_32)) & _MASK_32) ^ key >> 32)
+    word = (position + (key & _MASK_32)) & _MASK_32
+    for mask in (key >> 32, 0):
+        # The permutation f; shifts of 15 and more and odd factors can all be undone.
+        word ^= word >> 16
+        word = word * 0x7FEB352D & _MASK_32
+        word ^= word >> 15
+        word = word * 0x846CA68B & _MASK_32
+        word ^= word >> 16 ^ mask
+    return word
 
 
 def check_seed(seed: int) -> None:
@@ -61,15 +69,6 @@ def check_seed(seed: int) -> None:
     if not 0 <= seed <= _MASK_32:
         rule = f"must lie in 0..2**{SEED_BITS} - 1, as `stream_seed` gives it"
         raise ValueError(f"`seed` {rule}, got {seed}.")
-
-
-def _permute(word: int) -> int:
-    """Mix the bits of a 32-bit word; shifts of 15 and more and odd factors can all be undone."""
-    word ^= word >> 16
-    word = word * 0x7FEB352D & _MASK_32
-    word ^= word >> 15
-    word = word * 0x846CA68B & _MASK_32
-    return word ^ word >> 16
 
 
 @lru_cache(maxsize=64)

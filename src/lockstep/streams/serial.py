@@ -24,11 +24,11 @@ class DefaultStream:
     on the CPU.
 
     Args:
-        device: Where the shards are computed; "cpu" or a CUDA device, whose generator is borrowed too.
+        *devices: Where the shards are computed; "cpu" or CUDA devices, whose generators are borrowed too.
         cpu: Whether to borrow the CPU's default generator.
 
     Raises:
-        ValueError: The device is neither a CPU nor a CUDA device.
+        ValueError: A device is neither a CPU nor a CUDA device.
 
     Determinism: on a CPU, the bits of a `shard_stream` of the same seed.
 
@@ -41,14 +41,16 @@ class DefaultStream:
     True
     """
 
-    __slots__ = ("_cpu", "_device", "_saved")
+    __slots__ = ("_cpu", "_devices", "_saved")
 
-    def __init__(self, device: torch.device | str, *, cpu: bool = True) -> None:
-        self._device = torch.device(device)
+    def __init__(self, *devices: torch.device | str, cpu: bool = True) -> None:
+        found = list(dict.fromkeys(map(torch.device, devices)))
+        self._devices = [device for device in found if device.type == "cuda"]
         self._cpu = cpu
         self._saved: list[tuple[torch.Generator, torch.Tensor]] | None = None
-        if self._device.type not in {"cpu", "cuda"}:
-            raise ValueError(f"`device` must be a CPU or a CUDA device, got {self._device}.")
+        for device in found:
+            if device.type not in {"cpu", "cuda"}:
+                raise ValueError(f"`devices` must be CPUs or CUDA devices, got {device}.")
 
     def seed(self, seed: int) -> None:
         """Begin a shard: put the generators to the start of its stream.
@@ -81,7 +83,7 @@ class DefaultStream:
 
     def _generators(self) -> list[torch.Generator]:
         generators = [torch.default_generator] if self._cpu else []
-        if self._device.type == "cuda":
-            with torch.cuda.device(self._device):  # "cuda" without a number is the current one
+        for device in self._devices:
+            with torch.cuda.device(device):  # "cuda" without a number is the current one
                 generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         return generators

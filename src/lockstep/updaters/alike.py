@@ -11,7 +11,7 @@ from lockstep.communicators.agreement import StateWatch, check_fields
 from lockstep.communicators.kernel_class import kernel_class, self_test
 from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
-from lockstep.replicas.settings import ALONE, Computing
+from lockstep.replicas.settings import SINGLE_THREAD, ComputeMode
 from lockstep.updaters.description import Fields
 from lockstep.updaters.training import Training
 
@@ -89,7 +89,7 @@ class Alikeness:
         """Describe the kernels of this rank, and what they make of a few numbers."""
         devices = list(dict.fromkeys(self._training.group.devices))
         fields = kernel_class(devices)
-        with Computing(ALONE):
+        with ComputeMode(SINGLE_THREAD):
             tests = [self_test(device) for device in devices]
         for name in tests[0]:
             fields[name] = " ".join(sorted({test[name] for test in tests}))

@@ -1,52 +1,215 @@
-"""What one try at a batch came to, before anything of it is applied."""
+"""One attempt at a gradient: what was asked for, and what each stage of an update has made of it so far."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import torch
+
+from lockstep.plan import Shard
+from lockstep.precision import MovingScale, ScaleThen, first_flagged, first_nonfinite, nonfinite_flags
 from lockstep.replicas.buffers import AnyBufferSum
 from lockstep.tree import Tensors
-from lockstep.updaters.result import ShardReport
-from lockstep.updaters.verdict import Verdict
+from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.result import ShardReport, UpdateResult
+from lockstep.updaters.schedule import Part
+from lockstep.updaters.shard_gradients import DeviceGradients, GradientTask
 
 
-@dataclass(slots=True)
-class WholeBatch:
-    """What the shards of all places add up to; the same on every rank.
+@dataclass(frozen=True, slots=True)
+class GradientRequest:
+    """Which gradient to compute.
 
     Attributes:
-        gradients: Summed; None where no shard had one.
-        buffers: What the shards made of the buffers, one entry for each place that was added up.
-        samples: How many took part; 1 where a single shard did.
-        reports: What each shard that took part measured, in order.
+        loss_fn: Returns the loss of a shard.
+        wanted: The parameters that get a gradient, by ``id``; None for all that require one.
+        ordinal: How many gradients the update has computed before.
+        deferred: Whether the overflow check stays on the device; see `updaters.deferred`.
+        look: Called with every shard that takes part, its gradients and its report, by the thread that
+            computed it. Then the gradient is only looked at, and no parameter receives it.
     """
 
-    gradients: Tensors
-    buffers: list[AnyBufferSum]
-    samples: int
-    reports: list[ShardReport]
+    loss_fn: LossFunction
+    wanted: frozenset[int] | None = None
+    ordinal: int = 0
+    deferred: bool = False
+    look: Callable[[Shard, Tensors, ShardReport], None] | None = None
+
+
+class FiniteCheck:
+    """Whether a gradient is finite: known, or on the device until somebody looks.
+
+    Args:
+        nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
+
+    >>> unread = FiniteCheck.on_device(["weight", "bias"], torch.tensor([0.0, 1.0]))
+    >>> unread.flag, unread.nonfinite
+    (tensor(1.), 'bias')
+    """
+
+    def __init__(self, nonfinite: str | None = None) -> None:
+        self._nonfinite = nonfinite
+        self._names: Sequence[str] = ()
+        self._flags: torch.Tensor | None = None
+        self.flag: torch.Tensor | None = None
+        """Above 0 if the gradient is not finite: 0-d, on its device; None where the host knows."""
+
+    @classmethod
+    def on_device(cls, names: Sequence[str], flags: torch.Tensor) -> FiniteCheck:
+        """Return a check that nobody has looked at.
+
+        Args:
+            names: The names of the parameters that have a gradient.
+            flags: One float32 for each name, 1 where the gradient is not finite, else 0.
+        """
+        check = cls()
+        check._names, check._flags, check.flag = names, flags, flags.amax()
+        return check
+
+    @property
+    def nonfinite(self) -> str | None:
+        """The first parameter whose gradient is not finite, or None; waits for the device if it must."""
+        if self._flags is not None:
+            self._nonfinite = first_flagged(self._names, self._flags)
+            self._flags = None
+        return self._nonfinite
+
+
+def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]) -> FiniteCheck:
+    """Name the parameter whose gradient is not finite, if there is one; where nobody looked, read nothing.
+
+    Args:
+        names: The names of the parameters, in the order of the gradients.
+        gradients: None where there is none.
+        finite: Whether each slice of the gradients is finite; None where nobody looked.
+
+    >>> check_finite(["weight", "bias"], [None, torch.tensor([torch.inf])], [True, False]).nonfinite
+    'bias'
+    """
+    if False not in finite and None not in finite:
+        return FiniteCheck()
+    named = zip(names, gradients, strict=True)
+    present = {name: gradient for name, gradient in named if gradient is not None}
+    if None in finite and present:
+        return FiniteCheck.on_device(list(present), nonfinite_flags(list(present.values())))
+    return FiniteCheck(first_nonfinite(present))
 
 
 @dataclass(slots=True)
 class Attempt:
-    """What one try at a batch came to; nothing of the training state has changed.
+    """One attempt at the gradient of some batches; nothing of the training state changes by it.
+
+    The stages of an update fill it in, in this order.
 
     Attributes:
-        gradients: The gradient of the mean loss for each parameter that asks for one; None where no shard
-            reached it.
-        verdict: Whether it is finite.
-        buffers: What the shards made of the buffers, one entry a place.
+        request: Which gradient.
+        scale: The loss scale it is made with.
+        first_scale: The loss scale of the first attempt.
+        given_batches: What the gradient is of, if not of the iterator's next batches.
+        once: Whether no other attempt follows, whatever comes of this one.
+        is_final: Whether no other attempt follows.
+        tries: How many attempts there were, with this one.
+        passed: How many batches earlier attempts of the update have given up.
+        nonfinite_before: The first non-finite parameter of the last bad attempt before this one.
+        batches: *Take*: what the gradient is of.
+        sizes: *Plan*: how many samples each batch holds.
+        share: The shards that this process computes.
+        work: These shards by device, each with its arrays.
+        task: What every shard is computed by.
+        devices: *Compute*: what the shards of each device add up to.
+        gradients: *Reduce*: the gradient for each parameter that requires one; None where no shard reached
+            it.
+        finite: For each slice of the gradients whether it is finite; None where nobody looked.
+        buffers: What the shards made of the buffers, one entry for each part that is to be combined.
         samples: How many samples took part; 1 where a single shard did.
         reports: What each shard that took part measured, in order.
+        complete: Whether no shard was left out. One is after an interrupt whose handler lets the work go on.
+        check: *Check*: whether the gradient is finite.
+        handed_over: Whether the gradient lies where optimizers look for it.
     """
 
-    gradients: Tensors
-    verdict: Verdict
-    buffers: list[AnyBufferSum]
-    samples: int
-    reports: list[ShardReport]
+    request: GradientRequest
+    scale: ScaleThen
+    first_scale: ScaleThen
+    given_batches: Sequence[Any] = ()
+    once: bool = False
+    is_final: bool = False
+    tries: int = 1
+    passed: int = 0
+    nonfinite_before: str | None = None
+    batches: Sequence[Any] = ()
+    sizes: Sequence[int] = ()
+    share: Part = field(init=False)
+    work: Sequence[Sequence[tuple[Shard, Any]]] = ()
+    task: GradientTask = field(init=False)
+    devices: Sequence[DeviceGradients] = ()
+    gradients: Tensors = field(default_factory=list)
+    finite: Sequence[bool | None] = ()
+    buffers: Sequence[AnyBufferSum] = ()
+    samples: int = 0
+    reports: Sequence[ShardReport] = ()
+    complete: bool = True
+    check: FiniteCheck = field(default_factory=FiniteCheck)
+    handed_over: bool = False
+
+    @property
+    def taken(self) -> int:
+        """How many batches the iterator is to move past."""
+        return self.passed + len(self.batches)
 
     @property
     def nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient is not finite, or None; waits for the device."""
-        return self.verdict.nonfinite
+        """The first parameter whose gradient is not finite here or in the last bad attempt before; else None."""
+        return self.check.nonfinite or self.nonfinite_before
+
+    @property
+    def movable(self) -> bool:
+        """Whether there is a finite gradient to step by; one whose `flag` says otherwise steps by nothing."""
+        if self.check.flag is not None:
+            return True
+        return self.check.nonfinite is None and bool(self.reports)
+
+    @property
+    def flag(self) -> torch.Tensor | None:
+        """Above 0 if the step must change nothing: 0-d, on the device; None where the host knows."""
+        return self.check.flag
+
+    def read(self) -> None:
+        """Look at a check that was left on the device."""
+        self.check = FiniteCheck(self.check.nonfinite)
+
+    def result(self, *, applied: bool) -> UpdateResult:
+        """Return what the user is told, who may look at it whenever; it keeps no gradient alive."""
+        if self.check.flag is None:
+            return UpdateResult(
+                applied=applied,
+                tries=self.tries,
+                loss_scale=self.scale.value.factor,
+                nonfinite=self.nonfinite,
+                reports=self.reports,
+            )
+        check = self.check
+        return UpdateResult(
+            applied=lambda: applied and check.nonfinite is None,
+            tries=self.tries,
+            loss_scale=partial(float, self.task.loss_scale),
+            nonfinite=lambda: check.nonfinite,
+            reports=self.reports,
+        )
+
+    def move(self, scale: MovingScale) -> None:
+        """Choose the loss scale that follows.
+
+        Args:
+            scale: The updater's; another than `first_scale` where a second gradient was computed between this
+                one and its step. Then an overflow still lowers it, and success does not raise it.
+        """
+        if self.check.flag is not None:
+            scale.follow(self.check.flag, given=self.first_scale)
+        elif self.reports:
+            now, following = scale.value, self.scale.value.after(finite=self.check.nonfinite is None)
+            if now is self.first_scale.value or following.factor < now.factor:
+                scale.value = following

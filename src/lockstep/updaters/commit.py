@@ -1,91 +1,213 @@
-"""Let an optimizer step, and tell an error before the weights moved from one after."""
+"""The last stage of an update, and the only one that changes the training state: step, take over buffers, count."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
-from torch.optim import Optimizer
+from torch import nn
 
-from lockstep.errors import LockstepError
-from lockstep.optim import HookedOptimizer
-from lockstep.precision import MasterWeights, left_out_if
-from lockstep.updaters.stepping import balanced, can_step_in_parts, step_in_parts, step_whole
-
-Run = Callable[[Callable[[int], None]], None]
+from lockstep.precision import why_it_waits
+from lockstep.replicas.buffers import combine
+from lockstep.replicas.gradients import hooked
+from lockstep.replicas.settings import ThreadSettings
+from lockstep.updaters.attempt import Attempt
+from lockstep.updaters.engine import GradientEngine
+from lockstep.updaters.epochs import Epochs
+from lockstep.updaters.late import raised
+from lockstep.updaters.names import Names
+from lockstep.updaters.optimizer_step import OptimizerStep
+from lockstep.updaters.result import UpdateResult
+from lockstep.updaters.training import Training
 
 
 class Committer:
-    """Move the weights of one optimizer.
+    """Commits attempts.
 
     Args:
-        optimizer: Its parameters hold the gradient when it is asked to step.
-        masters: What it moves in the place of parameters in half precision, with the gradient of these.
+        engine: Made them.
+        training: What they move.
+        auto_new_epoch: Whether optimizers that count epochs are told of them.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: MasterWeights | None) -> None:
-        self._optimizer = optimizer
-        self._masters = masters
-        self._parts: list[frozenset[int]] = []
-        self._dealt: list[int] = []
+    def __init__(self, engine: GradientEngine, training: Training, *, auto_new_epoch: bool) -> None:
+        self._engine = engine
+        self._training = training
+        self._steps = {
+            name: OptimizerStep(each, training.masters.get(name))
+            for name, each in training.optimizers.items()
+        }
+        self._epochs = Epochs(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
 
-    def step(self, *, places: int, run: Run, unless: torch.Tensor | None = None) -> BaseException | None:
-        """Take the optimizer's step.
+    def hand_over(self, attempt: Attempt) -> None:
+        """Put a gradient where the optimizers it is for look for it.
+
+        Hooks that the user registered on a parameter see it once, as they would in a loop of one's own.
+        """
+        masters = self._training.masters
+        for each in masters.values():
+            each.refresh()
+        layout, wanted = self._engine.layout, attempt.request.wanted
+        for parameter in layout.frozen:
+            # One that required a gradient before has that of its last update, by which an optimizer would
+            # move it.
+            parameter.grad = None
+        for parameter, gradient in zip(layout.parameters, attempt.gradients, strict=True):
+            if wanted is not None and id(parameter) not in wanted:
+                continue
+            if gradient is not None and parameter._backward_hooks:
+                gradient = hooked(parameter, gradient)  # noqa: PLW2901 - a hook's answer stands in for it
+            target = self._receiver(parameter) if masters else parameter
+            # A half-precision parameter without a master is nobody's; its gradient comes in float32 all the
+            # same.
+            target.grad = gradient if gradient is None else gradient.to(target.dtype)
+        attempt.handed_over = True
+
+    def _receiver(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return whose ``grad`` optimizers read in the place of a parameter's."""
+        for masters in self._training.masters.values():
+            parameter = masters.receiver(parameter)
+        return parameter
+
+    def commit(
+        self, names: Names, attempt: Attempt, settings: ThreadSettings, *, drawn: Mapping[str, int]
+    ) -> UpdateResult:
+        """Move the weights if there is a finite gradient to move them by; count in any case.
+
+        With one optimizer there is no going back once it has stepped, and no need to: what fails afterwards
+        is raised when the update is complete. Several go back to where they were.
 
         Args:
-            places: How many threads the step may be dealt to; 1 for a step in the calling thread.
-            run: Runs a function on every place at once.
-            unless: 0-d, on the device; above 0 where the step is to change nothing. Only for an optimizer
-                that need not wait for it.
+            names: The optimizers that step.
+            attempt: What they step by.
+            settings: What the calling thread computes under.
+            drawn: How many batches to move past, by the iterator's name.
+        """
+        if not attempt.handed_over:
+            self.hand_over(attempt)
+        self._read_if_needed(names, attempt)
+        if len(names) > 1:
+            return self._commit_several(names, attempt, settings, drawn)
+        movable = attempt.movable
+        late = self._apply(names, attempt, settings) if movable else []
+        late += self._count(movable, drawn, attempt.flag)
+        attempt.move(self._training.scale)
+        for error in late:
+            raise error
+        return attempt.result(applied=movable)
+
+    def _commit_several(
+        self, names: Names, attempt: Attempt, settings: ThreadSettings, drawn: Mapping[str, int]
+    ) -> UpdateResult:
+        """Move the weights of several optimizers: of all, or after an exception of none."""
+        savepoint = self._training.save()
+        try:
+            _raise_first(self._apply(names, attempt, settings) if attempt.movable else [])
+            self.count_or_undo(attempt.movable, drawn, attempt.flag)
+        except BaseException:
+            savepoint.restore()
+            raise
+        attempt.move(self._training.scale)
+        return attempt.result(applied=attempt.movable)
+
+    def step(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> None:
+        """Move the weights without counting, and raise at once what user code raises.
+
+        Whoever calls this puts everything back after an exception.
+        """
+        self._read_if_needed(names, attempt)
+        if attempt.movable:
+            _raise_first(self._apply(names, attempt, settings))
+        attempt.move(self._training.scale)
+
+    def _read_if_needed(self, names: Names, attempt: Attempt) -> None:
+        """Look at a deferred check where an optimizer has come to need it since, such as by a new hook."""
+        if attempt.flag is not None and self.why_it_waits(names) is not None:
+            attempt.read()
+
+    def _apply(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> list[BaseException]:
+        """Step, then make the new buffers state.
 
         Returns:
-            What was raised once all weights had moved, by a hook for example; the step is taken all the same.
+            What was raised by user code once weights had moved; it is over all the same.
 
         Raises:
-            BaseException: What was raised before any weight moved.
-            LockstepError: The error came in between; the weights are neither those before nor those after.
+            BaseException: What was raised before the first weight moved, or in the middle.
         """
-        if unless is not None:
-            with left_out_if(self._optimizer, unless):
-                return self.step(places=places, run=run)
-        if self._masters is not None:
-            with self._masters.in_place():
-                return self._step(places, run)
-        own = self._optimizer.masters if isinstance(self._optimizer, HookedOptimizer) else None
-        if own is not None:
-            own.take_gradients()
-            with own.in_place():
-                return self._step(places, run)
-        return self._step(places, run)
+        engine, flag = self._engine, attempt.flag
+        engine.watch.doing = "optimizer"
+        layout, replicas = engine.layout, engine.group
+        places = len(replicas.devices) if layout.tree_sum.side_by_side else 1
+        run = partial(replicas.run, settings=settings)
+        late: list[BaseException] = []
+        for name in names:
+            error = self._steps[name].step(places=places, run=run, unless=flag)
+            if error is not None:
+                late.append(error)
+        if layout.slots:
+            combine(attempt.buffers, layout.slots, weight=attempt.samples, unless=flag)
+        for scheduler in self._training.schedulers.values():
+            if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
+                late += raised(scheduler.step)
+        return late
 
-    def _step(self, places: int, run: Run) -> BaseException | None:
-        """Do the work of `step` on what is in the optimizer's groups now."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        versions = [parameter._version for parameter in parameters]
+    def _count(
+        self, applied: bool, drawn: Mapping[str, int], unless: torch.Tensor | None = None
+    ) -> list[BaseException]:
+        """Count the update, move past its batches, begin the epochs that follow them.
+
+        Returns:
+            What user code raised on the way; the rest was done all the same.
+        """
+        self._engine.watch.doing = "end"
+        training = self._training
+        training.iteration += 1
+        if applied:
+            training.applied = training.applied.one_more(unless=unless)
+        iterator = training.iterator
+        before = iterator.epoch
+        late: list[BaseException] = []
+        for name, batches in drawn.items():
+            late += raised(partial(training.iterators[name].advance, batches))
+        begun = iterator.epoch - before
+        return late + self._epochs.begin(begun) if begun else late
+
+    def count_or_undo(
+        self, applied: bool, drawn: Mapping[str, int], unless: torch.Tensor | None = None
+    ) -> None:
+        """Count an update, or raise what user code raised and count nothing.
+
+        Args:
+            applied: Whether it moved any weights.
+            drawn: How many batches to move past, by the iterator's name.
+            unless: 0-d, on a device; above 0 where it moved none after all.
+        """
+        training = self._training
+        before = {name: training.iterators[name].state_dict() for name in drawn}
+        counters = training.iteration, training.applied
         try:
-            if places > 1 and can_step_in_parts(self._optimizer):
-                self._deal(parameters, places)
-                step_in_parts(self._optimizer, self._parts, run)
-            else:
-                step_whole(self._optimizer)
-        except BaseException as error:
-            moved = [
-                parameter._version != version
-                for parameter, version in zip(parameters, versions, strict=True)
-                if parameter.grad is not None
-            ]
-            if not any(moved):
-                raise
-            if not all(moved):
-                raise LockstepError(
-                    f"The step of {type(self._optimizer).__name__} raised {type(error).__name__} between the "
-                    f"first weight that moved and the last: {error}. Load a saved state."
-                ) from error
-            return error
+            _raise_first(self._count(applied, drawn, unless))
+        except BaseException:
+            training.iteration, training.applied = counters
+            for name, state in before.items():
+                training.iterators[name].load_state_dict(state)
+            raise
+
+    def why_it_waits(self, names: Names) -> str | None:
+        """Say why the step of these optimizers has to wait for the verdict on their gradient; None if not."""
+        training = self._training
+        for name in names:
+            optimizer = training.optimizers[name]
+            why = why_it_waits(optimizer, training.masters.get(name))
+            if why is not None:
+                return why
+            if any(scheduler.optimizer is optimizer for scheduler in training.schedulers.values()):
+                return "a scheduler that counts applied updates counts on the host"
         return None
 
-    def _deal(self, parameters: list[torch.Tensor], places: int) -> None:
-        """Deal the parameters to the places, again where the optimizer has others than before."""
-        dealt = [places, *map(id, parameters)]
-        if dealt != self._dealt:
-            self._parts, self._dealt = balanced(parameters, places), dealt
+
+def _raise_first(errors: Sequence[BaseException]) -> None:
+    """Raise the first of some exceptions, if there is one."""
+    for error in errors:
+        raise error

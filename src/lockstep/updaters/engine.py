@@ -1,77 +1,311 @@
-"""Compute the gradient of a batch over all places: shards, tree, division, finiteness check."""
+"""The stages of an update that change nothing: from the iterator's batches to a checked gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Final
 
-import torch
+from torch import nn
 
+from lockstep.communicators.watch import Watch
 from lockstep.plan import Shard
 from lockstep.precision import first_nonfinite
-from lockstep.replicas import ReplicaGroup
-from lockstep.replicas.settings import ThreadSettings
-from lockstep.replicas.strays import refuse_stray_gradients
-from lockstep.tree import Tensors
-from lockstep.updaters.attempt import Attempt, WholeBatch
-from lockstep.updaters.balance import PlaceTimes, Work
-from lockstep.updaters.batches import batch_size, shard_arrays
+from lockstep.replicas.shard_streams import ShardStreams
+from lockstep.replicas.strays import check_no_accumulate_hooks, check_no_leaked_gradients
+from lockstep.replicas.summing import TreeSum, finish_whole, gather
+from lockstep.streams import ONE_BORROWER
+from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.updaters import lazy
+from lockstep.updaters.attempt import Attempt, GradientRequest, check_finite
+from lockstep.updaters.balance import PlaceTimes
+from lockstep.updaters.batches import batch_size, call_arguments, shard_arrays
+from lockstep.updaters.context import StepContext
+from lockstep.updaters.lanes import computation_lane
 from lockstep.updaters.layout import Layout
-from lockstep.updaters.loss import LossFunction
-from lockstep.updaters.meeting import Position
 from lockstep.updaters.over_ranks import RankReduction
-from lockstep.updaters.places import Places
 from lockstep.updaters.recipe import Recipe
-from lockstep.updaters.reduction import finished
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.schedule import Everywhere, Part
-from lockstep.updaters.shards import Instructions
-from lockstep.updaters.verdict import judge
+from lockstep.updaters.shard_gradients import DeviceGradients, GradientTask
+from lockstep.updaters.training import Training
 
 ALONE: Final = Everywhere()
+NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class GradientEngine:
     """Compute gradients of batches on a group of replicas, with the same bits on any devices.
 
+    Each method but `share` and those that follow it is one stage of an update, and fills in an `Attempt`.
+    Nothing of the training state changes by them, but for parameters that get their shapes.
+
     Args:
-        group: The replicas.
+        training: What is trained.
         recipe: What is computed.
-        phase: Told what is being done.
-        timing: Told how long places work, if workloads are to be measured.
-        ranks: Adds up over the ranks of the run, if there are others.
+        watch: Told what this process is doing.
+        timing: Told how long devices work, if workloads are to be measured.
+        ranks: Sums over the ranks of the run, if there are others.
     """
 
     def __init__(
         self,
-        group: ReplicaGroup,
+        training: Training,
         recipe: Recipe,
         *,
-        phase: Callable[[str], None],
+        watch: Watch,
         timing: PlaceTimes | None = None,
         ranks: RankReduction | None = None,
     ) -> None:
-        self.group = group
+        self.training = training
         self.recipe = recipe
-        self.phase = phase
+        self.watch = watch
+        self.group = training.group
         self._ranks = ranks
-        self._places = Places(group, recipe, phase=phase, timing=timing)
+        self._timing = timing
         self._policy = recipe.policy
+        self._streams = ShardStreams(self.group.devices, turn=ONE_BORROWER)
+        self._on_several_devices = len(set(self.group.devices)) > 1
+        self.layout = Layout(TreeSum(self.group, []))
+        """The model as of the last attempt; empty before the first."""
+        self._is_stale = True
         self.reads_weights = False
         """Whether weights of the last losses were tensors, which the host waited for."""
+        self.look_for_shapes()
 
-    @property
-    def layout(self) -> Layout:
-        """The model as of the last attempt."""
-        return self._places.layout
+    def look_for_shapes(self) -> None:
+        """Look whether parameters lack their shapes, after something else may have given or taken them."""
+        self._uninitialised = lazy.is_uninitialised(self.group.model)
+
+    def take(self, attempt: Attempt) -> None:
+        """Look at the iterator's next batches without moving it, unless the attempt is at given ones.
+
+        Raises:
+            StopIteration: The iterator has ended.
+        """
+        if attempt.given_batches:
+            attempt.batches = attempt.given_batches
+            return
+        self.watch.doing = "data loading"
+        attempt.batches = self._upcoming(attempt.passed)
+        if not attempt.batches:
+            raise StopIteration
+
+    def has_batches(self, passed: int) -> bool:
+        """Tell whether there is a batch after so many that an update gives up."""
+        return bool(self._upcoming(passed))
+
+    def _upcoming(self, passed: int) -> list[Any]:
+        """Return the batches of one attempt; fewer than usual where the iterator ends, or none."""
+        batches: list[Any] = []
+        iterator = self.training.iterator
+        try:
+            for ahead in range(passed, passed + self.recipe.accumulate):
+                batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
+        except StopIteration:
+            pass
+        return batches
+
+    def plan(self, attempt: Attempt, context: StepContext) -> None:
+        """Cut the batches into shards, and bring the arrays of each to the device that computes it.
+
+        Raises:
+            ValueError: A batch is empty or uneven, or the model cannot be trained.
+        """
+        request, recipe = attempt.request, self.recipe
+        attempt.sizes = [batch_size(batch) for batch in attempt.batches]
+        if self._uninitialised:
+            self._initialise(attempt, context)
+        self._follow()
+        attempt.share = share = self.share(attempt.sizes)
+        if self._ranks is not None:
+            self._ranks.begin()
+        attempt.work = [
+            [
+                (shard, shard_arrays(attempt.batches[shard.batch], shard, device, recipe.converter))
+                for shard in run
+            ]
+            for run, device in zip(share.runs, self.group.devices, strict=True)
+        ]
+        scale = attempt.scale
+        attempt.task = GradientTask(
+            request.loss_fn,
+            self._policy,
+            # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
+            None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
+            scale.factor_on(self.group.devices[0])
+            if request.deferred and not scale.is_fixed
+            else scale.value.factor,
+            self.watch,
+            recipe.reduction == "mean",
+            request.look,
+            request.deferred,
+        )
+
+    def _follow(self) -> None:
+        """Follow the model where it has changed since the last time.
+
+        Raises:
+            ValueError: It is now one that cannot be trained.
+        """
+        if self.group.refresh() or self._is_stale:
+            self._is_stale = True  # should what follows refuse the model, the next attempt has to look again
+            self.layout = Layout.of(self.group, self.recipe)
+            self._is_stale = False
+        check_no_accumulate_hooks(self.layout.named)
+
+    def _initialise(self, attempt: Attempt, context: StepContext) -> None:
+        """Give shapes and values to parameters that lack them, by the first shard of the first batch."""
+        group, batch = self.group, attempt.batches[0]
+        opening = self.share([batch_size(batch)]).opening
+        args, kwargs = call_arguments(shard_arrays(batch, opening, group.devices[0], self.recipe.converter))
+        lazy.initialise(
+            group.model,
+            lambda: attempt.request.loss_fn(group.model, *args, **kwargs),
+            device=group.devices[0],
+            seed=self.recipe.seed,
+        )
+        self.look_for_shapes()
+        if context.savepoint is not None:
+            context.savepoint.include(group.model)
+
+    def compute(self, attempt: Attempt, context: StepContext) -> None:
+        """Run forward and backward of all shards of this process, at once where there are threads for them.
+
+        Raises:
+            ReplicaError: User code raised in a shard, or a device hung.
+            TypeError: The loss function returned no loss.
+            ValueError: The loss cannot be used.
+        """
+        layout, request, work = self.layout, attempt.request, attempt.work
+        if request.look is None:
+            for parameter in layout.parameters:
+                if request.wanted is None or id(parameter) in request.wanted:
+                    parameter.grad = None  # the last gradient's memory is what this one will be written to
+        if self._ranks is not None and len(work) == 1:
+            attempt.task.delivery = self._ranks.deliver(
+                self._position(attempt), attempt.share, layout.like, self._policy.held_dtype is not None
+            )
+        idle = layout.others(request.wanted)
+        attempt.devices = devices = [None] * len(work)
+
+        def on_device(place: int) -> None:
+            runner, shards = layout.runners[place], work[place]
+            first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
+            devices[place] = mine = DeviceGradients(
+                attempt.task,
+                last,
+                layout.observers[place],
+                ShardSum(first),
+                runner.buffers.begin(first, unread=request.deferred),
+            )
+            with _without_gradients([runner.parameters[index] for index in idle]) if idle else NOTHING:
+                runner.run(shards, mine, self._streams)
+
+        timing = self._timing
+        timed = on_device if timing is None else timing.timed(on_device, work)
+        self._streams.compute(
+            partial(self.group.run, timed, settings=context.settings),
+            seed=self.recipe.seed,
+            first=self._first_stream(request),
+            in_threads=self.group.wants_threads(work),
+        )
+        if timing is not None:
+            self.group.workloads = timing.workloads(self.group.workloads)
+        self.reads_weights = attempt.task.reads_weights
+
+    def reduce(self, attempt: Attempt, context: StepContext) -> None:
+        """Sum over the devices of all processes in the tree's order, and divide once by the summed weight.
+
+        Where a shard was left out after an interrupt whose handler lets the work go on, here or on another
+        rank, the attempt is not complete, and has to be made again.
+
+        Raises:
+            ValueError: The loss is not computed with the replica that `loss_fn` is given.
+            KeyboardInterrupt: Ctrl-C came.
+            PeerError: Another rank failed.
+        """
+        layout, task, request = self.layout, attempt.task, attempt.request
+        if request.look is None:
+            check_no_leaked_gradients(layout.named, request.wanted)
+        left_out = context.interrupts.check()
+        if self._ranks is not None:
+            self._ranks.reduce(
+                attempt,
+                position=self._position(attempt),
+                again=left_out,
+                workloads=self.group.workloads,
+                like=layout.like,
+                slots=layout.slots,
+            )
+            if attempt.complete:
+                attempt.finite = [finish_whole(attempt.gradients, task.finish(attempt.reports))]
+            return
+        attempt.complete = not left_out
+        if left_out:
+            return
+        partials: list[PartialSum] = []
+        attempt.reports, attempt.buffers, attempt.samples = [], [], 0
+        for device in attempt.devices:
+            partials += device.gradients.partials
+            attempt.reports += device.reports
+            attempt.buffers.append(device.buffers)
+            attempt.samples += device.samples
+        if self._on_several_devices:
+            partials = gather(partials, self.group.devices[0])
+        attempt.gradients, attempt.finite = layout.tree_sum.finished(
+            partials or [PartialSum(0, [None] * len(layout.parameters))],
+            task.finish(attempt.reports),
+            context.settings,
+        )
+
+    def check(self, attempt: Attempt) -> None:
+        """Name the first parameter whose gradient is not finite, or leave the check on the device.
+
+        Raises:
+            ValueError: No parameter has a gradient.
+        """
+        layout, gradients = self.layout, attempt.gradients
+        for gradient in gradients:
+            if gradient is not None:
+                break
+        else:
+            if attempt.reports:
+                raise ValueError(
+                    "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got "
+                    "a loss that gives no parameter a gradient."
+                )
+        if layout.flat is not None:
+            attempt.gradients = gradients = layout.flat.store(gradients)
+        attempt.check = check_finite(layout.named, gradients, attempt.finite)
+
+    def _first_stream(self, request: GradientRequest) -> int:
+        """Return the position of the first shard's stream in those of the run."""
+        return self.first_stream() + (computation_lane(request.ordinal) if request.ordinal else 0)
+
+    def first_stream(self) -> int:
+        """Return the position of this update's first stream within a lane."""
+        # Fewer batches than usual, at the end, leave positions unused; none is ever used twice.
+        return self.training.iteration * self.recipe.accumulate * self.shards_a_batch
+
+    def _position(self, attempt: Attempt) -> dict[str, Any]:
+        """Say where this rank is, for the others to compare."""
+        request = attempt.request
+        return {
+            "update": self.training.iteration,
+            "computation": request.ordinal if request.look is None else "search for what is not finite",
+            "loss scale": attempt.task.loss_scale,
+            "batch sizes": attempt.sizes,
+        }
 
     @property
     def why_it_waits(self) -> str | None:
         """Why the last attempt read something though nobody asked for a verdict; None if it did not."""
         if self.reads_weights:
             return "the weight of a Loss is a tensor, which tells whether its shard takes part"
-        places = self.layout.places
-        unpackable = places[0].buffers.unpackable if places else None
+        runners = self.layout.runners
+        unpackable = runners[0].buffers.unpackable if runners else None
         return None if unpackable is None else f"the buffer {unpackable!r} is no plain run of numbers"
 
     @property
@@ -86,12 +320,11 @@ class GradientEngine:
         """The places of the other ranks."""
         return ALONE if self._ranks is None else self._ranks.everywhere
 
-    def part(self, sizes: Sequence[int]) -> Part:
+    def share(self, sizes: Sequence[int]) -> Part:
         """Say which shards of batches of these sizes are computed in this process."""
         mine = self.group.workloads if self._ranks is None else self._ranks.workloads
-        return self._everywhere.part(
-            sizes, self.recipe.num_shards, mine, strided=self.recipe.split == "strided"
-        )
+        everywhere = ALONE if self._ranks is None else self._ranks.everywhere
+        return everywhere.part(sizes, self.recipe.num_shards, mine, strided=self.recipe.split == "strided")
 
     def own_samples(self, ahead: int, size: int) -> list[range]:
         """Say which samples of a batch this process computes, if all batches of an update are that long.
@@ -102,118 +335,15 @@ class GradientEngine:
         """
         accumulate = self.recipe.accumulate
         batch = ahead % accumulate
-        runs = self.part([size] * accumulate).runs
+        runs = self.share([size] * accumulate).runs
         return [shard.samples for run in runs for shard in run if shard.batch == batch]
 
-    def attempt(
-        self,
-        batches: Sequence[Any],
-        *,
-        loss_fn: LossFunction,
-        first_stream: int,
-        loss_scale: float | torch.Tensor,
-        settings: ThreadSettings,
-        position: Position,
-        interrupted: Callable[[], bool],
-        wanted: frozenset[int] | None = None,
-        look: Callable[[Shard, Tensors, ShardReport], None] | None = None,
-        unread: bool = False,
-    ) -> Attempt | None:
-        """Compute the gradient of the mean loss over some batches, as one.
-
-        Args:
-            batches: Each of samples, or a nest of tensors; at least one.
-            loss_fn: Gives the loss of a shard.
-            first_stream: The position of the first shard's random stream in the run's.
-            loss_scale: The factor of the loss scale.
-            settings: What the calling thread computes under.
-            position: What must be the same on all ranks.
-            interrupted: Asked when the shards are computed whether one may have been left out; may raise.
-            wanted: The parameters that shall have a gradient, by ``id``; None for all that ask for one.
-            look: Shown every shard that takes part, by the thread that computed it.
-            unread: Whether to leave the verdict on the device.
-
-        Returns:
-            What came of it; None where a shard was left out, here or on another rank.
+    def find_nonfinite(self, request: GradientRequest, context: StepContext) -> list[NonFiniteShard]:
+        """Compute the pending batches, and list the shards whose gradients are not finite.
 
         Raises:
+            StopIteration: The iterator has ended.
             ReplicaError: User code raised in a shard.
-            PeerError: Another rank failed.
-            TypeError: The loss function returned no loss.
-            ValueError: A batch is empty or uneven, or the loss cannot be used.
-        """
-        sizes = [batch_size(batch) for batch in batches]
-        self._places.follow()
-        layout = self.layout
-        part = self.part(sizes)
-        if self._ranks is not None:
-            self._ranks.begin()
-        work = self._work(batches, part)
-        # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
-        lift = None if part.num_shards == 1 else 2.0 ** -(sum(sizes) - 1).bit_length()
-        mean = self.recipe.reduction == "mean"
-        instructions = Instructions(loss_fn, self._policy, lift, loss_scale, mean, look, unread)
-        for parameter in layout.parameters:
-            if look is None and (wanted is None or id(parameter) in wanted):
-                parameter.grad = None  # the last gradient's memory is what this one will be written to
-        where = {**position, "batch sizes": sizes}
-        if self._ranks is not None and len(work) == 1:
-            held = self._policy.held_dtype is not None
-            instructions.delivery = self._ranks.deliver(where, part, layout.like, held)
-        sums = self._places.compute(
-            work, instructions, first_stream=first_stream, settings=settings, wanted=wanted
-        )
-        if look is None:
-            refuse_stray_gradients(layout.named, wanted)
-        self.reads_weights = instructions.reads_weights
-        again = interrupted()
-        if self._ranks is None:
-            return None if again else self._checked(*self._places.add_up(sums, instructions, settings))
-        whole = self._ranks.reduce(
-            sums,
-            part,
-            position=where,
-            again=again,
-            workloads=self.group.workloads,
-            like=layout.like,
-            slots=layout.slots,
-        )
-        if whole is None:
-            return None
-        whole.gradients, finite = finished(whole.gradients, instructions.finish(whole.reports))
-        return self._checked(whole, [finite])
-
-    def _work(self, batches: Sequence[Any], part: Part) -> Work:
-        """Bring the arrays of each shard to the device of its place."""
-        converter = self.recipe.converter
-        return [
-            [(shard, shard_arrays(batches[shard.batch], shard, device, converter)) for shard in run]
-            for run, device in zip(part.runs, self.group.devices, strict=True)
-        ]
-
-    def _checked(self, whole: WholeBatch, finite: Sequence[bool | None]) -> Attempt:
-        """Make an attempt of the whole gradient and of what was told of its slices."""
-        if whole.reports and all(gradient is None for gradient in whole.gradients):
-            raise ValueError(
-                "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got a "
-                "loss that gives no parameter a gradient."
-            )
-        flat = self.layout.flat
-        gradients = whole.gradients if flat is None else flat.store(whole.gradients)
-        return Attempt(
-            gradients=gradients,
-            verdict=judge(self.layout.named, gradients, finite),
-            buffers=whole.buffers,
-            samples=whole.samples,
-            reports=whole.reports,
-        )
-
-    def find_nonfinite(self, batches: Sequence[Any], **options: Any) -> list[NonFiniteShard]:
-        """List the shards whose gradients are not finite, and change nothing.
-
-        Args:
-            batches: As `attempt`.
-            **options: Those of `attempt`, but `look`.
         """
         found: list[NonFiniteShard] = []
 
@@ -223,15 +353,28 @@ class GradientEngine:
                 loss = report.loss.item()
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
-        self.attempt(batches, **options, look=look)
+        scale = self.training.scale.now
+        attempt = Attempt(GradientRequest(request.loss_fn, look=look), scale, scale)
+        self.take(attempt)
+        self.plan(attempt, context)
+        self.compute(attempt, context)
+        self.reduce(attempt, context)
         everywhere = found if self._ranks is None else self._ranks.gather_nonfinite(found)
         return sorted(everywhere, key=lambda each: each.shard)
 
-    def first_shard(self, batch: Any) -> Any:
-        """Give the arrays of a batch's first shard on the main device, wherever that shard is computed."""
-        opening = self.part([batch_size(batch)]).opening
-        return shard_arrays(batch, opening, self.group.devices[0], self.recipe.converter)
-
     def release(self) -> None:
         """End the replicas' threads and give torch back its random kernels, until the next attempt."""
-        self._places.release()
+        self.group.release()
+        self._streams.release()
+
+
+@contextmanager
+def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let a replica's parameters require no gradient for a while, so that backward leaves them out."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)

@@ -33,7 +33,7 @@ class HeldInterrupts(HeldSignal):
         """
         came, self._pending = self._pending, False
         if came:
-            with self._group.at_work:
+            with self._group.progress:
                 self._handler(_signal.SIGINT, None)
         return came
 

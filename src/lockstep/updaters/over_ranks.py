@@ -12,17 +12,17 @@ import torch
 from lockstep.communicators import Communicator, Contribution
 from lockstep.replicas.buffer_sums import BufferSum, real
 from lockstep.replicas.slots import Slot
+from lockstep.replicas.summing import gather
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.account import Account
 from lockstep.updaters.alike import Alikeness
-from lockstep.updaters.attempt import WholeBatch
+from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.meeting import Position, RankMeeting
 from lockstep.updaters.overlap import Delivery, Guess, can_overlap
 from lockstep.updaters.pace import Pacer
-from lockstep.updaters.reduction import gather
 from lockstep.updaters.result import NonFiniteShard
 from lockstep.updaters.schedule import Everywhere, Part
-from lockstep.updaters.shards import PlaceSums
+from lockstep.updaters.shard_gradients import DeviceGradients
 
 LOG = logging.getLogger("lockstep")
 
@@ -92,34 +92,31 @@ class RankReduction:
 
     def reduce(
         self,
-        sums: Sequence[PlaceSums],
-        part: Part,
+        attempt: Attempt,
         *,
         position: Position,
         again: bool,
         workloads: Sequence[float],
         like: Sequence[torch.Tensor],
         slots: Sequence[Slot],
-    ) -> WholeBatch | None:
-        """Meet, and add up.
+    ) -> None:
+        """Meet, and sum what the devices of all ranks have computed.
 
         Args:
-            sums: What the places of this rank made.
-            part: Which shards are this rank's.
+            attempt: Gets the sums, not divided yet; it is not complete where a rank has to compute its part
+                again.
             position: What must be the same on all ranks.
             again: Whether shards of this rank were left out.
-            workloads: Of this rank's places, from the next try on.
+            workloads: Of this rank's devices, from the next attempt on.
             like: Tensors of the shapes, dtypes and devices of the gradients.
             slots: The model's buffers.
-
-        Returns:
-            The sums; None where a rank has to make its part anew.
 
         Raises:
             PeerError: A rank failed.
             DisagreementError: A rank is somewhere else.
             PeerInterrupt: A rank was interrupted.
         """
+        sums, part = attempt.devices, attempt.share
         delivery, self._delivery = self._delivery, None
         if delivery is None or not delivery.has_begun:
             partials = _merged([each.gradients.partials for each in sums], part, like[0].device)
@@ -137,25 +134,26 @@ class RankReduction:
             workloads,
             self._pacer.told,
         )
-        self._communicator.watch.phase("reduce")
+        self._communicator.watch.doing = "reduce"
         self.meeting.riders.board(partials, contribution, like)
         plain = self.meeting.meet(position, account.to_plain(), again=again)
+        attempt.complete = plain is not None
         if plain is None:
             self.meeting.part()
-            return None
+            return
         accounts = [Account.from_plain(each) for each in plain]
         steady = self._settle(accounts)
-        reports = [report for each in accounts for report in each.reports]
         # Not divided on the way: every rank divides and checks in one pass over the memory.
         contributions = [each.gradients for each in accounts]
         one_place = all(len(each.workloads) == 1 for each in accounts)
         self._pacer.sum()
-        gradients = self._sum(partials, contributions, like, may_guess=one_place, steady=steady)
+        attempt.gradients = self._sum(partials, contributions, like, may_guess=one_place, steady=steady)
         if position["computation"] == 0:  # a search, or another network's, takes its own time
             self._pacer.end(like[0].device, [len(each.shards) for each in contributions])
-        new_buffers = self._sum_buffers(buffers, accounts, slots)
+        attempt.buffers = [self._sum_buffers(buffers, accounts, slots)]
+        attempt.samples = sum(each.samples for each in accounts)
+        attempt.reports = [report for each in accounts for report in each.reports]
         self.meeting.part()
-        return WholeBatch(gradients, [new_buffers], sum(each.samples for each in accounts), reports)
 
     def _sum(
         self,
@@ -246,7 +244,7 @@ class _OwnBuffers:
     weights: list[float]
 
     @classmethod
-    def of(cls, sums: Sequence[PlaceSums], part: Part, slots: Sequence[Slot]) -> _OwnBuffers:
+    def of(cls, sums: Sequence[DeviceGradients], part: Part, slots: Sequence[Slot]) -> _OwnBuffers:
         if not slots:
             return cls([], [])
         places = [place.buffers.read() for place in sums]

@@ -1,127 +1,124 @@
-"""Updates over several devices, the contract of lockstep: what the user gives, checked and put together."""
+"""Updates over several devices, the contract of lockstep."""
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, collate
 from lockstep.data.source import Source
+from lockstep.errors import OrderError
 from lockstep.integers import check_integer
-from lockstep.precision import LossScale, MovingScale
-from lockstep.replicas import ReplicaGroup
+from lockstep.precision import LossScale
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.devices import Devices
 from lockstep.replicas.replica_set import Timeout
-from lockstep.updaters.alike import Alikeness, Differing
-from lockstep.updaters.balance import PlaceTimes
+from lockstep.updaters import recipe as recipes
+from lockstep.updaters.alike import Differing
+from lockstep.updaters.assembly import Schedulers, assemble
+from lockstep.updaters.attempt import GradientRequest
 from lockstep.updaters.batches import Converter
-from lockstep.updaters.description import described
-from lockstep.updaters.engine import GradientEngine
-from lockstep.updaters.fitting import check_communicator, check_fit, chosen_scale, fixed_workloads
-from lockstep.updaters.gradient_updater import GradientUpdater
-from lockstep.updaters.loss import LossFunction
-from lockstep.updaters.meeting import NoMeeting
-from lockstep.updaters.names import by_name, iterators_by_name, named_schedulers
-from lockstep.updaters.networks import arrange
-from lockstep.updaters.over_ranks import join
-from lockstep.updaters.recipe import OnExhausted, OnOverflow, Recipe, Reduction, Split, check_choice
-from lockstep.updaters.training import Training
-
-LOG = logging.getLogger("lockstep")
-
-Schedulers = LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]
-StepFunction = Callable[["ParallelUpdater", Any], object]
+from lockstep.updaters.context import StepContext
+from lockstep.updaters.custom_step import CustomStep
+from lockstep.updaters.fitting import check_communicator
+from lockstep.updaters.loss import LossFunction, model_is_loss
+from lockstep.updaters.names import MAIN, look_up
+from lockstep.updaters.result import NonFiniteShard, UpdateResult
+from lockstep.updaters.saving import load_state, state_of
+from lockstep.updaters.updater import Updater
 
 
-class ParallelUpdater(GradientUpdater):
+class ParallelUpdater(Updater):
     """Train a model, or several, on several devices; the result does not depend on which and how many.
 
-    One update: take the next batch (or `accumulate` of them), cut it into shards, run one forward and one
-    backward per shard on whatever device it was assigned to, sum the gradients in one fixed tree, divide
-    once by the summed weight, check, and let the optimizers step. Until the step begins nothing has
-    changed: after an exception or Ctrl-C the next call goes on with the same batch. What comes while the
-    weights move waits for the end of the update.
+    One update takes the next batch (or `accumulate` of them), cuts it into shards, runs one forward and one
+    backward for each shard on the device it is assigned to, sums the gradients in one fixed tree, divides
+    once by the summed weight, checks the result, and lets the optimizers step. Until the step begins nothing
+    has changed: after an exception or Ctrl-C the next call goes on with the same batch. Ctrl-C during the
+    step waits for its end.
 
-    A `step_fn`, or a subclass that overrides `update_core`, says otherwise what an update does, by any number
-    of `compute_gradients` and `apply_gradients`, say for two networks in turn. Where it fails or is
-    interrupted, everything is put back to the update before, and the next call begins with the same batch.
+    A `step_fn`, or a subclass that overrides `update_core`, says what an update does instead, with any number
+    of calls of `compute_gradients` and `apply_gradients`. Where it fails or is interrupted, everything is put
+    back to the state after the previous update, and the next call begins with the same batch.
 
     Args:
-        iterator: Gives the batches; or any iterable of batches of tensors, such as a DataLoader, a list or a
-            generator function, as `lockstep.data.IterableBatches` takes them; or several by name, of which
-            "main" gives those an update begins with and counts the epochs.
-        optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name that share
-            none. The usual update steps all of them by the gradient of one loss.
-        model: Moved to the first device. Never run itself: replicas are copies that share its memory. Or
-            several networks by name, each replicated on all devices.
-        models: Another word for `model`. With exactly the names of `devices`, they are taken as replicas of
-            one model: they must be alike, the main one has the weights, the others are given them after each
-            update.
-        devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed; or places by name, of
-            which "main" (else the first) is the main one.
-        num_shards: Shards a batch, at least 1; part of what the result means. None for one a device, sized by
-            its workload: then the bits depend on the number of devices.
-        workloads: Relative speeds of the devices, by which shards are assigned; equal ones by default.
-            ``"auto"`` measures them over the first updates, for a fixed `num_shards` only. Processes whose
-            speeds nobody gives are measured by themselves, where `num_shards` is fixed.
-        loss_fn: Called as ``loss_fn(replica, *batch)``, a dict batch by keyword; returns a mean loss or a
-            `Loss`. For several networks it gets a dict of their replicas. By default the model itself
-            returns the loss.
-        step_fn: Called as ``step_fn(updater, batch)``. What it does by `compute_gradients` and
-            `apply_gradients` is told in the result and counted by `scheduler`; steps that it takes by
-            PyTorch's own words are neither.
+        iterator: The source of the batches: a lockstep iterator, any iterable of batches of tensors that
+            `lockstep.data.IterableBatches` takes (a DataLoader, a list, a generator function), or several by
+            name. The one named "main" provides the batch an update begins with and counts the epochs.
+        optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name that share no
+            parameter. Without a step function every update steps all of them by the gradient of one loss.
+        model: The model. It is moved to the first device and never run itself: replicas are copies that share
+            its memory. You may give several networks by name, each of which is replicated on all devices.
+        models: Another name for `model`. With exactly the names of `devices` they are replicas of one model:
+            they must be alike, the main one holds the weights, and the others receive them after each update.
+        devices: ``"auto"`` for every GPU, or else every core; names of devices, which may repeat; or devices
+            by name, of which "main" (or else the first) is the main one.
+        num_shards: The number of shards a batch is cut into, at least 1. It is part of what the result means.
+            With None each device has one shard, sized by its workload, and the bits depend on the number of
+            devices.
+        workloads: The relative speeds of the devices, by which shards are assigned; equal by default.
+            ``"auto"`` measures them over the first updates, and the speeds of processes beside each other; it
+            requires a number of shards.
+        loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword. It
+            returns a mean loss or a `Loss`. For several networks it gets a dict of their replicas. By default
+            the model itself returns the loss.
+        step_fn: Called as ``step_fn(updater, batch)``. Gradients and steps it asks the updater for appear in
+            the result and are counted by `scheduler`. Calls such as ``optimizer.step()`` made directly are
+            neither reported nor counted.
         converter: Called as ``converter(samples, device)`` for the samples of one shard.
-        seed: Of the random streams, each keyed by (seed, update, shard).
-        accumulate: Batches to an update, at least 1; fewer where the iterator ends.
-        split: ``"contiguous"`` shards, or ``"strided"``: shard i of n has the samples i, i + n, i + 2n …
-        reduction: ``"mean"`` over all shards by their weights, or the ``"sum"`` of the gradients of the
-            shards' mean losses, as Chainer had it.
-        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: what autocast computes in. ``"bf16-true"`` or
-            ``"fp16-true"`` for a model that is held in that format: gradients are summed in float32, and
-            optimizers move float32 masters; see `master_weights`. Data stays in its own format.
-        loss_scale: A number or a `LossScale`, one for all optimizers; None for the one they have (see
-            `loss_scaling`), from which the updater's goes its own way, or else 1.
+        seed: The seed of the random streams, which are keyed by (seed, update, shard).
+        accumulate: The number of batches of one update, at least 1; fewer where the iterator ends.
+        split: ``"contiguous"`` shards, or ``"strided"``, where shard i of n has the samples i, i + n, i + 2n
+            …
+        reduction: ``"mean"`` over all shards by their weights, or ``"sum"`` of the gradients of the shards'
+            mean losses, as Chainer has it.
+        precision: ``"fp32"``; ``"bf16"`` or ``"fp16"`` for autocast in that format; ``"bf16-true"`` or
+            ``"fp16-true"`` for a model that is held in it, where gradients are summed in float32 and
+            optimizers step float32 master weights, see `master_weights`. Data stays in its own format.
+        loss_scale: A number or a `LossScale`, shared by all optimizers. With None it begins as that of the
+            optimizers (see `loss_scaling`), which the updater copies and then adjusts independently, or else
+            as 1.
         on_overflow: What follows a gradient that is not finite, once the loss scale has stepped down:
-            ``"retry"`` the same batch in the same random streams, draw the ``"next"``, or ``"skip"`` it. A
-            batch whose loss itself is not finite stays so at any scale: retries then end at the floor or
-            at `max_tries`, and `find_nonfinite` names its samples.
-        max_tries: How often one update may try, at least 1.
-        on_exhausted: ``"skip"`` the batch or ``"raise"`` when no try is left, or no scale to lower.
-        buffers: ``"mean"`` over shards by their samples, or ``"first"`` for the first shard's.
-        scheduler: Stepped whenever its optimizer has moved weights; one or several.
-        epoch_scheduler: Stepped when the main iterator starts an epoch; one or several.
+            ``"retry"`` the same batch in the same random streams, draw the ``"next"`` one, or ``"skip"`` it.
+            A batch whose loss itself is not finite stays so at any scale; `find_nonfinite` names its samples.
+        max_tries: How many attempts one update may make, at least 1.
+        on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to
+            lower.
+        buffers: ``"mean"`` over shards, weighted by their samples, or ``"first"`` for those of the first
+            shard.
+        scheduler: One or several schedulers that step whenever their optimizer has moved weights.
+        epoch_scheduler: One or several schedulers that step when the main iterator starts an epoch.
         auto_new_epoch: Whether optimizers that count epochs are told when the main iterator starts one.
         flat_gradients: Whether the gradients lie end to end in one tensor, `flat_gradients`, of which every
-            ``parameter.grad`` is a view; costs a copy. For one optimizer whose parameters have one dtype.
-        timeout: Seconds, above 0, after which a device that is still at work in an update counts as hung; the
-            first one then has a thread of its own too. ``"auto"``: half an hour for the threads of the
-            others, while the calling thread is not watched. None for never. It is part of no result.
+            ``parameter.grad`` is a view. This costs a copy, and is for one optimizer whose parameters have
+            one dtype.
+        timeout: The number of seconds, above 0, after which a device that is still at work counts as hung;
+            the first device then has a thread of its own too. ``"auto"`` is half an hour for the threads of
+            the other devices, while the calling thread is not watched. None waits without end. The result
+            does not depend on it.
         communicator: Joins the processes of the run, each with devices of its own, whose shards are parts of
-            one batch. Found in the environment unless given; alone, a process is the whole run.
-        check_every: Within how many updates processes compare all bits of their states, at least 1; a part
-            every few updates. What must be alike otherwise is compared before the first update.
-        differing_models: Whether models that differ over processes when a run begins become that of rank 0
-            (``"broadcast"``) or end the run (``"refuse"``).
+            one batch. By default it is found in the environment; without one, a process is the whole run.
+        check_every: The number of updates, at least 1, within which processes compare all bits of their
+            states, a part at a time. Everything else that must be equal is compared before the first update.
+        differing_models: Whether models that differ over processes when a run begins take the values of rank
+            0 (``"broadcast"``) or end the run (``"refuse"``).
 
     Raises:
         TypeError: An argument is of another kind.
         ValueError: An argument is out of range, or parts do not belong together.
 
     Determinism: weights, buffers and optimizer state depend on the model, the data, `num_shards`, `seed`, the
-    other arguments except `devices`, `workloads` and `timeout`, the torch build and the processor's type.
-    Where `num_shards` is None they also depend on the number of devices and their workloads.
+        other
+    arguments except `devices`, `workloads` and `timeout`, the torch build and the processor's type. With
+    ``num_shards=None`` they also depend on the number of devices and their workloads.
 
-    References: Chainer 7.8.1, ``ParallelUpdater``, for the face. The arithmetic is ours.
+    References: Chainer 7.8.1, ``ParallelUpdater``, for the interface. The arithmetic is ours.
     """
 
     def __init__(
@@ -135,17 +132,17 @@ class ParallelUpdater(GradientUpdater):
         num_shards: int | None = None,
         workloads: Sequence[float] | Mapping[str, float] | Literal["auto"] | None = None,
         loss_fn: LossFunction | None = None,
-        step_fn: StepFunction | None = None,
+        step_fn: recipes.StepFunction | None = None,
         converter: Converter = collate,
         seed: int = 0,
         accumulate: int = 1,
-        split: Split = "contiguous",
-        reduction: Reduction = "mean",
+        split: recipes.Split = "contiguous",
+        reduction: recipes.Reduction = "mean",
         precision: str = "fp32",
         loss_scale: LossScale | float | None = None,
-        on_overflow: OnOverflow = "retry",
+        on_overflow: recipes.OnOverflow = "retry",
         max_tries: int = 20,
-        on_exhausted: OnExhausted = "skip",
+        on_exhausted: recipes.OnExhausted = "skip",
         buffers: BufferRule = "mean",
         scheduler: Schedulers | None = None,
         epoch_scheduler: Schedulers | None = None,
@@ -156,7 +153,7 @@ class ParallelUpdater(GradientUpdater):
         check_every: int = 100,
         differing_models: Differing = "broadcast",
     ) -> None:
-        recipe = Recipe(
+        recipe = recipes.Recipe(
             num_shards=num_shards,
             seed=seed,
             accumulate=accumulate,
@@ -174,60 +171,239 @@ class ParallelUpdater(GradientUpdater):
             converter=converter,
         )
         check_integer("check_every", check_every, minimum=1)
-        check_choice("differing_models", differing_models, get_args(Differing))
+        recipes.check_choice("differing_models", differing_models, get_args(Differing))
         check_communicator(communicator)
-        optimizers: dict[str, Optimizer] = by_name(
-            "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer"
-        )
-        arranged = arrange(model, models, devices, workloads)
-        check_fit(recipe, arranged, optimizers, takes_steps=self._has_own_steps(recipe))
-        fixed = fixed_workloads(recipe, arranged.workloads)
-        training = Training(
-            group=ReplicaGroup(arranged.module, arranged.devices, workloads=fixed, timeout=timeout),
-            models=arranged.networks,
-            optimizers=optimizers,
-            iterators=iterators_by_name(iterator),
-            schedulers=named_schedulers("scheduler", scheduler, optimizers),
-            epoch_schedulers=named_schedulers("epoch_scheduler", epoch_scheduler, optimizers),
-            scale=MovingScale(chosen_scale(loss_scale, optimizers)),
-        )
+        self._takes_steps = step_fn is not None or type(self).update_core is not ParallelUpdater.update_core
         joined = find_communicator() if communicator is None else communicator
         if communicator is None:
             weakref.finalize(self, joined.close).atexit = False
-        group = training.group
-        alike = Alikeness(
-            joined,
-            training,
-            partial(described, training, recipe),
-            every=check_every,
-            differing=differing_models,
-        )
-        ranks = join(
-            joined,
-            group.workloads,
-            alike,
-            movable=num_shards is not None,
-            by_workloads=arranged.workloads is not None,
-        )
-        engine = GradientEngine(
-            group,
+        self._parts = parts = assemble(
             recipe,
-            timing=PlaceTimes(group.devices) if arranged.workloads == "auto" else None,
-            phase=joined.watch.phase,
-            ranks=ranks,
+            iterator=iterator,
+            optimizer=optimizer,
+            networks=(model, models),
+            places=(devices, workloads),
+            schedulers=(scheduler, epoch_scheduler),
+            loss_scale=loss_scale,
+            timeout=timeout,
+            communicator=joined,
+            check_every=check_every,
+            differing_models=differing_models,
+            takes_steps=self._takes_steps,
         )
-        group.model.to(group.devices[0])
-        if recipe.policy.held_dtype:
-            training.make_masters()
-        meeting = NoMeeting() if ranks is None else ranks.meeting
-        super().__init__(
-            training, recipe, arranged=arranged, engine=engine, meeting=meeting, communicator=joined
-        )
-        if ranks is not None:
-            for each in training.iterators.values():
-                each.read_only(engine.own_samples)
-        if num_shards is None and engine.shards_a_batch > 1:
-            LOG.info(
-                "num_shards is not given: %d shards, one a device; other devices give other bits.",
-                engine.shards_a_batch,
-            )
+        self._training, self._engine = parts.training, parts.engine
+        self._usual = GradientRequest(model_is_loss if loss_fn is None else parts.arranged.loss_fn(loss_fn))
+        self._custom = CustomStep(parts, self._usual)
+
+    def update(self) -> UpdateResult:
+        """Do one update with the iterator's next batch.
+
+        Returns:
+            What it did; ``applied`` is False where the batch was given up.
+
+        Raises:
+            StopIteration: The iterator has ended.
+            NonFiniteError: The gradient stayed non-finite and `on_exhausted` is ``"raise"``.
+            ReplicaError: User code raised in a shard, or a device hung.
+            ValueError: The loss is not computed with the model that `loss_fn` is given.
+            OrderError: A step function called it.
+        """
+        if self._custom.state is not None:
+            raise OrderError("`update` must not be called by a step function.")
+        parts, engine, names = self._parts, self._engine, tuple(self._training.optimizers)
+        parts.coordinator.begin()
+        with StepContext(self._training.group) as context:
+            if self._takes_steps:
+                result = self._custom.update(self.update_core, context)
+            else:
+                attempt = parts.retry.first(parts.sync.deferred(self._usual, names))
+                while not attempt.is_final:
+                    with parts.coordinator.telling():
+                        engine.take(attempt)
+                        engine.plan(attempt, context)
+                        engine.compute(attempt, context)
+                        engine.reduce(attempt, context)
+                        engine.check(attempt)
+                    # After an overflow there is another attempt, at a lower loss scale.
+                    attempt = parts.retry.after(attempt)
+                # Nothing of the training state has changed up to here: an error or Ctrl-C leaves the state of
+                # the last update, and the batch is still the iterator's next. From here on Ctrl-C waits.
+                parts.coordinator.commit(context.interrupts)
+                result = parts.committer.commit(names, attempt, context.settings, drawn={MAIN: attempt.taken})
+            parts.followers.follow()
+        return result
+
+    def update_core(self, batch: Any) -> object:
+        """Make one update, in a subclass that overrides this; by default call `step_fn`, if there is one.
+
+        Args:
+            batch: The main iterator's next batch.
+
+        Returns:
+            Ignored.
+        """
+        if self._parts.recipe.step_fn is not None:
+            return self._parts.recipe.step_fn(self, batch)
+        self.compute_gradients(batch)
+        return self.apply_gradients()
+
+    def compute_gradients(
+        self, batch: Any, *, loss_fn: LossFunction | None = None, optimizer: str | None = None
+    ) -> UpdateResult:
+        """Do the first half of an update on a batch of your own: put its gradient into ``parameter.grad``.
+
+        Args:
+            batch: `Samples`, or a tensor or nest of tensors with the samples along the first dimension.
+            loss_fn: The loss function to use instead of the updater's.
+            optimizer: The name of the optimizer whose parameters get a gradient; those of others keep theirs.
+                None stands for all parameters.
+
+        Returns:
+            What was measured; ``applied`` is False, and `nonfinite` names a parameter if the gradient is
+            not finite. In a step function, `on_overflow` has been followed by then.
+
+        Raises:
+            ReplicaError: User code raised in a shard.
+            NonFiniteError: In a step function, as `update`.
+            KeyError: There is no optimizer of this name.
+            ValueError: There is no loss function.
+        """
+        return self._custom.compute(batch, loss_fn, optimizer)
+
+    def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
+        """Do the second half: step with what is in ``parameter.grad``, take over the buffers, count.
+
+        Where the gradient was not finite, the loss scale steps down instead. In a step function nothing is
+        counted here, but once at the end of the update.
+
+        Args:
+            optimizer: The name that `compute_gradients` was given.
+
+        Raises:
+            OrderError: No gradient has been computed since the last call.
+            KeyError: There is no optimizer of this name.
+        """
+        return self._custom.apply(optimizer)
+
+    def next_batch(self, name: str = MAIN) -> Any:
+        """Return a further batch, in a step function; its iterator moves past it when the update is complete.
+
+        Args:
+            name: The name of the iterator.
+
+        Raises:
+            OrderError: No step function is being run.
+            StopIteration: The iterator has ended.
+            KeyError: There is no iterator of this name.
+        """
+        return self._custom.next_batch(name)
+
+    def find_nonfinite(self) -> list[NonFiniteShard]:
+        """Compute the pending batch once more at the current loss scale, and list the shards with bad gradients.
+
+        After a `NonFiniteError` the pending batch is the one it was about. Nothing changes; the random
+        streams are those the next update will use. An empty list says that each shard by itself is finite.
+
+        Raises:
+            StopIteration: The iterator has ended.
+            OrderError: The updater has a step function.
+            ReplicaError: User code raised in a shard.
+        """
+        if self._takes_steps:
+            raise OrderError("`find_nonfinite` must be called of an updater that takes no steps of its own.")
+        self._parts.coordinator.begin()
+        with StepContext(self._training.group) as context, self._parts.coordinator.telling():
+            return self._engine.find_nonfinite(self._usual, context)
+
+    @property
+    def iteration(self) -> int:
+        """How many updates are done: batches, or groups of accumulated ones, applied or given up."""
+        return self._training.iteration
+
+    @property
+    def applied_updates(self) -> int:
+        """How many of them moved the weights."""
+        return self._training.applied.count
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The loss scale of the next attempt."""
+        return self._training.loss_scale
+
+    def get_iterator(self, name: str = MAIN) -> Iterator:
+        """Return the iterator of this name; the KeyError for another lists those there are."""
+        return look_up(name, self._training.iterators)
+
+    def get_all_optimizers(self) -> dict[str, Optimizer]:
+        """Return all optimizers by name."""
+        return dict(self._training.optimizers)
+
+    def get_all_models(self) -> dict[str, nn.Module]:
+        """Return all models by name."""
+        return dict(self._training.models)
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Where this process's replicas are, one entry each: what ``"auto"`` came to."""
+        return tuple(self._training.group.devices)
+
+    def master_weights(self, model: str = MAIN) -> dict[str, torch.Tensor]:
+        """Return the float32 master weights by the names of their parameters; none without a true half precision.
+
+        Args:
+            model: The name of the model; the KeyError for another lists those there are.
+        """
+        return self._training.master_weights(model)
+
+    @property
+    def communicator(self) -> Communicator:
+        """What joins the processes of the run."""
+        return self._parts.communicator
+
+    @property
+    def flat_gradients(self) -> torch.Tensor | None:
+        """The last gradient of all parameters as one tensor, if that was asked for; None before the first."""
+        flat = self._engine.layout.flat
+        return None if flat is None else flat.tensor
+
+    @property
+    def why_it_waits(self) -> str | None:
+        """Why `update` reads on the host what is on the device; None where it reads nothing.
+
+        It need not with ``on_overflow="skip"`` in one process, for optimizers that leave a step out by a flag
+        on the device, which are torch's with ``fused=True``, with no scheduler that counts applied updates
+        and no hook of a step that does more than change gradients. (The first step of a fused SGD with
+        momentum reads the flag all the same.) Then what an update came to is decided on the device, and read
+        by whoever looks at its result, at `applied_updates`, `loss_scale` or `state_dict`. A step function
+        that looks at nothing is no reason either. Tensors as weights of losses are one, from the first on.
+        """
+        return self._parts.sync.why()
+
+    def finalize(self) -> None:
+        """End the replicas' threads and the iterators' workers; another update would begin them anew."""
+        self._engine.release()
+        for iterator in self._training.iterators.values():
+            iterator.finalize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything the next update depends on; a parameter that has no shape yet is None in it."""
+        num_shards = self._engine.shards_a_batch
+        return state_of(self._training, num_shards=num_shards, seed=self._parts.recipe.seed)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state, on any devices; the next update uses the loaded weights everywhere.
+
+        Whatever a part raises, nothing has been changed.
+
+        Raises:
+            StateError: Keys are missing or unknown, or it is the state of another number of shards or seed.
+            OrderError: A step function is being run.
+        """
+        if self._custom.state is not None:
+            raise OrderError("`load_state_dict` must not be called by a step function.")
+        num_shards = self._engine.shards_a_batch
+        load_state(self._training, state, num_shards=num_shards, seed=self._parts.recipe.seed)
+        self._engine.look_for_shapes()
+        self._parts.followers.follow()
+        self._parts.coordinator.state_loaded()
+        self._custom.forget()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch.nn.modules.loss import _Loss
 
@@ -18,6 +18,8 @@ Split = Literal["contiguous", "strided"]
 Reduction = Literal["mean", "sum"]
 OnOverflow = Literal["retry", "next", "skip"]
 OnExhausted = Literal["skip", "raise"]
+StepFunction: TypeAlias = Callable[[Any, Any], object]
+"""Called as ``step_fn(updater, batch)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,7 @@ class Recipe:
     flat_gradients: bool
     auto_new_epoch: bool
     loss_fn: LossFunction | None
-    step_fn: Callable[..., object] | None
+    step_fn: StepFunction | None
     converter: Converter
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, MasterWeights, MovingScale
-from lockstep.replicas import ReplicaGroup
+from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.updaters.counting import AppliedUpdates
 from lockstep.updaters.names import MAIN, Names, look_up
 from lockstep.updaters.savepoint import Savepoint
@@ -36,7 +36,7 @@ class Training:
         applied: Counts those of them that moved the weights.
     """
 
-    group: ReplicaGroup
+    group: ReplicaSet
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
     iterators: dict[str, Iterator]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
 from lockstep.communicators import Communicator, LocalCommunicator
+from lockstep.data import Iterator
 from lockstep.metrics import Mean
 
 
@@ -50,27 +51,27 @@ class Updater(ABC):
         """How many updates were done, which is the number of batches consumed; 0 before the first."""
 
     @property
-    @abstractmethod
     def epoch(self) -> int:
         """How many epochs are complete."""
+        return self.get_iterator("main").epoch
 
     @property
-    @abstractmethod
     def epoch_detail(self) -> float:
         """How many epochs are done, with the fraction of the one under way."""
+        return self.get_iterator("main").epoch_detail
 
     @property
-    @abstractmethod
     def previous_epoch_detail(self) -> float:
         """`epoch_detail` as it was before the last update; 0 before the first."""
+        return self.get_iterator("main").previous_epoch_detail or 0.0
 
     @property
-    @abstractmethod
     def is_new_epoch(self) -> bool:
         """Whether the last update completed an epoch."""
+        return self.get_iterator("main").is_new_epoch
 
     @abstractmethod
-    def get_iterator(self, name: str) -> Iterator[Any]:
+    def get_iterator(self, name: str) -> Iterator:
         """Return the batch iterator of this name.
 
         Args:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from lockstep.communicators import Communicator
 from lockstep.precision import LossScale
-from lockstep.updaters.applying import Applier
+from lockstep.updaters.attempt import GradientRequest
+from lockstep.updaters.commit import Committer
 from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.names import Names
 from lockstep.updaters.recipe import OnOverflow
@@ -23,7 +25,7 @@ class Waiting:
         communicator: Joins the processes of the run.
         training: What is trained.
         engine: Computes gradients.
-        applier: Moves the weights.
+        committer: Moves the weights.
     """
 
     def __init__(
@@ -32,28 +34,30 @@ class Waiting:
         communicator: Communicator,
         training: Training,
         engine: GradientEngine,
-        applier: Applier,
+        committer: Committer,
     ) -> None:
         self._on_overflow = on_overflow
         self._communicator = communicator
         self._training = training
         self._engine = engine
-        self._applier = applier
+        self._committer = committer
         self._has_told = False
 
     def why(self) -> str | None:
         """Give the reason why an update reads something; None where it reads nothing."""
         return self._why_read(tuple(self._training.optimizers)) or self._why_all_the_same()
 
-    def leaves_unread(self, names: Names) -> bool:
-        """Tell whether a try for these optimizers is left unread; says once in the log why not."""
+    def deferred(self, request: GradientRequest, names: Names) -> GradientRequest:
+        """Return a request whose overflow check stays on the device if that can be; else say once in the log why not."""
         if self._on_overflow != "skip":
-            return False
+            return request
         why = self._why_read(names)
-        if why is not None and not self._has_told:
+        if why is None:
+            return replace(request, deferred=True)
+        if not self._has_told:
             self._has_told = True
             LOG.info("Every update reads whether its gradient is finite: %s.", why)
-        return why is None
+        return request
 
     def _why_read(self, names: Names) -> str | None:
         """Say why the host has to know whether a gradient is finite."""
@@ -61,7 +65,7 @@ class Waiting:
             return f"on_overflow={self._on_overflow!r} decides on the host whether there is another try"
         if self._communicator.size > 1:
             return "the processes tell each other of every try"
-        return self._applier.why_it_waits(names)
+        return self._committer.why_it_waits(names)
 
     def _why_all_the_same(self) -> str | None:
         """Say what else is read, though the decision is left on the device."""

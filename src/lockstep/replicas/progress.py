@@ -24,7 +24,7 @@ STACK_DEPTH: Final = 12
 
 
 @dataclass(slots=True)
-class Note:
+class DeviceStatus:
     """What one device is doing.
 
     Attributes:
@@ -43,7 +43,7 @@ class Note:
         return f"the {self.phase} of shard {self.shard.index} ({samples_text(self.shard)})"
 
 
-class AtWork:
+class DeviceProgress:
     """Notes of what the devices of a group are doing; names them to interrupts that leave its context.
 
     Each piece of work has its own: a thread of the last one, given up in the middle of it, is not at work.
@@ -58,24 +58,39 @@ class AtWork:
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.stopping = False
         self._devices = devices
-        self._notes: list[Note | None] = [None] * len(devices)
-        self._interrupted: list[tuple[int, Note]] = []
+        self._notes: list[DeviceStatus | None] = [None] * len(devices)
+        self._interrupted: list[tuple[int, DeviceStatus]] = []
 
     def begin(self, place: int) -> None:
         """Note that a device begins, in the calling thread."""
-        self._notes[place] = Note(threading.get_ident())
+        self._notes[place] = DeviceStatus(threading.get_ident())
 
-    def come_to(self, place: int, phase: str, shard: Shard) -> bool:
-        """Note what a device does next, and tell whether the calling thread still works for it."""
+    def proceed(self, place: int, phase: str, shard: Shard) -> bool:
+        """Note what a device does next, and tell whether it is to be done.
+
+        It is not where devices were asked to stop, or where the calling thread was given up in the middle of
+        earlier work and no longer works for the device.
+
+        Args:
+            place: The device's number.
+            phase: What is done with the shard.
+            shard: Which one.
+        """
         note = self._notes[place]
         if note is None or note.thread != threading.get_ident():
             return False
         note.phase, note.shard = phase, shard
-        return True
+        return not self.stopping
 
     def end(self, place: int) -> None:
         """Note that a device is done."""
         self._notes[place] = None
+
+    def failed(self, error: BaseException) -> None:
+        """Ask all devices to stop, for one has failed; remember who is at work if that was an interrupt."""
+        self.stopping = True
+        if isinstance(error, KeyboardInterrupt):
+            self.mark()
 
     def mark(self) -> None:
         """Remember who is at work at this moment, for an interrupt that is delivered later."""
@@ -118,10 +133,10 @@ class AtWork:
             shard=None if first is None or first.shard is None else first.shard.index,
         )
 
-    def _working(self) -> list[tuple[int, Note]]:
+    def _working(self) -> list[tuple[int, DeviceStatus]]:
         """List the places at work with copies of their notes, which go on changing."""
         return [
-            (place, Note(note.thread, note.phase, note.shard))
+            (place, DeviceStatus(note.thread, note.phase, note.shard))
             for place, note in enumerate(self._notes)
             if note is not None
         ]
@@ -141,7 +156,7 @@ def samples_text(shard: Shard) -> str:
     return f"samples {samples[0]}..{samples[-1]}{apart}"
 
 
-def _stack(note: Note | None) -> str:
+def _stack(note: DeviceStatus | None) -> str:
     """Show where a thread is, the innermost call last."""
     frame = None if note is None else sys._current_frames().get(note.thread)  # noqa: SLF001 - no other way to know
     return "" if frame is None else "".join(traceback.format_stack(frame, limit=STACK_DEPTH))
