@@ -30,8 +30,8 @@ from workloads import BATCH_SIZE, WORKLOADS, Workload
 
 import lockstep as ls
 from lockstep.data import Iterator
-from lockstep.updaters.commit import Committer
-from lockstep.updaters.places import Places
+from lockstep.updaters.engine import GradientEngine
+from lockstep.updaters.optimizer_step import OptimizerStep
 
 ROUND_SECONDS = 0.25  # long beside the hand-over between contenders, short beside the drift of the machine
 
@@ -164,9 +164,9 @@ class Contender:
 
 
 PHASES = (
-    (Places, "compute", "forward and backward of the shards"),
-    (Places, "add_up", "reduce and check"),
-    (Committer, "step", "optimizer"),
+    (GradientEngine, "compute", "forward and backward of the shards"),
+    (GradientEngine, "reduce", "reduce and check"),
+    (OptimizerStep, "step", "optimizer"),
     (ls.ParallelUpdater, "update", "whole update"),
 )
 

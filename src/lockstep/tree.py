@@ -57,9 +57,11 @@ class ShardSum:
             shard: The shard's number.
             tensors: Owned by the sum from now on, which adds to them in place.
         """
-        self.settle(shard)
+        if len(self.partials) > 1:
+            self.settle(shard)
         self.partials.append(PartialSum(shard, tensors))
-        self.settle(shard + 1)
+        if len(self.partials) > 1:
+            self.settle(shard + 1)
 
     def settle(self, following: int) -> None:
         """Add the last two sums while their subtree ends before `following` and begins in this place.

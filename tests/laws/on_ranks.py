@@ -15,9 +15,10 @@ from torch import nn
 import lockstep as ls
 from lockstep import Communicator, tree
 from lockstep.communicators import Contribution
+from lockstep.replicas import shard_streams
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum
-from lockstep.updaters import over_ranks, places, riding
+from lockstep.updaters import over_ranks, riding
 from lockstep.updaters.meeting import RankMeeting
 from lockstep.updaters.over_ranks import RankReduction
 from lockstep.updaters.pace import Pace, Pacer, Told
@@ -244,7 +245,9 @@ def merge_within_ranks_first(patch: pytest.MonkeyPatch) -> None:
 def streams_of_ranks(patch: pytest.MonkeyPatch) -> None:
     """Seed random numbers by the rank, too."""
     rank = ls.find_communicator().rank
-    patch.setattr(places, "stream_seed", lambda seed, position: stream_seed(seed, position + 1000 * rank))
+    patch.setattr(
+        shard_streams, "stream_seed", lambda seed, position: stream_seed(seed, position + 1000 * rank)
+    )
 
 
 def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:

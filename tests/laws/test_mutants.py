@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from lockstep import tree
-from lockstep.replicas import settings, shard_streams
+from lockstep.replicas import settings, shard_streams, summing
 from lockstep.replicas.buffer_sums import BufferSum
 from lockstep.replicas.buffers import ReplicaBuffers
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters import places, reduction
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
 from tests.laws.runs import EQUAL, cross_entropy, digests
 
@@ -61,7 +60,7 @@ def test_a_sum_over_a_stack_is_caught(work: Workload, monkeypatch: pytest.Monkey
             first[index].copy_(torch.stack(present).sum(0))
         return first
 
-    monkeypatch.setattr(reduction, "total", stacked)
+    monkeypatch.setattr(summing, "total", stacked)
     assert caught(work)
 
 
@@ -84,7 +83,7 @@ def test_one_stream_per_device_is_caught(work: Workload, monkeypatch: pytest.Mon
         name = threading.current_thread().name
         return int(name.split("-")[1]) if name.startswith("lockstep-") else 0
 
-    monkeypatch.setattr(places, "stream_seed", by_place)
+    monkeypatch.setattr(shard_streams, "stream_seed", by_place)
     assert caught(work)
 
 
@@ -101,13 +100,13 @@ def test_the_global_generator_in_threads_is_caught(work: Workload, monkeypatch: 
 
 
 def test_two_intra_op_threads_in_the_main_thread_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = settings.Computing.__enter__
+    enter = settings.ComputeMode.__enter__
 
-    def two_in_main(self: settings.Computing) -> settings.ThreadSettings:
+    def two_in_main(self: settings.ComputeMode) -> settings.ThreadSettings:
         entered = enter(self)
         if threading.current_thread() is threading.main_thread():
             torch.set_num_threads(2)
         return entered
 
-    monkeypatch.setattr(settings.Computing, "__enter__", two_in_main)
+    monkeypatch.setattr(settings.ComputeMode, "__enter__", two_in_main)
     assert caught(WIDE, batch_size=192, num_samples=384, updates=4)

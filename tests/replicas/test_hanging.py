@@ -109,13 +109,13 @@ def test_a_thread_that_was_given_up_stops_and_disturbs_nothing() -> None:
             late.append(threading.current_thread())
             HUNG.add(threading.get_ident())
             released.wait(LONG)
-            told["late"] = replicas.stops_before(place, "forward", shard)
+            told["late"] = not replicas.progress.proceed(place, "forward", shard)
             raise RuntimeError("too late")
 
     def following(place: int) -> None:
         released.set()
         late[0].join(LONG)
-        told[f"place {place}"] = replicas.stops_before(place, "forward", shard)
+        told[f"place {place}"] = not replicas.progress.proceed(place, "forward", shard)
 
     with ReplicaSet(nn.Linear(2, 1), ["cpu"] * 2, timeout=0.3) as replicas:
         with pytest.raises(ls.ReplicaError, match=r"was not done after 0\.3 seconds"):

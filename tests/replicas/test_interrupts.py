@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.at_work import AtWork
 from lockstep.replicas.interrupts import Interrupts
+from lockstep.replicas.progress import DeviceProgress
 from lockstep.streams import stream_is_open
 
 SHARDS = 4
@@ -96,10 +96,10 @@ def seeded() -> Busy:
 
 MARKED = threading.Event()
 """Set once it is remembered who was at work when an interrupt came."""
-MARK = AtWork.mark
+MARK = DeviceProgress.mark
 
 
-def mark(self: AtWork) -> None:
+def mark(self: DeviceProgress) -> None:
     """Remember who is at work, and let those go on who have stayed for it."""
     MARK(self)
     MARKED.set()
@@ -108,7 +108,7 @@ def mark(self: AtWork) -> None:
 @pytest.fixture
 def _marking(monkeypatch: pytest.MonkeyPatch) -> None:
     MARKED.clear()
-    monkeypatch.setattr(AtWork, "mark", mark)
+    monkeypatch.setattr(DeviceProgress, "mark", mark)
 
 
 def press() -> None:
@@ -239,10 +239,10 @@ import sys
 import torch
 from torch import nn
 import lockstep as ls
-from lockstep.replicas.at_work import AtWork
+from lockstep.replicas.progress import DeviceProgress
 from tests.replicas.test_interrupts import LONG, MARKED, SHARDS, batch, grouped, mark, parallel, seeded, state
 
-AtWork.mark = mark
+DeviceProgress.mark = mark
 
 module, x = seeded(), batch(3)
 if sys.argv[1] == "updater":

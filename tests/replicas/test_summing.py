@@ -11,7 +11,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.replica_set import ReplicaSet
-from lockstep.replicas.summing import SIDE_BY_SIDE, add_up
+from lockstep.replicas.summing import SIDE_BY_SIDE, TreeSum
 from lockstep.tree import PartialSum, Tensors, total
 
 LARGE = (SIDE_BY_SIDE, 3, 130, 0, 70)
@@ -57,7 +57,7 @@ def test_slices_do_not_show_in_the_bits(
     expected = total(copied(given))
     before = copied(given)
     with ReplicaSet(nn.Linear(1, 1), ["cpu"] * devices) as replicas:
-        summed = add_up(given, replicas, keep=keep)
+        summed = TreeSum(replicas, sizes).total(given, keep=keep)
     assert same(summed, expected)
     if keep:
         assert all(same(now.tensors, then.tensors) for now, then in zip(given, before, strict=True))

@@ -85,7 +85,7 @@ def test_an_exception_in_a_shard_leaves_the_last_update(where: str, place: int) 
         assert trap.sprung == 1
         assert caught.value.device == "cpu"
         assert caught.value.shard == 2 * place
-        assert str(caught.value).endswith("raised RuntimeError on cpu: sprung")
+        assert str(caught.value).endswith(f"raised RuntimeError on cpu (device {place} of 0..2): sprung")
         assert isinstance(caught.value.__cause__, RuntimeError)
         assert snapshot(updater) == before[0]
         assert torch.equal(torch.get_rng_state(), before[1])

@@ -128,7 +128,8 @@ class BatchIterator(Iterator):
             StopIteration: The batches end before it.
             Exception: What the order sampler or, in a worker, the dataset raised; nothing has moved.
         """
-        check_integer("ahead", ahead, minimum=0)
+        if type(ahead) is not int or ahead < 0:
+            check_integer("ahead", ahead, minimum=0)
         while len(self._ahead) <= ahead:
             if self._supply is None:
                 self._supply = self._samples_from(self._num_advanced + len(self._ahead))
@@ -148,8 +149,10 @@ class BatchIterator(Iterator):
         Raises:
             StopIteration: Fewer batches are left; nothing has moved.
         """
-        check_integer("num_batches", num_batches, minimum=1)
-        self.peek(num_batches - 1)
+        if type(num_batches) is not int or num_batches < 1:
+            check_integer("num_batches", num_batches, minimum=1)
+        if len(self._ahead) < num_batches:
+            self.peek(num_batches - 1)
         start = self._cursor
         for _ in range(num_batches):
             self._ahead.popleft()
@@ -278,10 +281,9 @@ class BatchIterator(Iterator):
         """Supply batches from the number-th on, counted like those passed so far."""
         batches = self._unloaded_from(number)
         if self.num_workers == 0:
-            yield from batches
-            return
+            return batches
         seed = hashed(self.seed, self._cursor.epoch, self._cursor.position)
-        yield from load_ahead(
+        return load_ahead(
             self._with_places(batches, number),
             self.dataset,
             in_streams=self._in_streams,
@@ -307,12 +309,11 @@ class BatchIterator(Iterator):
             if place == len(self._plan) and not self._plan_one_more():
                 return
             indices, _ = self._plan[place]
-            yield Samples(self.dataset, indices, streams=self._streams_of(place))
+            streams = self._streams_of(place) if self._in_streams else None
+            yield Samples(self.dataset, indices, streams=streams)
 
-    def _streams_of(self, place: int) -> SampleStreams | None:
+    def _streams_of(self, place: int) -> SampleStreams:
         """Give the random streams of the samples of one planned batch."""
-        if not self._in_streams:
-            return None
         start = self._plan[place - 1][1] if place else self._cursor
         first = start.epoch * self._num_samples + start.position
         ordinals = range(first, first + len(self._plan[place][0]))

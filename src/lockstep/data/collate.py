@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch.utils.data import Subset, TensorDataset
@@ -13,6 +13,8 @@ from lockstep.data.samples import Samples
 from lockstep.nest import rebuild
 
 Device: TypeAlias = "torch.device | str | int | None"
+
+NO_SAMPLE: Final = "`samples` must hold at least one sample, got none."
 
 
 def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = None) -> Any:
@@ -71,10 +73,12 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     {'tokens': tensor([[ 1,  2,  3],
             [ 4, -1, -1]])}
     """
-    if len(samples) == 0:
-        raise ValueError("`samples` must hold at least one sample, got none.")
     if not isinstance(samples, Samples):
+        if len(samples) == 0:
+            raise ValueError(NO_SAMPLE)
         return _field(samples, "", device, padding)
+    if not samples.indices:
+        raise ValueError(NO_SAMPLE)
     if samples.fetched is not None:
         return _field(samples.fetch(), "", device, padding)  # some may not have been, for want of a reader
     dataset: Any = samples.dataset
@@ -83,7 +87,7 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
     while type(dataset) is Subset:
         dataset, indices = dataset.dataset, [int(dataset.indices[index]) for index in indices]
     if type(dataset) is TensorDataset:
-        return tuple(_move(_rows(tensor, indices), device) for tensor in dataset.tensors)
+        return tuple([_rows(tensor, indices, device) for tensor in dataset.tensors])
     return _field(samples.fetch(), "", device, padding)
 
 
@@ -94,13 +98,15 @@ class _Array(Protocol):
     def __array__(self) -> Any: ...
 
 
-def _rows(tensor: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+def _rows(tensor: torch.Tensor, indices: Sequence[int], device: Device) -> torch.Tensor:
     """Copy rows out of a tensor; a view would let a model that writes to its inputs change the dataset."""
     if isinstance(indices, range) and indices.step == 1:
-        return tensor.narrow(0, indices.start, len(indices)).clone()
-    # An array's buffer becomes a tensor three times as fast as a tuple does.
-    places = torch.frombuffer(array("q", indices), dtype=torch.int64)
-    return tensor.index_select(0, places.to(tensor.device))
+        rows = tensor.narrow(0, indices.start, len(indices)).clone()
+    else:
+        # An array's buffer becomes a tensor three times as fast as a tuple does.
+        places = torch.frombuffer(array("q", indices), dtype=torch.int64)
+        rows = tensor.index_select(0, places.to(tensor.device))
+    return rows if device == rows.device else _move(rows, device)
 
 
 def _move(tensor: torch.Tensor, device: Device) -> torch.Tensor:

@@ -24,11 +24,8 @@ class ScaleThen:
         self._scale = scale
         self._moving = moving or {}
         self._factor = factor
-
-    @property
-    def is_fixed(self) -> bool:
+        self.is_fixed = not scale.moving
         """Whether no gradient moves it, so that its value is known without looking."""
-        return not self._scale.moving
 
     @property
     def policy(self) -> type[LossScale]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from operator import attrgetter
 from types import MethodType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.weight_norm import WeightNorm
+
+REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 HOOKS = (
     "_forward_hooks",
@@ -155,9 +158,9 @@ class ModelWatch:
 
     def changed(self) -> bool:
         """Tell whether the model is no longer what it was when this watch began."""
-        if [parameter.data_ptr() for parameter in self._parameters] != self._memory:
+        if list(map(torch.Tensor.data_ptr, self._parameters)) != self._memory:
             return True
-        if [parameter.requires_grad for parameter in self._parameters] != self._trained:
+        if list(map(REQUIRES_GRAD, self._parameters)) != self._trained:
             return True
         try:
             return self._now != self._before

@@ -22,11 +22,8 @@ class HeldSignal(ABC):
     Works in the main thread only; elsewhere Python delivers no signals and this does nothing.
     """
 
-    __slots__ = ("_handler", "_pending")
-
-    def __init__(self) -> None:
-        self._handler: Any = None
-        self._pending = False
+    _handler: Any = None
+    _pending = False
 
     def __enter__(self: Self) -> Self:
         if get_ident() == threading.main_thread().ident:
@@ -53,10 +50,7 @@ class HeldSignal(ABC):
 class Interrupts(HeldSignal):
     """Hold SIGINT for the length of a call, but for its windows."""
 
-    __slots__ = ("_open", "_thread", "window")
-
     def __init__(self) -> None:
-        super().__init__()
         self._open = False
         self._thread = get_ident()
         self.window = Window(self)

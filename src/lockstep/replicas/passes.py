@@ -266,7 +266,7 @@ class Passes:
                 forward.mode,
                 self.watch,
                 interrupts.window,
-                forward.has_graph,
+                settings.grad,
                 runner.buffers.begin(shards[0].index if shards else 0),
             )
             runner.run([(shard, None) for shard in shards], task, self._streams)

@@ -107,13 +107,17 @@ class DeviceProgress:
         Raises:
             ReplicaInterrupt: In its place.
         """
-        if kind is not KeyboardInterrupt:
-            return
-        self.mark()
-        if self._interrupted:
-            raise self._interrupt() from error
+        interrupt = None if error is None else self.interrupt(error)
+        if interrupt is not None:
+            raise interrupt from error
 
-    def _interrupt(self) -> ReplicaInterrupt:
+    def interrupt(self, error: BaseException) -> ReplicaInterrupt | None:
+        """Return the error that names the devices at work to a KeyboardInterrupt; None for any other, and if none is."""
+        if type(error) is not KeyboardInterrupt:
+            return None
+        self.mark()
+        if not self._interrupted:
+            return None
         whats = " and ".join(f"{note} on {self._name(place)}" for place, note in self._interrupted)
         return ReplicaInterrupt(
             f"Interrupted during {whats}.",

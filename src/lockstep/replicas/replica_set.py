@@ -84,6 +84,10 @@ class ReplicaSet:
         self.device_types = sorted({device.type for device in self.devices})
         self._seconds = _check_timeout(timeout)
         self._watches_all = timeout is not None and timeout != "auto"
+        self.carries = len(self.devices) > 1 or self._watches_all
+        """Whether work may be done in other threads, which have to know the caller's settings."""
+        places = range(len(self.devices))
+        self._one_by_one = [places[place : place + 1] for place in places]
         self._frozen = frozenset(frozen)
         self.progress = DeviceProgress(self.devices)
         """What the devices are doing."""
@@ -114,11 +118,6 @@ class ReplicaSet:
         """Whether another replica has failed or the user asked to stop; long work looks between its parts."""
         return self.progress.stopping
 
-    @property
-    def carries(self) -> bool:
-        """Whether work may be done in other threads, which have to know the caller's settings."""
-        return len(self.devices) > 1 or self._watches_all
-
     def wants_threads(self, work: Iterable[Sized]) -> bool:
         """Tell whether work is for threads that draw from streams of their own.
 
@@ -144,7 +143,8 @@ class ReplicaSet:
         Raises:
             OrderError: The group is closed.
         """
-        self._check_open()
+        if self._closed:
+            raise self._is_closed()
         if self._watch is None or self._watch.changed():
             if "cpu" in self.device_types:
                 keep_freed_memory()
@@ -209,22 +209,25 @@ class ReplicaSet:
             ReplicaInterrupt: The calling thread was interrupted.
             BaseException: What the first device (by index) that failed raised; the others were asked to stop.
         """
-        self._check_open()
+        if self._closed:
+            raise self._is_closed()
         if settings is None:
             with ComputeMode(ThreadSettings.capture(self.device_types)) as taken:
                 self.run(work, settings=taken, at_once=at_once, waiting=waiting)
             return
         self.progress = progress = DeviceProgress(self.devices)
         try:
-            with progress:
-                if self._watches_all or (at_once and len(self.devices) > 1):
-                    self._run_in_threads(work, settings, at_once, waiting)
-                else:
-                    for place in range(len(self.devices)):
-                        self._do(work, place, progress)
-        except KeyboardInterrupt:
+            if self._watches_all or (at_once and len(self.devices) > 1):
+                self._run_in_threads(work, settings, at_once, waiting)
+            else:
+                for place in range(len(self.devices)):
+                    self._do(work, place, progress)
+        except KeyboardInterrupt as error:
             self._abandon()  # a replica may be half switched to another mode
-            raise
+            interrupt = progress.interrupt(error)
+            if interrupt is None:
+                raise
+            raise interrupt from error
 
     def _run_in_threads(
         self,
@@ -237,8 +240,8 @@ class ReplicaSet:
 
         After an interrupt or a timeout no thread stays in use.
         """
-        places, progress = range(len(self.devices)), self.progress
-        runs = [places[place : place + 1] for place in places] if at_once else [places]
+        progress = self.progress
+        runs = self._one_by_one if at_once else [range(len(self.devices))]
         theirs = runs if self._watches_all else runs[1:]
         # Where devices worked one after another so far, one thread did it all.
         for run in theirs[len(self._workers) :]:
@@ -259,9 +262,9 @@ class ReplicaSet:
             progress.failed(error)
             self._abandon()
             raise
-        for error in errors:
-            if error is not None:
-                raise error
+        for raised in errors:
+            if raised is not None:
+                raise raised
 
     def _do_under(
         self, settings: ThreadSettings, work: Callable[[int], None], places: range, progress: DeviceProgress
@@ -304,9 +307,8 @@ class ReplicaSet:
             raise self.progress.hung(late, self._seconds)
         return errors
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise OrderError(f"A closed {type(self).__name__} cannot work; build a new one.")
+    def _is_closed(self) -> OrderError:
+        return OrderError(f"A closed {type(self).__name__} cannot work; build a new one.")
 
     def _abandon(self) -> None:
         """Let go of threads and replicas; a thread that is still at work ends by itself after that work."""

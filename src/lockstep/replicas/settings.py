@@ -58,12 +58,14 @@ class ThreadSettings:
             device_types: Those to take the state of autocast for.
             training: Record for backward, whatever the thread does now.
         """
+        has_modes = torch._C._len_torch_function_stack()  # noqa: SLF001 - a tenth of the time of the public way
         return cls(
             grad=training or torch.is_grad_enabled(),
             inference=not training and torch.is_inference_mode_enabled(),
-            autocast=tuple(_autocast(kind) for kind in device_types),
-            default_device=_default_device(),
-            flush_denormal=_flushes_denormals(),
+            autocast=tuple(map(_autocast, device_types)),
+            default_device=_default_device() if has_modes else None,
+            flush_denormal=SMALLEST_DENORMAL * 1.0
+            == 0.0,  # the processor is asked, torch only sets the switch
             streams=_current_streams() if "cuda" in device_types else (),
         )
 
@@ -189,16 +191,9 @@ def _switch_autocast(states: Iterable[Autocast]) -> list[Autocast]:
 
 
 def _default_device() -> torch.device | None:
-    """Give the calling thread's default device, None for the CPU; it is a mode, and mostly there is none."""
-    if not torch._C._len_torch_function_stack():  # noqa: SLF001 - a tenth of the time of the public way
-        return None
+    """Return the calling thread's default device, None for the CPU."""
     device = torch.get_default_device()
     return None if device.type == "cpu" else device
-
-
-def _flushes_denormals() -> bool:
-    """Ask this thread's floating-point unit; PyTorch sets the switch but cannot read it."""
-    return SMALLEST_DENORMAL * 1.0 == 0.0
 
 
 def _current_streams() -> tuple[torch.cuda.Stream, ...]:

@@ -13,12 +13,12 @@ import torch
 from lockstep.errors import RandomStreamWarning
 from lockstep.plan import Shard
 from lockstep.streams import (
+    THREAD,
     DefaultGeneratorGuard,
     DefaultStream,
     StreamOverride,
     StreamOverrideError,
     shard_stream,
-    stream_is_open,
     stream_seed,
 )
 
@@ -89,7 +89,9 @@ class ShardStreams:
                         return computed
                     guard.put_back()
                 self._fall_back("The model drew from the default random generator past its shard's stream")
-            if stream_is_open():  # inside another group's shard, whose thread has no default generator
+            if (
+                THREAD.generator is not None
+            ):  # inside another group's shard, whose thread has no default generator
                 return run(at_once=False)
             borrowed, self._idle = self._idle or DefaultStream(*self._devices), None
             with self._turn, borrowed:

@@ -63,8 +63,8 @@ def check_no_leaked_gradients(parameters: Mapping[str, nn.Parameter], wanted: Co
     )
 
 
-def check_no_accumulate_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse hooks that wait for an accumulation of gradients, which replicas do not have.
+def refuse_accumulate_hook(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse a hook that waits for an accumulation of gradients, which replicas do not have.
 
     Raises:
         ValueError: A parameter has such a hook.

@@ -56,7 +56,7 @@ class TreeSum:
         """
         if len(partials) == 1:
             return partials[0].tensors
-        if not self._can_be_cut(partials):
+        if not (self.side_by_side and self._can_be_cut(partials)):
             return _total_apart(partials) if keep else total(partials)
         roots = _fresh_roots(partials) if keep else _roots(partials)
 
@@ -87,7 +87,7 @@ class TreeSum:
         Returns:
             The finished sum, one entry for each parameter, and what `finish` told of each slice.
         """
-        if not self._can_be_cut(partials):
+        if not (self.side_by_side and self._can_be_cut(partials)):
             sums = total(partials)
             return sums, [finish_whole(sums, finish)]
         told: list[Told] = []
@@ -100,9 +100,10 @@ class TreeSum:
         self._replicas.run(reduce, settings=settings)
         return roots, told
 
-    def _can_be_cut(self, partials: Sequence[PartialSum]) -> bool:
-        """Tell whether slices pay, and all tensors lie in memory so that a run of elements is a view."""
-        return self.side_by_side and all(
+    @staticmethod
+    def _can_be_cut(partials: Sequence[PartialSum]) -> bool:
+        """Tell whether all tensors lie in memory so that a run of elements is a view."""
+        return all(
             tensor is None or (not tensor.is_sparse and tensor.is_contiguous())
             for partial in partials
             for tensor in partial.tensors

@@ -14,4 +14,5 @@ from lockstep.streams.override import shard_stream as shard_stream
 from lockstep.streams.seeds import stream_seed as stream_seed
 from lockstep.streams.serial import ONE_BORROWER as ONE_BORROWER
 from lockstep.streams.serial import DefaultStream as DefaultStream
+from lockstep.streams.thread import THREAD as THREAD
 from lockstep.streams.thread import stream_is_open as stream_is_open

@@ -9,7 +9,7 @@ import torch
 
 from lockstep.errors import LockstepError, OrderError
 from lockstep.streams.kernels import random_kernels, redirect, restore
-from lockstep.streams.seeds import check_seed
+from lockstep.streams.seeds import SEEDS, check_seed
 from lockstep.streams.state import ThreadAwareState
 from lockstep.streams.thread import THREAD
 
@@ -26,12 +26,8 @@ class _Installation:
         # that was forgotten.
         self._lock = threading.RLock()
         self._owners: set[StreamOverride] = set()
-        self._library: torch.library.Library | None = None
+        self.library: torch.library.Library | None = None
         self._state = ThreadAwareState()
-
-    @property
-    def present(self) -> bool:
-        return self._library is not None
 
     def owned_by(self, owner: StreamOverride) -> bool:
         return owner in self._owners
@@ -39,7 +35,7 @@ class _Installation:
     def add(self, owner: StreamOverride) -> None:
         with self._lock:
             self._owners.add(owner)
-            if self._library is None:
+            if self.library is None:
                 try:
                     self._change_torch()
                 except BaseException:
@@ -54,7 +50,7 @@ class _Installation:
 
     def _change_torch(self) -> None:
         try:
-            self._library = redirect(random_kernels())
+            self.library = redirect(random_kernels())
             self._state.install()
         except BaseException as error:
             self._owners.clear()
@@ -65,7 +61,7 @@ class _Installation:
             raise StreamOverrideError(f"{reason} Compute one shard at a time in each process.") from error
 
     def _change_back(self) -> None:
-        library, self._library = self._library, None
+        library, self.library = self.library, None
         self._state.remove()
         if library is not None:
             restore(library)
@@ -147,11 +143,12 @@ class shard_stream:  # noqa: N801 - reads as a verb where it is used, like torch
     __slots__ = ("_seed",)
 
     def __init__(self, seed: int) -> None:
-        check_seed(seed)
+        if not 0 <= seed < SEEDS:
+            check_seed(seed)
         self._seed = seed
 
     def __enter__(self) -> None:
-        if not _INSTALLATION.present:
+        if _INSTALLATION.library is None:
             raise OrderError("A `StreamOverride` must be installed before a `shard_stream` is entered.")
         THREAD.push(self._seed)
 

@@ -6,6 +6,7 @@ import operator
 from functools import lru_cache
 
 SEED_BITS = 32  # a CPU generator reads no more of its seed than this
+SEEDS = 2**SEED_BITS  # so many streams there are
 
 _MASK_32 = 2**32 - 1
 _MASK_64 = 2**64 - 1

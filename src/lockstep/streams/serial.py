@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from lockstep.errors import OrderError
-from lockstep.streams.seeds import check_seed
+from lockstep.streams.seeds import SEEDS, check_seed
 
 # One for the process, because the default generator is. Threads that would borrow it at once take turns.
 ONE_BORROWER: Final = threading.RLock()
@@ -62,7 +62,8 @@ class DefaultStream:
             OrderError: Outside of the ``with``.
             ValueError: The seed is out of range.
         """
-        check_seed(seed)
+        if not 0 <= seed < SEEDS:
+            check_seed(seed)
         if self._saved is None:
             raise OrderError("`DefaultStream.seed` must be called inside its `with` block.")
         for generator, _ in self._saved:
@@ -71,7 +72,11 @@ class DefaultStream:
     def __enter__(self) -> DefaultStream:
         if self._saved is not None:
             raise OrderError("A `DefaultStream` must be left before it is entered again.")
-        self._saved = [(generator, generator.get_state()) for generator in self._generators()]
+        generators = [torch.default_generator] if self._cpu else []
+        for device in self._devices:
+            with torch.cuda.device(device):  # "cuda" without a number is the current one
+                generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._saved = list(zip(generators, map(torch.Generator.get_state, generators), strict=True))
         return self
 
     def __exit__(
@@ -80,10 +85,3 @@ class DefaultStream:
         saved, self._saved = self._saved or [], None
         for generator, state in saved:
             generator.set_state(state)
-
-    def _generators(self) -> list[torch.Generator]:
-        generators = [torch.default_generator] if self._cpu else []
-        for device in self._devices:
-            with torch.cuda.device(device):  # "cuda" without a number is the current one
-                generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
-        return generators

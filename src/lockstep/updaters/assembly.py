@@ -140,6 +140,7 @@ def assemble(
             engine.shards_a_batch,
         )
     committer = Committer(engine, training, auto_new_epoch=recipe.auto_new_epoch)
+    sync = Waiting(recipe.on_overflow, communicator, training, engine, committer)
     return Parts(
         recipe,
         arranged,
@@ -147,8 +148,8 @@ def assemble(
         communicator,
         NoMeeting() if ranks is None else ranks.meeting,
         engine,
-        OverflowRetry(engine, training, recipe),
+        OverflowRetry(engine, training, recipe, sync),
         committer,
-        Waiting(recipe.on_overflow, communicator, training, engine, committer),
+        sync,
         Followers(group.model, arranged.followers),
     )

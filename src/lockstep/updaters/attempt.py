@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Final
 
 import torch
 
@@ -39,46 +39,49 @@ class GradientRequest:
     look: Callable[[Shard, Tensors, ShardReport], None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
 class FiniteCheck:
-    """Whether a gradient is finite: known, or on the device until somebody looks.
+    """Whether a gradient is finite, as the host knows it.
+
+    Attributes:
+        nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
+        flag: Nothing that the device would have to look at.
+    """
+
+    nonfinite: str | None = None
+    flag: None = None
+
+
+class DeferredCheck:
+    """Whether a gradient is finite, on the device until somebody looks.
 
     Args:
-        nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
+        names: The names of the parameters that have a gradient.
+        flags: One float32 for each name, 1 where the gradient is not finite, else 0.
 
-    >>> unread = FiniteCheck.on_device(["weight", "bias"], torch.tensor([0.0, 1.0]))
-    >>> unread.flag, unread.nonfinite
+    >>> check = DeferredCheck(["weight", "bias"], torch.tensor([0.0, 1.0]))
+    >>> check.flag, check.nonfinite
     (tensor(1.), 'bias')
     """
 
-    def __init__(self, nonfinite: str | None = None) -> None:
-        self._nonfinite = nonfinite
-        self._names: Sequence[str] = ()
-        self._flags: torch.Tensor | None = None
-        self.flag: torch.Tensor | None = None
-        """Above 0 if the gradient is not finite: 0-d, on its device; None where the host knows."""
+    def __init__(self, names: Sequence[str], flags: torch.Tensor) -> None:
+        self._names = names
+        self._flags = flags
+        self.flag = flags.amax()
+        """Above 0 if the gradient is not finite: 0-d, on its device."""
 
-    @classmethod
-    def on_device(cls, names: Sequence[str], flags: torch.Tensor) -> FiniteCheck:
-        """Return a check that nobody has looked at.
-
-        Args:
-            names: The names of the parameters that have a gradient.
-            flags: One float32 for each name, 1 where the gradient is not finite, else 0.
-        """
-        check = cls()
-        check._names, check._flags, check.flag = names, flags, flags.amax()
-        return check
-
-    @property
+    @cached_property
     def nonfinite(self) -> str | None:
-        """The first parameter whose gradient is not finite, or None; waits for the device if it must."""
-        if self._flags is not None:
-            self._nonfinite = first_flagged(self._names, self._flags)
-            self._flags = None
-        return self._nonfinite
+        """The first parameter whose gradient is not finite, or None; waits for the device."""
+        return first_flagged(self._names, self._flags)
 
 
-def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]) -> FiniteCheck:
+FINITE: Final = FiniteCheck()
+
+
+def check_finite(
+    names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]
+) -> FiniteCheck | DeferredCheck:
     """Name the parameter whose gradient is not finite, if there is one; where nobody looked, read nothing.
 
     Args:
@@ -90,11 +93,11 @@ def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool
     'bias'
     """
     if False not in finite and None not in finite:
-        return FiniteCheck()
+        return FINITE
     named = zip(names, gradients, strict=True)
     present = {name: gradient for name, gradient in named if gradient is not None}
     if None in finite and present:
-        return FiniteCheck.on_device(list(present), nonfinite_flags(list(present.values())))
+        return DeferredCheck(list(present), nonfinite_flags(list(present.values())))
     return FiniteCheck(first_nonfinite(present))
 
 
@@ -152,7 +155,7 @@ class Attempt:
     samples: int = 0
     reports: Sequence[ShardReport] = ()
     complete: bool = True
-    check: FiniteCheck = field(default_factory=FiniteCheck)
+    check: FiniteCheck | DeferredCheck = FINITE
     handed_over: bool = False
 
     @property
@@ -172,26 +175,21 @@ class Attempt:
             return True
         return self.check.nonfinite is None and bool(self.reports)
 
-    @property
-    def flag(self) -> torch.Tensor | None:
-        """Above 0 if the step must change nothing: 0-d, on the device; None where the host knows."""
-        return self.check.flag
-
     def read(self) -> None:
         """Look at a check that was left on the device."""
         self.check = FiniteCheck(self.check.nonfinite)
 
     def result(self, *, applied: bool) -> UpdateResult:
         """Return what the user is told, who may look at it whenever; it keeps no gradient alive."""
-        if self.check.flag is None:
+        check = self.check
+        if check.flag is None:
             return UpdateResult(
                 applied=applied,
                 tries=self.tries,
-                loss_scale=self.scale.value.factor,
-                nonfinite=self.nonfinite,
+                loss_scale=float(self.task.loss_scale),
+                nonfinite=check.nonfinite or self.nonfinite_before,
                 reports=self.reports,
             )
-        check = self.check
         return UpdateResult(
             applied=lambda: applied and check.nonfinite is None,
             tries=self.tries,
@@ -209,7 +207,11 @@ class Attempt:
         """
         if self.check.flag is not None:
             scale.follow(self.check.flag, given=self.first_scale)
-        elif self.reports:
-            now, following = scale.value, self.scale.value.after(finite=self.check.nonfinite is None)
-            if now is self.first_scale.value or following.factor < now.factor:
+        elif self.reports and not scale.now.is_fixed:
+            used = self.scale.value
+            following = used.after(finite=self.check.nonfinite is None)
+            if scale.now is self.first_scale or scale.value is self.first_scale.value:
+                if following is not used or self.scale is not scale.now:
+                    scale.value = following
+            elif following.factor < scale.value.factor:
                 scale.value = following

@@ -13,10 +13,10 @@ from lockstep.replicas.buffers import combine
 from lockstep.replicas.gradients import hooked
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.updaters.attempt import Attempt
+from lockstep.updaters.counting import AppliedUpdates
 from lockstep.updaters.engine import GradientEngine
-from lockstep.updaters.epochs import Epochs
-from lockstep.updaters.late import raised
-from lockstep.updaters.names import Names
+from lockstep.updaters.epochs import Epochs, raised
+from lockstep.updaters.names import MAIN, Names
 from lockstep.updaters.optimizer_step import OptimizerStep
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.training import Training
@@ -86,12 +86,13 @@ class Committer:
         """
         if not attempt.handed_over:
             self.hand_over(attempt)
-        self._read_if_needed(names, attempt)
+        if attempt.check.flag is not None:
+            self._read_if_needed(names, attempt)
         if len(names) > 1:
             return self._commit_several(names, attempt, settings, drawn)
         movable = attempt.movable
         late = self._apply(names, attempt, settings) if movable else []
-        late += self._count(movable, drawn, attempt.flag)
+        late += self._count(movable, drawn, attempt.check.flag)
         attempt.move(self._training.scale)
         for error in late:
             raise error
@@ -104,7 +105,7 @@ class Committer:
         savepoint = self._training.save()
         try:
             _raise_first(self._apply(names, attempt, settings) if attempt.movable else [])
-            self.count_or_undo(attempt.movable, drawn, attempt.flag)
+            self.count_or_undo(attempt.movable, drawn, attempt.check.flag)
         except BaseException:
             savepoint.restore()
             raise
@@ -116,14 +117,15 @@ class Committer:
 
         Whoever calls this puts everything back after an exception.
         """
-        self._read_if_needed(names, attempt)
+        if attempt.check.flag is not None:
+            self._read_if_needed(names, attempt)
         if attempt.movable:
             _raise_first(self._apply(names, attempt, settings))
         attempt.move(self._training.scale)
 
     def _read_if_needed(self, names: Names, attempt: Attempt) -> None:
         """Look at a deferred check where an optimizer has come to need it since, such as by a new hook."""
-        if attempt.flag is not None and self.why_it_waits(names) is not None:
+        if self.why_it_waits(names) is not None:
             attempt.read()
 
     def _apply(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> list[BaseException]:
@@ -135,7 +137,7 @@ class Committer:
         Raises:
             BaseException: What was raised before the first weight moved, or in the middle.
         """
-        engine, flag = self._engine, attempt.flag
+        engine, flag = self._engine, attempt.check.flag
         engine.watch.doing = "optimizer"
         layout, replicas = engine.layout, engine.group
         places = len(replicas.devices) if layout.tree_sum.side_by_side else 1
@@ -164,12 +166,20 @@ class Committer:
         training = self._training
         training.iteration += 1
         if applied:
-            training.applied = training.applied.one_more(unless=unless)
-        iterator = training.iterator
+            applied_before = training.applied
+            training.applied = (
+                AppliedUpdates(applied_before.known + 1, applied_before.unread)
+                if unless is None
+                else applied_before.one_more(unless=unless)
+            )
+        iterator = training.iterators[MAIN]
         before = iterator.epoch
         late: list[BaseException] = []
         for name, batches in drawn.items():
-            late += raised(partial(training.iterators[name].advance, batches))
+            try:
+                training.iterators[name].advance(batches)
+            except BaseException as error:  # noqa: BLE001 - raised by the caller when the update is complete
+                late.append(error)
         begun = iterator.epoch - before
         return late + self._epochs.begin(begun) if begun else late
 

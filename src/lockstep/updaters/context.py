@@ -1,13 +1,60 @@
-"""The state of the calling thread while it makes an update."""
+"""The state of the calling thread while it makes an update: how it computes, and what becomes of Ctrl-C."""
 
 from __future__ import annotations
 
-from types import TracebackType
+import _signal  # type: ignore[import-not-found]  # the module `signal` wraps it in enums, at ten times the cost
+from types import FrameType, TracebackType
 
+from lockstep.replicas.interrupts import HeldSignal
 from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.replicas.settings import SINGLE_THREAD, ComputeMode, ThreadSettings
-from lockstep.updaters.interrupts import HeldInterrupts
 from lockstep.updaters.savepoint import Savepoint
+
+
+class HeldInterrupts(HeldSignal):
+    """Take note of SIGINT during an update, and raise it where nothing has changed yet.
+
+    The first Ctrl-C asks the replicas to stop at their next shard. A second one, given by somebody who
+    does not want to wait for that, is raised at once, unless the weights are already moving. Works in the
+    main thread only; elsewhere Python delivers no signals and this does nothing.
+
+    Args:
+        group: Asked to stop at the first Ctrl-C, and knows who was at work then.
+    """
+
+    def __init__(self, group: ReplicaSet) -> None:
+        self._group = group
+        self._committing = False
+
+    def check(self) -> bool:
+        """Deliver an interrupt that came since; called where nothing has changed yet.
+
+        Returns:
+            Whether one came whose handler lets the work go on; shards may have been left out by then.
+        """
+        came, self._pending = self._pending, False
+        if came:
+            with self._group.progress:
+                self._handler(_signal.SIGINT, None)
+        return came
+
+    def commit(self) -> None:
+        """Hold every interrupt from here to the end."""
+        if self._pending:
+            self.check()
+        self._committing = True
+
+    def hold(self) -> None:
+        """Hold every interrupt from here to the end, one that came already among them."""
+        self._committing = True
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._pending and not self._committing:
+            self._pending = False
+            self._handler(number, frame)
+            return
+        self._pending = True
+        self._group.stop()
 
 
 class StepContext:

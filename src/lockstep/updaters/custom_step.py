@@ -44,7 +44,7 @@ class CustomStepState:
     @property
     def unless(self) -> torch.Tensor | None:
         """Above 0 if every step was left out after all: 0-d, on a device; None where the host knows."""
-        flags = [each.flag for each in self.moved]
+        flags = [each.check.flag for each in self.moved]
         known = [flag for flag in flags if flag is not None]
         if not known or len(known) < len(flags):
             return None
@@ -89,7 +89,6 @@ class CustomStep:
         self._arranged = parts.arranged
         self._retry = parts.retry
         self._committer = parts.committer
-        self._sync = parts.sync
         self._followers = parts.followers
         self._usual = usual
         self._has_loss = parts.recipe.loss_fn is not None or not parts.arranged.several
@@ -143,8 +142,8 @@ class CustomStep:
         )
         state = self.state
         if state is not None:
-            request = self._sync.deferred(replace(request, ordinal=state.computations), names)
-            attempt = self._attempt(request, batch, state.context, once=False)
+            request = replace(request, ordinal=state.computations)
+            attempt = self._attempt(request, names, batch, state.context, once=False)
             state.computations += 1
             state.computed[names] = attempt
             result = attempt.result(applied=False)
@@ -154,13 +153,16 @@ class CustomStep:
         ordinal = len(self._computed) if known is None else known.request.ordinal
         self._coordinator.begin()
         with StepContext(self._training.group) as context:
-            attempt = self._attempt(replace(request, ordinal=ordinal), batch, context, once=True)
+            request = replace(request, ordinal=ordinal)
+            attempt = self._attempt(request, names, batch, context, once=True)
         self._computed[names] = attempt
         return attempt.result(applied=False)
 
-    def _attempt(self, request: GradientRequest, batch: Any, context: StepContext, *, once: bool) -> Attempt:
+    def _attempt(
+        self, request: GradientRequest, names: Names, batch: Any, context: StepContext, *, once: bool
+    ) -> Attempt:
         """Go through the stages of `ParallelUpdater.update`, up to the commit, for a batch of the user's own."""
-        engine, attempt = self._engine, self._retry.first(request, [batch], once=once)
+        engine, attempt = self._engine, self._retry.first(request, names, [batch], once=once)
         while not attempt.is_final:
             with self._coordinator.telling():
                 context.interrupts.check()

@@ -7,13 +7,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from lockstep.communicators.watch import Watch
 from lockstep.plan import Shard
 from lockstep.precision import first_nonfinite
 from lockstep.replicas.shard_streams import ShardStreams
-from lockstep.replicas.strays import check_no_accumulate_hooks, check_no_leaked_gradients
+from lockstep.replicas.strays import check_no_leaked_gradients, refuse_accumulate_hook
 from lockstep.replicas.summing import TreeSum, finish_whole, gather
 from lockstep.streams import ONE_BORROWER
 from lockstep.tree import PartialSum, ShardSum, Tensors
@@ -24,6 +25,7 @@ from lockstep.updaters.batches import batch_size, call_arguments, shard_arrays
 from lockstep.updaters.context import StepContext
 from lockstep.updaters.lanes import computation_lane
 from lockstep.updaters.layout import Layout
+from lockstep.updaters.names import MAIN
 from lockstep.updaters.over_ranks import RankReduction
 from lockstep.updaters.recipe import Recipe
 from lockstep.updaters.result import NonFiniteShard, ShardReport
@@ -99,7 +101,7 @@ class GradientEngine:
     def _upcoming(self, passed: int) -> list[Any]:
         """Return the batches of one attempt; fewer than usual where the iterator ends, or none."""
         batches: list[Any] = []
-        iterator = self.training.iterator
+        iterator = self.training.iterators[MAIN]
         try:
             for ahead in range(passed, passed + self.recipe.accumulate):
                 batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
@@ -114,7 +116,7 @@ class GradientEngine:
             ValueError: A batch is empty or uneven, or the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
-        attempt.sizes = [batch_size(batch) for batch in attempt.batches]
+        attempt.sizes = list(map(batch_size, attempt.batches))
         if self._uninitialised:
             self._initialise(attempt, context)
         self._follow()
@@ -128,20 +130,24 @@ class GradientEngine:
             ]
             for run, device in zip(share.runs, self.group.devices, strict=True)
         ]
-        scale = attempt.scale
         attempt.task = GradientTask(
             request.loss_fn,
             self._policy,
             # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
             None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
-            scale.factor_on(self.group.devices[0])
-            if request.deferred and not scale.is_fixed
-            else scale.value.factor,
+            self._factor(attempt),
             self.watch,
             recipe.reduction == "mean",
             request.look,
             request.deferred,
         )
+
+    def _factor(self, attempt: Attempt) -> float | torch.Tensor:
+        """Return the factor of the loss scale; nobody on the host reads one that follows flags on the device."""
+        scale = attempt.scale
+        if attempt.request.deferred and not scale.is_fixed:
+            return scale.factor_on(self.group.devices[0])
+        return scale.value.factor
 
     def _follow(self) -> None:
         """Follow the model where it has changed since the last time.
@@ -153,7 +159,9 @@ class GradientEngine:
             self._is_stale = True  # should what follows refuse the model, the next attempt has to look again
             self.layout = Layout.of(self.group, self.recipe)
             self._is_stale = False
-        check_no_accumulate_hooks(self.layout.named)
+        for parameter in self.layout.parameters:
+            if parameter._post_accumulate_grad_hooks:
+                refuse_accumulate_hook(self.layout.named)
 
     def _initialise(self, attempt: Attempt, context: StepContext) -> None:
         """Give shapes and values to parameters that lack them, by the first shard of the first batch."""
@@ -187,8 +195,8 @@ class GradientEngine:
             attempt.task.delivery = self._ranks.deliver(
                 self._position(attempt), attempt.share, layout.like, self._policy.held_dtype is not None
             )
-        idle = layout.others(request.wanted)
-        attempt.devices = devices = [None] * len(work)
+        idle = [] if request.wanted is None else layout.others(request.wanted)
+        devices: list[DeviceGradients | None] = [None] * len(work)
 
         def on_device(place: int) -> None:
             runner, shards = layout.runners[place], work[place]
@@ -208,9 +216,10 @@ class GradientEngine:
         self._streams.compute(
             partial(self.group.run, timed, settings=context.settings),
             seed=self.recipe.seed,
-            first=self._first_stream(request),
+            first=self.first_stream(request.ordinal),
             in_threads=self.group.wants_threads(work),
         )
+        attempt.devices = devices  # type: ignore[assignment]  # every device has put its own there
         if timing is not None:
             self.group.workloads = timing.workloads(self.group.workloads)
         self.reads_weights = attempt.task.reads_weights
@@ -228,7 +237,10 @@ class GradientEngine:
         """
         layout, task, request = self.layout, attempt.task, attempt.request
         if request.look is None:
-            check_no_leaked_gradients(layout.named, request.wanted)
+            for parameter in layout.parameters:
+                if parameter.grad is not None:
+                    check_no_leaked_gradients(layout.named, request.wanted)
+                    break
         left_out = context.interrupts.check()
         if self._ranks is not None:
             self._ranks.reduce(
@@ -280,14 +292,15 @@ class GradientEngine:
             attempt.gradients = gradients = layout.flat.store(gradients)
         attempt.check = check_finite(layout.named, gradients, attempt.finite)
 
-    def _first_stream(self, request: GradientRequest) -> int:
-        """Return the position of the first shard's stream in those of the run."""
-        return self.first_stream() + (computation_lane(request.ordinal) if request.ordinal else 0)
+    def first_stream(self, ordinal: int = 0) -> int:
+        """Return the position of the stream of this update's first shard in those of the run.
 
-    def first_stream(self) -> int:
-        """Return the position of this update's first stream within a lane."""
+        Args:
+            ordinal: How many gradients the update has computed before.
+        """
         # Fewer batches than usual, at the end, leave positions unused; none is ever used twice.
-        return self.training.iteration * self.recipe.accumulate * self.shards_a_batch
+        first = self.training.iteration * self.recipe.accumulate * self.shards_a_batch
+        return first + computation_lane(ordinal) if ordinal else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
         """Say where this rank is, for the others to compare."""

@@ -8,8 +8,6 @@ from typing import Protocol, runtime_checkable
 
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.updaters.late import raised
-
 
 @runtime_checkable
 class CountsEpochs(Protocol):
@@ -49,3 +47,12 @@ class Epochs:
             What they raised; all have been called all the same.
         """
         return [error for _ in range(epochs) for call in self._calls for error in raised(call)]
+
+
+def raised(call: Callable[[], object]) -> list[BaseException]:
+    """Call a function of the user's; return what it raised, if anything, for the caller to raise later."""
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001 - raised by the caller when the update is complete
+        return [error]
+    return []

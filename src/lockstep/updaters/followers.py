@@ -23,17 +23,18 @@ class Followers:
 
     def __init__(self, main: nn.Module, modules: Sequence[nn.Module]) -> None:
         self._main = main
-        self._modules = list(modules)
+        self.modules = list(modules)
+        """Those that follow."""
 
     def follow(self) -> None:
         """Copy what the main one holds into the others."""
-        if self._modules and not lazy.is_uninitialised(self._main):
+        if not lazy.is_uninitialised(self._main):
             self._copy()
 
     @torch.no_grad()
     def _copy(self) -> None:
         """Do so where there is something on both sides."""
-        for module in self._modules:
+        for module in self.modules:
             if lazy.is_uninitialised(module):
                 module.load_state_dict(self._main.state_dict())  # which gives its parameters their shapes
             theirs = dict(_tensors(self._main))

@@ -86,14 +86,12 @@ class Layout:
             FlatGradients(parameters, like[0].dtype) if recipe.flat_gradients else None,
         )
 
-    def others(self, wanted: frozenset[int] | None) -> list[int]:
+    def others(self, wanted: frozenset[int]) -> list[int]:
         """List the parameters, by index, that are to have no gradient for now.
 
         Args:
-            wanted: Those that are, by ``id``; None for all.
+            wanted: Those that are, by ``id``.
         """
-        if wanted is None:
-            return []
         return [index for index, parameter in enumerate(self.parameters) if id(parameter) not in wanted]
 
 

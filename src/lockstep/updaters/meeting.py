@@ -16,7 +16,7 @@ from typing import Any, Final
 from lockstep.communicators import Communicator
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
 from lockstep.updaters.alike import Alikeness
-from lockstep.updaters.interrupts import HeldInterrupts
+from lockstep.updaters.context import HeldInterrupts
 from lockstep.updaters.overlap import Overlap
 from lockstep.updaters.riding import Riders
 

@@ -216,7 +216,7 @@ class ParallelUpdater(Updater):
             if self._takes_steps:
                 result = self._custom.update(self.update_core, context)
             else:
-                attempt = parts.retry.first(parts.sync.deferred(self._usual, names))
+                attempt = parts.retry.first(self._usual, names)
                 while not attempt.is_final:
                     with parts.coordinator.telling():
                         engine.take(attempt)
@@ -230,7 +230,8 @@ class ParallelUpdater(Updater):
                 # the last update, and the batch is still the iterator's next. From here on Ctrl-C waits.
                 parts.coordinator.commit(context.interrupts)
                 result = parts.committer.commit(names, attempt, context.settings, drawn={MAIN: attempt.taken})
-            parts.followers.follow()
+            if parts.followers.modules:
+                parts.followers.follow()
         return result
 
     def update_core(self, batch: Any) -> object:

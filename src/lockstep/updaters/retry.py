@@ -9,8 +9,10 @@ from lockstep.errors import NonFiniteError
 from lockstep.precision import ScaleThen
 from lockstep.updaters.attempt import Attempt, GradientRequest
 from lockstep.updaters.engine import GradientEngine
+from lockstep.updaters.names import Names
 from lockstep.updaters.recipe import Recipe
 from lockstep.updaters.training import Training
+from lockstep.updaters.waiting import Waiting
 
 
 class OverflowRetry:
@@ -20,21 +22,28 @@ class OverflowRetry:
         engine: Knows whether there is another batch.
         training: Has the loss scale that the first attempt is made with.
         recipe: Says what the user has chosen.
+        sync: Decides whether the overflow check stays on the device.
     """
 
-    def __init__(self, engine: GradientEngine, training: Training, recipe: Recipe) -> None:
+    def __init__(self, engine: GradientEngine, training: Training, recipe: Recipe, sync: Waiting) -> None:
+        self._sync = sync
         self._engine = engine
         self._training = training
         self._recipe = recipe
 
-    def first(self, request: GradientRequest, batches: Sequence[Any] = (), *, once: bool = False) -> Attempt:
+    def first(
+        self, request: GradientRequest, names: Names, batches: Sequence[Any] = (), *, once: bool = False
+    ) -> Attempt:
         """Return the first attempt of an update.
 
         Args:
             request: Which gradient.
+            names: The optimizers that are to step by it.
             batches: What it is of, if the attempt is not to take the iterator's.
             once: Whether this attempt is the last, whatever comes of it.
         """
+        if self._recipe.on_overflow == "skip" and not once:
+            request = self._sync.deferred(request, names)
         scale = self._training.scale.now
         return Attempt(request, scale, scale, given_batches=batches, once=once or request.deferred)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -21,6 +22,7 @@ from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
 from lockstep.updaters.overlap import Delivery
 from lockstep.updaters.result import ShardReport
 
+NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 
@@ -64,11 +66,10 @@ class GradientTask:
 
         Where nobody is to learn that, it tells None.
         """
-        total = 1.0
-        if self.mean and self.lift is None:
-            total = float(len(reports))
-        elif self.mean and self.lift is not None:
-            total = sum([report.weight * self.lift for report in reports])
+        total = 0.0 if self.mean else 1.0
+        if self.mean:
+            for report in reports:
+                total += 1.0 if self.lift is None else report.weight * self.lift
         return partial(divide_ if self.deferred else unscale_and_look_, factor=self.loss_scale * total)
 
 
@@ -115,7 +116,9 @@ class DeviceGradients:
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.
             with (
-                task.precision.autocast(runner.device.type),
+                NOTHING
+                if task.precision.autocast_dtype is None
+                else task.precision.autocast(runner.device.type),
                 collecting(self.observers, len(shard.samples)) as reports,
             ):
                 returned = task.loss_fn(runner.replica, *args, **kwargs)
@@ -129,7 +132,7 @@ class DeviceGradients:
         gradients = runner.take_gradients()
         delivered = delivery is not None and delivery.end(gradients)
         if weight > 0:
-            if not delivered:
+            if not delivered and (rest is not None or task.precision.held_dtype is not None):
                 self._complete(gradients, rest)
             reports.pairs.pop("loss", None)  # it is the loss of the update, whoever else reports it
             metrics = reports.pairs | _detached(loss) if loss.metrics else reports.pairs

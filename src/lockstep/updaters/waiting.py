@@ -49,8 +49,6 @@ class Waiting:
 
     def deferred(self, request: GradientRequest, names: Names) -> GradientRequest:
         """Return a request whose overflow check stays on the device if that can be; else say once in the log why not."""
-        if self._on_overflow != "skip":
-            return request
         why = self._why_read(names)
         if why is None:
             return replace(request, deferred=True)
