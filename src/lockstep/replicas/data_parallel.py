@@ -128,7 +128,6 @@ class DataParallel(Wrapping):
         self._buffer_rule: BufferRule = buffers
         self._running: Running | None = None
         self._flat: Flattened | None = None
-        self._seen_version = 0
         self._monitor: Monitor | None = None
         self.place_on(devices, workloads)
 
@@ -199,10 +198,8 @@ class DataParallel(Wrapping):
         return self._follow().replicas.replicas
 
     def sync_parameters(self) -> None:
-        """Copy the parameters to replicas on other memory, after writes that torch does not count."""
-        running = self._follow()
-        running.replicas.refresh()
-        running.replicas.sync_parameters()
+        """Copy the parameters to replicas with memory of their own; every forward does it by itself."""
+        self._follow().replicas.refresh()
 
     def flat_parameters(self) -> FlatParameters:
         """Lay the parameters end to end in one tensor, and keep them so from now on.
@@ -255,11 +252,6 @@ class DataParallel(Wrapping):
         if self._running is None or self._running.replicas.model is not self.module:
             self._running = self._start()
         running = self._running
-        if self._flat is not None and self._flat.tensors.values._version != self._seen_version:
-            # Writes to the flat tensor are not counted by the parameters, which are views of it.
-            running.replicas.refresh()
-            running.replicas.sync_parameters()
-            self._seen_version = self._flat.tensors.values._version
         self._prepare_threads(running)
         return running
 
@@ -275,7 +267,6 @@ class DataParallel(Wrapping):
         parameters = list(self.module.parameters())
         if self._flat is None or not self._flat.holds(parameters):
             self._flat = Flattened(parameters)
-            self._seen_version = self._flat.tensors.values._version
         return self._flat
 
     def _prepare_threads(self, running: Running) -> None:

@@ -217,6 +217,8 @@ class Passes:
             )
 
         with self._lock, Interrupts() as interrupts, Computing(self._settings()) as settings:
+            if forward.replicas is self._replicas:
+                self._set.sync_for_backward()
             results = self._streams.compute(
                 run, _seeds(forward.key), in_threads=self._set.wants_threads(forward.shards)
             )
