@@ -39,8 +39,9 @@ class ReplicaSet:
     A replica on the device where the model lives shares the memory of its parameters; one elsewhere
     holds a copy, which receives all values before every use, however they were written. The model itself
     is never run. The first replica works in the calling thread, every other one in its own, under the
-    caller's settings (grad mode, autocast, default dtype and device, denormals) and one intra-op thread. On CPUs under Linux the process keeps the
-    memory it frees from the first work on, unless the environment says otherwise; see `replicas.memory`.
+    caller's settings (grad mode, autocast, default dtype and device, denormals) and one intra-op thread. On
+    CPUs under Linux the process keeps the memory it frees from the first work on, unless the environment says
+    otherwise; see `replicas.memory`.
 
     Args:
         model: Stays where it is; ``model.to(devices[0])`` first where it shall be trained on a GPU.

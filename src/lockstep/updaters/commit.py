@@ -10,7 +10,13 @@ from torch.optim import Optimizer
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import MasterWeights, left_out_if
-from lockstep.updaters.stepping import balanced, can_step_in_parts, step_in_parts, step_whole
+from lockstep.updaters.stepping import (
+    Progress,
+    balanced,
+    can_step_in_parts,
+    step_in_parts,
+    step_whole,
+)
 
 Run = Callable[[Callable[[int], None]], None]
 
@@ -62,27 +68,33 @@ class Committer:
         """Do the work of `step` on what is in the optimizer's groups now."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         versions = [parameter._version for parameter in parameters]
+        progress = Progress()
         try:
             if places > 1 and can_step_in_parts(self._optimizer):
                 self._deal(parameters, places)
-                step_in_parts(self._optimizer, self._parts, run)
+                step_in_parts(self._optimizer, self._parts, run, progress)
             else:
-                step_whole(self._optimizer)
+                step_whole(self._optimizer, progress)
         except BaseException as error:
             moved = [
                 parameter._version != version
                 for parameter, version in zip(parameters, versions, strict=True)
                 if parameter.grad is not None
             ]
-            if not any(moved):
-                raise
-            if not all(moved):
+            if progress.is_done or (moved and all(moved)):
+                return error
+            # Fused kernels leave version counters alone, so some weights may have moved unnoticed.
+            if any(moved) or (progress.has_begun and self._is_fused()):
                 raise LockstepError(
                     f"The step of {type(self._optimizer).__name__} raised {type(error).__name__} between the "
                     f"first weight that moved and the last: {error}. Load a saved state."
                 ) from error
-            return error
+            raise
         return None
+
+    def _is_fused(self) -> bool:
+        """Return whether the optimizer moves some weights by fused kernels."""
+        return any(group.get("fused") for group in self._optimizer.param_groups)
 
     def _deal(self, parameters: list[torch.Tensor], places: int) -> None:
         """Deal the parameters to the places, again where the optimizer has others than before."""

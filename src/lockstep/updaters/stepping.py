@@ -5,7 +5,9 @@ PyTorch runs the hooks of a step inside `step()` only, so a step in parts must r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
@@ -34,6 +36,21 @@ PER_PARAMETER: Final = frozenset(
 """Optimizers whose step of one parameter reads nothing of another."""
 
 
+@dataclass(slots=True)
+class Progress:
+    """How far a step has come: whether its arithmetic has begun, and whether it has moved all weights."""
+
+    has_begun: bool = False
+    is_done: bool = False
+
+    @contextmanager
+    def around_arithmetic(self) -> Iterator[None]:
+        """Take note of the beginning and of the end of what moves the weights."""
+        self.has_begun = True
+        yield
+        self.is_done = True
+
+
 def can_step_in_parts(optimizer: Optimizer) -> bool:
     """Tell whether parts of the parameters may be stepped by themselves, with the same bits.
 
@@ -43,16 +60,49 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, HookedOptimizer) or type(optimizer) in PER_PARAMETER
 
 
-def step_whole(optimizer: Optimizer) -> None:
+def step_whole(optimizer: Optimizer, progress: Progress) -> None:
     """Take the step as any loop would.
 
     PyTorch opens a range for its profiler around each, at a third of the time in which a small model is
     stepped; where nobody profiles and no hook waits, the class's step is all there is to it.
+
+    Args:
+        optimizer: What steps.
+        progress: Told how far it has come.
     """
     if type(optimizer) in PER_PARAMETER and not _is_watched(optimizer):
-        _bare_step(optimizer)
+        with progress.around_arithmetic():
+            _bare_step(optimizer)
+    elif isinstance(optimizer, HookedOptimizer):
+
+        def advance() -> None:
+            with progress.around_arithmetic():
+                optimizer.advance()
+
+        optimizer.step(advance=advance)
     else:
-        optimizer.step()
+        with _marking_hooks(optimizer, progress):
+            optimizer.step()
+
+
+@contextmanager
+def _marking_hooks(optimizer: Optimizer, progress: Progress) -> Iterator[None]:
+    """Take note of a step's arithmetic by hooks: after all that precede it, before all that follow it."""
+
+    def begin(*_: Any) -> None:
+        progress.has_begun = True
+
+    def end(*_: Any) -> None:
+        progress.is_done = True
+
+    before = optimizer.register_step_pre_hook(begin)
+    after = optimizer.register_step_post_hook(end)
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
@@ -68,7 +118,10 @@ def _is_watched(optimizer: Optimizer) -> bool:
 
 
 def step_in_parts(
-    optimizer: Optimizer, parts: Sequence[frozenset[int]], run: Callable[[Callable[[int], None]], None]
+    optimizer: Optimizer,
+    parts: Sequence[frozenset[int]],
+    run: Callable[[Callable[[int], None]], None],
+    progress: Progress,
 ) -> None:
     """Take one step in parts at the same time; hooks and schedulers see one whole step.
 
@@ -76,19 +129,26 @@ def step_in_parts(
         optimizer: One that `can_step_in_parts`.
         parts: For each place, the parameters it steps, by ``id``; together all of them.
         run: Runs a function of the place's index on all places at once.
+        progress: Told how far the step has come.
 
     Determinism: the bits of `step_whole`, for parameters are never cut.
     """
     if isinstance(optimizer, HookedOptimizer):
         own = [optimizer.part(_groups(optimizer, part)) for part in parts]
-        optimizer.step(advance=lambda: run(lambda place: own[place].advance()))
+
+        def advance() -> None:
+            with progress.around_arithmetic():
+                run(lambda place: own[place].advance())
+
+        optimizer.step(advance=advance)
         return
     args: tuple[Any, ...] = (optimizer,)
     kwargs: dict[str, Any] = {}
     for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
         hook(optimizer, args, kwargs)
     views = [_view(optimizer, part) for part in parts]
-    run(lambda place: _bare_step(views[place]))
+    with progress.around_arithmetic():
+        run(lambda place: _bare_step(views[place]))
     for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
         hook(optimizer, args, kwargs)
     if "step" in vars(optimizer):
