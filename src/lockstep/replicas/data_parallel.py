@@ -24,6 +24,7 @@ from lockstep.replicas.one_graph import attached_forward
 from lockstep.replicas.passes import Passes
 from lockstep.replicas.replica_set import ReplicaSet, Timeout
 from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, read_inputs
+from lockstep.replicas.trained_buffers import trained_buffers
 from lockstep.replicas.wrapping import Wrapping
 
 
@@ -178,14 +179,17 @@ class DataParallel(Wrapping):
         main = self.devices[0]
         if torch.is_grad_enabled() and not self.parallel_backward:
             trained = [each for each in self.module.parameters() if each.requires_grad]
-            forward = attached_forward(running.passes, inputs, trained, self, flat=self._flat)
+            buffers = trained_buffers(self.module)
+            forward = attached_forward(running.passes, inputs, trained, buffers, self, flat=self._flat)
             return forward.outputs.nest(forward.outputs.merged(main, attached=True))
         with _own_saved_tensors():
             forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
-        trained = [each for _, each in forward.parameters] if forward.has_graph else []
-        if not trained and not any(inputs.wanted):
+        named = forward.parameters if forward.has_graph else []
+        if not named and not any(inputs.wanted):
             return forward.outputs.nest(forward.outputs.merged(main))
-        return forward.outputs.nest(Link(running.passes, forward, trained, main, self._flat).outputs())
+        return forward.outputs.nest(
+            Link(running.passes, forward, [each for _, each in named], main, self._flat).outputs()
+        )
 
     @property
     def model(self) -> nn.Module:

@@ -29,6 +29,7 @@ from lockstep.replicas.shard_streams import ShardStreams, Streams
 from lockstep.replicas.slots import Slot, buffer_slots
 from lockstep.replicas.strays import refuse_stray_graphs
 from lockstep.replicas.summing import add_up
+from lockstep.replicas.trained_buffers import trained_buffers
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum, ShardSum, Tensors
 
@@ -45,7 +46,8 @@ class Forward:
         settings: Under which the threads computed.
         replicas: Where they ran.
         parameters: The model's parameters that ask for a gradient, with their names, in the order of the
-            replicas'.
+            replicas', and after them its buffers that do.
+        trained_buffers: The numbers of these buffers.
         has_graph: Whether backward can be run.
         done: What each shard left behind, by device.
     """
@@ -56,7 +58,8 @@ class Forward:
     mode: Mode
     settings: ThreadSettings
     replicas: list[ReplicaPasses]
-    parameters: list[tuple[str, nn.Parameter]]
+    parameters: list[tuple[str, torch.Tensor]]
+    trained_buffers: list[int]
     has_graph: bool
     done: list[list[ShardForward]] = field(default_factory=list)
     outputs: Outputs = field(init=False)
@@ -68,8 +71,8 @@ class Backward:
     """What a backward gave.
 
     Attributes:
-        parameters: For each device the sums over its shards, one entry for each parameter that asks for a
-            gradient, in the order of the model's; half precision as float32.
+        parameters: For each device the sums over its shards, one entry for each of `Forward.parameters`; half
+            precision as float32.
         inputs: For each shard, by index, the gradient of its part of each input.
         replicas: Whose threads add up.
     """
@@ -149,6 +152,8 @@ class Passes:
         """
         with self._lock, Interrupts() as interrupts, Computing(self._settings()) as settings:
             self._follow()
+            kept = settings.grad and not inputs.attached
+            buffers = trained_buffers(self._set.model, self._slots, frozen=self._set.frozen) if kept else []
             forward = Forward(
                 inputs,
                 schedule(inputs.num_samples, num_shards, tuple(self._set.workloads)),
@@ -156,7 +161,8 @@ class Passes:
                 Mode.wanted(self._set.model, training=training),
                 settings,
                 self._replicas,
-                self._parameters,
+                [*self._parameters, *((buffer.name, buffer.tensor) for buffer in buffers)],
+                [buffer.index for buffer in buffers],
                 has_graph=settings.grad,
             )
 
@@ -169,7 +175,9 @@ class Passes:
             in_order = [each for place in forward.done for each in place]
             _check_complete(len(in_order), forward.shards)
             if forward.has_graph and not inputs.attached and not self._looked_for_strays:
-                refuse_stray_graphs(in_order[0].tensors, {id(each): name for name, each in self._parameters})
+                refuse_stray_graphs(
+                    in_order[0].tensors, {id(each): name for name, each in forward.parameters}
+                )
                 self._looked_for_strays = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
             self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)
@@ -280,6 +288,7 @@ class Passes:
                 stream=streams(replica.device),
                 turn=self._turn(place, interrupts),
                 watch=self.watch,
+                trained_buffers=forward.trained_buffers,
             )
 
         self._set.run(work, settings=settings, at_once=at_once, waiting=interrupts.window)

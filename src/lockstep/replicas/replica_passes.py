@@ -54,6 +54,7 @@ class ShardForward:
         leaves: One entry an input: where backward leaves its gradient, None where none is wanted.
         returned: What the replica returned, with the graph behind it if one was kept.
         tensors: The tensors in that, in order.
+        buffers: Where backward leaves the gradients of buffers that require one.
         position: How far the shard's stream was drawn from; None where no graph was kept.
     """
 
@@ -61,6 +62,7 @@ class ShardForward:
     leaves: list[torch.Tensor | None]
     returned: Any
     tensors: list[torch.Tensor]
+    buffers: list[torch.Tensor]
     position: list[torch.Tensor] | None
 
 
@@ -132,6 +134,7 @@ class ReplicaPasses:
         stream: Stream,
         turn: Turn,
         watch: Watch | None,
+        trained_buffers: Sequence[int] = (),
     ) -> tuple[list[ShardForward], AnyBufferSum]:
         """Run forward on shards, one after another, each from the same buffers and in its own random stream.
 
@@ -142,6 +145,7 @@ class ReplicaPasses:
             stream: Opens the random stream of a shard.
             turn: Says whether to go on.
             watch: Entered around each forward.
+            trained_buffers: The numbers of the buffers that require a gradient.
 
         Raises:
             ReplicaError: The replica raised; the original error is the cause.
@@ -152,25 +156,27 @@ class ReplicaPasses:
         for shard in shards:
             if turn.stops("forward", shard):
                 break
-            self._put_back_buffers()
+            leaves = self._put_back_buffers(trained_buffers)
             observed = nullcontext() if watch is None else watch.forward(self.place, shard, self.replica)
             with mode.on(self.replica), observed:
-                done.append(self._forward(shard, inputs, stream, turn))
+                done.append(self._forward(shard, inputs, leaves, stream, turn))
             if self.buffers:
                 # A single shard's buffers are taken as they are: x * n / n is not always x.
                 alone = len(shard.samples) == inputs.num_samples
                 self.buffers.take(shard.index, 1 if alone else len(shard.samples), sums)
         return done, sums
 
-    def _put_back_buffers(self) -> None:
+    def _put_back_buffers(self, trained: Sequence[int]) -> list[torch.Tensor]:
         if not self.buffers:
-            return
+            return []
         if torch.is_grad_enabled():
-            self.buffers.renew()
-        else:
-            self.buffers.restore()
+            return self.buffers.renew(trained)
+        self.buffers.restore()
+        return []
 
-    def _forward(self, shard: Shard, inputs: Inputs, stream: Stream, turn: Turn) -> ShardForward:
+    def _forward(
+        self, shard: Shard, inputs: Inputs, buffers: list[torch.Tensor], stream: Stream, turn: Turn
+    ) -> ShardForward:
         with stream(shard):
             try:
                 piece = inputs.cut(shard.samples, self.device)
@@ -179,7 +185,7 @@ class ReplicaPasses:
             except Exception as error:
                 raise self._error("forward", shard, error) from error
             position = stream_position(self.device) if torch.is_grad_enabled() else None
-        return ShardForward(shard, piece.leaves, returned, nest.tensors(returned), position)
+        return ShardForward(shard, piece.leaves, returned, nest.tensors(returned), buffers, position)
 
     def backward(
         self,
@@ -204,8 +210,8 @@ class ReplicaPasses:
             retain_graph: Whether backward is to be possible once more.
 
         Returns:
-            The sum of the parameters' gradients, those in half precision as float32, and by shard the
-            gradient of each input; None where there is none.
+            The sum of the gradients of parameters and trained buffers, half precision as float32, and by
+            shard the gradient of each input; None where there is none.
 
         Raises:
             ReplicaError: Backward raised; the original error is the cause.
@@ -226,7 +232,8 @@ class ReplicaPasses:
                 except Exception as error:
                     raise self._error("backward", shard, error) from error
                 finally:
-                    gradients, inputs[shard.index] = _take(self.parameters), _take(each.leaves)
+                    gradients = _take([*self.parameters, *each.buffers])
+                    inputs[shard.index] = _take(each.leaves)
             sums.push(shard.index, [_widen(gradient) for gradient in gradients])
         return sums, inputs
 

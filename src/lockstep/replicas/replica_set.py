@@ -87,7 +87,8 @@ class ReplicaSet:
         self.device_types = sorted({device.type for device in self.devices})
         self._seconds = _check_timeout(timeout)
         self._watches_all = timeout is not None and timeout != "auto"
-        self._frozen = frozenset(frozen)
+        self.frozen = frozenset(frozen)
+        """Names of what asks for no gradient on the replicas."""
         self.at_work = AtWork(self.devices)
         """What the devices are doing."""
         self._replicas: list[nn.Module] = []
@@ -181,7 +182,7 @@ class ReplicaSet:
         """Copy the model for one place, with what is frozen."""
         replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place))
         for name, parameter in replica.named_parameters():
-            if name in self._frozen:
+            if name in self.frozen:
                 parameter.requires_grad_(False)
         return replica
 

@@ -12,6 +12,7 @@ from lockstep.plan import Shard
 from lockstep.replicas import ReplicaGroup
 from lockstep.replicas.settings import ThreadSettings
 from lockstep.replicas.shard_streams import ShardStreams, Streams
+from lockstep.replicas.trained_buffers import refuse_trained_buffers
 from lockstep.streams import ONE_BORROWER, stream_seed
 from lockstep.tree import PartialSum, Tensors
 from lockstep.updaters.attempt import WholeBatch
@@ -62,6 +63,7 @@ class Places:
             self.layout = Layout.of(self._group, self._recipe, self._phase)
             self._is_stale = False
         refuse_accumulate_hooks(self.layout.named)
+        refuse_trained_buffers(self._group.model, self.layout.slots)
 
     def compute(
         self,
