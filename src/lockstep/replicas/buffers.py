@@ -102,19 +102,32 @@ class ReplicaBuffers:
         # Until `take` has looked: the shard may fail on the way.
         self._clean = [False] * len(self._slots)
 
-    def renew(self) -> None:
+    def renew(self, trained: Sequence[int] = ()) -> list[torch.Tensor]:
         """Do what `restore` does with tensors that are new, because graphs refer to those of earlier shards.
 
         A graph that is kept for a later backward may have saved a buffer. Written in place, the buffer would
         make that backward fail, or wrong where a kernel writes past the version counter.
+
+        Args:
+            trained: The numbers of the buffers that require a gradient.
+
+        Returns:
+            For each of these, the leaf in which a backward leaves it.
         """
         fresh = {
             id(own): start.clone()
             for own, start in zip(self._own, self._start, strict=True)
             if own is not None and start is not None
         }
+        leaves = [fresh[id(self._own[index])].requires_grad_() for index in trained]
+        for index, leaf in zip(trained, leaves, strict=True):
+            source = self._sources[index].get()
+            if source is not None and not source.is_leaf:
+                # Forward may write to it as it may to the original.
+                fresh[id(self._own[index])] = leaf.clone()
         for slot, own in self.bound:
             slot.put(fresh.get(id(own), own))
+        return leaves
 
     def take(self, shard: int, weight: float, into: AnyBufferSum) -> None:
         """Add what a shard made of the buffers.

@@ -25,6 +25,7 @@ from lockstep.replicas.parameters import read_parameters, share_parameters, writ
 from lockstep.replicas.passes import Backward, Forward, Passes, schedule
 from lockstep.replicas.replica_set import Timeout
 from lockstep.replicas.scatter import BatchDim, check_dims
+from lockstep.replicas.trained_buffers import refuse_computed_buffers, trained_buffers
 from lockstep.tree import Tensors
 
 
@@ -56,7 +57,8 @@ class ReplicaGroup(LastPasses):
             together as the mean over shards weighted by their samples. An output without dimensions always
             is.
         grad_mode: What backward does to ``parameter.grad``: "write" replaces it, "add" adds to it, "null"
-            does not compute it; one word for all, inputs included, or words by parameter.
+            does not compute it; one word for all, inputs included, or words by parameter (or by buffer,
+            where one requires a gradient).
         fixed: Names of parameters without a gradient, unless `grad_mode` names them.
         input_grads: Whether backward also gives the gradients of inputs (of `data`, where labels are bound),
             written or added as `grad_mode` says, if that is one word; or "write", "add" or "null" by input,
@@ -125,7 +127,7 @@ class ReplicaGroup(LastPasses):
             input_modes=read_input_modes(input_grads, grad_mode),
         )
         self._modes = read_grad_modes(model, grad_mode, fixed)
-        self._frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
+        self.frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
         if shared_group is not None:
             share_parameters(model, shared_group.model)
         self._store: GradientStore = GradientStore() if shared_group is None else shared_group._store  # noqa: SLF001 - shared on purpose
@@ -210,12 +212,14 @@ class ReplicaGroup(LastPasses):
                 used on.
             ReplicaInterrupt: Ctrl-C came while devices were at work; likewise.
             TypeError: The model returned something that cannot be put together.
-            ValueError: The batch does not fit what was bound, or `batch_dim`, or outputs do not fit it.
+            ValueError: The batch does not fit what was bound, or `batch_dim`, or outputs do not fit it; or a
+                buffer that requires a gradient was computed from other tensors.
         """
         modes = self._input_modes if torch.is_grad_enabled() else NO_GRADIENTS
         inputs = self._signature.read(batch, modes)
         self._drop_forward()
         if self._trains and torch.is_grad_enabled():
+            refuse_computed_buffers(self.model)
             self._store.make_room()
         with nullcontext() if self._trains else torch.no_grad():
             forward = self._passes.forward(
@@ -231,8 +235,8 @@ class ReplicaGroup(LastPasses):
     def backward(self, output_grads: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward on all devices, and write or add the gradients.
 
-        The sum over devices is then in ``parameter.grad`` of the model, where an optimizer finds it; hooks on
-        parameters see it once.
+        The sum over devices is then in ``parameter.grad`` of the model, where an optimizer finds it, and in
+        ``buffer.grad`` of buffers that require a gradient; hooks on parameters see it once.
 
         Args:
             output_grads: The gradient of what forward returned, in the same containers, None where nothing
@@ -257,7 +261,7 @@ class ReplicaGroup(LastPasses):
             self._keep(forward, backward)
 
     def gradients(self, *, merge: bool = True) -> dict[str, Any]:
-        """Give the gradients of parameters by name.
+        """Give the gradients of parameters, and of buffers that require one, by name.
 
         Args:
             merge: The sum over devices, ``parameter.grad``; else a list with the part of each device, None
@@ -267,7 +271,8 @@ class ReplicaGroup(LastPasses):
         Raises:
             OrderError: Parts are asked for, and were not to be kept.
         """
-        named = self.model.named_parameters()
+        buffers = [(buffer.name, buffer.tensor) for buffer in trained_buffers(self.model)]
+        named: list[tuple[str, torch.Tensor]] = [*self.model.named_parameters(), *buffers]
         if merge:
             return {name: parameter.grad for name, parameter in named}
         if not self._keeps_parts:
@@ -275,9 +280,10 @@ class ReplicaGroup(LastPasses):
         return {name: self._store.parts(parameter, len(self.devices)) for name, parameter in named}
 
     def zero_grad(self) -> None:
-        """Forget the gradients of parameters and inputs."""
-        for parameter in self.model.parameters():
-            self._store.clear(parameter)
+        """Forget the gradients of parameters, buffers and inputs."""
+        leaves = [buffer for buffer in self.model.buffers() if buffer.is_leaf]
+        for tensor in (*self.model.parameters(), *leaves):
+            self._store.clear(tensor)
         self._input_gradients = None
 
     def get_parameters(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -30,6 +30,7 @@ from lockstep.replicas.shard_streams import ShardStreams
 from lockstep.replicas.slots import Slot, buffer_slots
 from lockstep.replicas.strays import check_no_leaked_graphs
 from lockstep.replicas.summing import TreeSum, gather
+from lockstep.replicas.trained_buffers import trained_buffers
 from lockstep.tree import ShardSum, Tensors
 
 
@@ -45,7 +46,8 @@ class Forward:
         settings: Under which the threads computed.
         replicas: Where they ran.
         parameters: The model's parameters that ask for a gradient, with their names, in the order of the
-            replicas'.
+            replicas', and after them its buffers that do.
+        trained_buffers: The numbers of these buffers.
         has_graph: Whether backward can be run.
         done: What each shard left behind, by device.
     """
@@ -56,7 +58,8 @@ class Forward:
     mode: Mode
     settings: ThreadSettings
     replicas: list[ShardRunner]
-    parameters: list[tuple[str, nn.Parameter]]
+    parameters: list[tuple[str, torch.Tensor]]
+    trained_buffers: list[int]
     has_graph: bool
     done: list[list[ShardForward]] = field(default_factory=list)
     outputs: Outputs = field(init=False)
@@ -68,8 +71,8 @@ class Backward:
     """What a backward gave.
 
     Attributes:
-        parameters: For each device the sums over its shards, one entry for each parameter that asks for a
-            gradient, in the order of the model's; half precision as float32.
+        parameters: For each device the sums over its shards, one entry for each of `Forward.parameters`; half
+            precision as float32.
         inputs: For each shard, by index, the gradient of its part of each input.
         tree_sum: Adds up, in the replicas' threads.
     """
@@ -150,6 +153,8 @@ class Passes:
         """
         with self._lock, Interrupts() as interrupts, ComputeMode(self._settings()) as settings:
             self._follow()
+            kept = settings.grad and not inputs.attached
+            buffers = trained_buffers(self._set.model, self._slots, frozen=self._set.frozen) if kept else []
             forward = Forward(
                 inputs,
                 schedule(inputs.num_samples, num_shards, tuple(self._set.workloads)),
@@ -157,7 +162,8 @@ class Passes:
                 Mode.wanted(self._set.model, training=training),
                 settings,
                 self._replicas,
-                self._parameters,
+                [*self._parameters, *((buffer.name, buffer.tensor) for buffer in buffers)],
+                [buffer.index for buffer in buffers],
                 has_graph=settings.grad,
             )
 
@@ -168,7 +174,7 @@ class Passes:
             in_order = [each for place in forward.done for each in place]
             _check_complete(len(in_order), forward.shards)
             if forward.has_graph and not inputs.attached and not self._looked_for_strays:
-                own = {id(parameter): name for name, parameter in self._parameters}
+                own = {id(parameter): name for name, parameter in forward.parameters}
                 check_no_leaked_graphs(in_order[0].tensors, own)
                 self._looked_for_strays = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
@@ -211,6 +217,8 @@ class Passes:
             )
 
         with self._lock, Interrupts() as interrupts, ComputeMode(self._settings()) as settings:
+            if forward.replicas is self._replicas:
+                self._set.sync_for_backward()
             tasks = self._streams.compute(
                 run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards)
             )
@@ -268,6 +276,7 @@ class Passes:
                 interrupts.window,
                 settings.grad,
                 runner.buffers.begin(shards[0].index if shards else 0),
+                forward.trained_buffers,
             )
             runner.run([(shard, None) for shard in shards], task, self._streams)
 

@@ -42,7 +42,7 @@ class Wrapping(nn.Module):
         """Change the tensors as the network around asks, all but their device."""
 
         def stay(tensor: torch.Tensor) -> torch.Tensor:
-            changed = fn(tensor)
+            changed = _change(tensor, fn)
             return changed if changed.device == tensor.device else tensor.to(changed.dtype)
 
         super()._apply(stay, recurse)  # type: ignore[no-untyped-call]  # torch's gap
@@ -55,6 +55,16 @@ class Wrapping(nn.Module):
         self.loading_prefix = prefix
         _rename(state_dict, prefix, prefix + INNER)
         super()._load_from_state_dict(state_dict, prefix, *arguments)
+
+
+def _change(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return what a function makes of a tensor; of one on "meta" that cannot leave it, at least the dtype."""
+    try:
+        return fn(tensor)
+    except RuntimeError:
+        if not tensor.is_meta:
+            raise
+        return fn(torch.empty((0,), dtype=tensor.dtype, device="cpu"))
 
 
 def _drop_prefix(

@@ -16,6 +16,7 @@ from lockstep.precision import first_nonfinite
 from lockstep.replicas.shard_streams import ShardStreams
 from lockstep.replicas.strays import check_no_leaked_gradients, refuse_accumulate_hook
 from lockstep.replicas.summing import TreeSum, finish_whole, gather
+from lockstep.replicas.trained_buffers import refuse_trained_buffers
 from lockstep.streams import ONE_BORROWER
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters import lazy
@@ -162,6 +163,8 @@ class GradientEngine:
         for parameter in self.layout.parameters:
             if parameter._post_accumulate_grad_hooks:
                 refuse_accumulate_hook(self.layout.named)
+        if self.layout.slots:
+            refuse_trained_buffers(self.group.model, self.layout.slots)
 
     def _initialise(self, attempt: Attempt, context: StepContext) -> None:
         """Give shapes and values to parameters that lack them, by the first shard of the first batch."""

@@ -95,7 +95,6 @@ class DeviceGradients:
     reports: list[ShardReport] = field(default_factory=list)
     samples: int = 0
     phase: ClassVar[str] = FORWARD
-    keeps_graph: ClassVar[bool] = False
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
         """Compute the gradient of a shard and add it to those before; one of weight 0 takes no part.
@@ -111,6 +110,8 @@ class DeviceGradients:
             ValueError: It returned a loss that cannot be used.
         """
         task = self.task
+        if runner.buffers.bound:
+            runner.buffers.restore()
         args, kwargs = call_arguments(given)
         task.watch.doing = FORWARD
         try:
