@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lockstep.optim.adding import add_scaled_
+from lockstep.strides import laid_out_for
 
 
 @torch.no_grad()
@@ -68,12 +69,15 @@ def fused_momentum_step(
 ) -> None:
     """Do the work of `momentum_step` in one pass over the memory, by torch's own fused kernel.
 
+    The kernel reads memory from each tensor's first element on and looks at no strides. So what is not dense
+    (a column of a larger tensor), or lies otherwise than its weight, is stepped in a copy.
+
     Shapes: as in `momentum_step`; all tensors are of one dtype and on one device.
 
     Args:
         weights: Changed in place.
         velocities: Changed in place.
-        grads: Left untouched.
+        grads: Left untouched; may be sparse.
         lr: η, at least 0.
         momentum: m, in [0, 1).
 
@@ -96,12 +100,14 @@ def fused_momentum_step(
         # The compiler fuses on its own, and to it the kernel's numbers would be constants.
         momentum_step(weights, velocities, grads, lr=lr, momentum=momentum)
         return
+    grads = [_plain(weight, grad) for weight, grad in zip(weights, grads, strict=True)]
     if momentum == 0:
         torch._foreach_copy_(velocities, grads)
+    rows = [_side_by_side(*pair) for pair in zip(weights, velocities, strict=True)]
     torch._fused_sgd_(
-        weights,
+        [weight for weight, _ in rows],
         grads,
-        velocities if momentum != 0 else [],
+        [velocity for _, velocity in rows] if momentum != 0 else [],
         weight_decay=0.0,
         momentum=momentum,
         lr=lr,
@@ -110,6 +116,22 @@ def fused_momentum_step(
         maximize=False,
         is_first_step=False,
     )
+    for weight, velocity, (new_weight, new_velocity) in zip(weights, velocities, rows, strict=True):
+        if new_weight is not weight:
+            weight.copy_(new_weight)
+        if new_velocity is not velocity:
+            velocity.copy_(new_velocity)
+
+
+def _side_by_side(weight: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
+    """Give a weight and its velocity as dense tensors of the same strides, copies where they are none."""
+    return laid_out_for(weight, weight), laid_out_for(weight, velocity)
+
+
+def _plain(weight: Tensor, grad: Tensor) -> Tensor:
+    """Give a gradient as dense numbers in memory, in the order of the weight's or of its copy's."""
+    grad = grad.to_dense() if grad.layout is not torch.strided else grad.resolve_neg()
+    return laid_out_for(weight, grad)
 
 
 def check_fused(weight: Tensor) -> None:

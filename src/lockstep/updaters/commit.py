@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import MasterWeights, left_out_if
+from lockstep.updaters.fused import settle_layout
 from lockstep.updaters.stepping import balanced, can_step_in_parts, step_in_parts, step_whole
 
 Run = Callable[[Callable[[int], None]], None]
@@ -60,6 +61,7 @@ class Committer:
 
     def _step(self, places: int, run: Run) -> BaseException | None:
         """Do the work of `step` on what is in the optimizer's groups now."""
+        settle_layout(self._optimizer)
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         versions = [parameter._version for parameter in parameters]
         try:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from lockstep.communicators import Communicator
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
+from lockstep.updaters.fused import check_dense
 from lockstep.updaters.networks import Arrangement
 from lockstep.updaters.recipe import Recipe, check_choice
 
@@ -34,6 +35,8 @@ def check_fit(
     check_closures(optimizers)
     check_ownership(optimizers, arranged.networks)
     recipe.policy.check_model(arranged.module)
+    for optimizer in optimizers.values():
+        check_dense(optimizer, has_masters=recipe.policy.held_dtype is not None)
     if takes_steps:
         recipe.check_own_steps()
     elif recipe.loss_fn is None and arranged.several:

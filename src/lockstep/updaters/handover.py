@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import nn
 
 from lockstep.replicas.gradients import hooked
+from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
 
 
@@ -35,7 +36,9 @@ def hand_over(
             gradient = hooked(parameter, gradient)  # noqa: PLW2901 - a hook's answer stands in for it
         target = receiver(parameter)
         # A half-precision parameter without a master is nobody's; its gradient comes in float32 all the same.
-        target.grad = gradient if gradient is None else gradient.to(target.dtype)
+        # What came from other ranks or out of a hook may lie otherwise than the weight, which fused kernels
+        # do not notice.
+        target.grad = None if gradient is None else laid_out_for(target, gradient.to(target.dtype))
 
 
 def refuse_accumulate_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
