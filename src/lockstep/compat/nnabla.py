@@ -16,7 +16,6 @@ from lockstep.optim.hooks import WeightDecay
 from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale
 from lockstep.state import check_keys
 
-
 SMALLEST: Final = 2.0**-126
 """The smallest power of two that float32 holds as a normal number."""
 

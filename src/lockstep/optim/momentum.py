@@ -66,6 +66,7 @@ def fused_momentum_step(
     *,
     lr: float | Tensor,
     momentum: float,
+    weight_decay: float = 0.0,
 ) -> None:
     """Do the work of `momentum_step` in one pass over the memory, by torch's own fused kernel.
 
@@ -80,6 +81,7 @@ def fused_momentum_step(
         grads: Left untouched; may be sparse.
         lr: η, at least 0.
         momentum: m, in [0, 1).
+        weight_decay: λ, at least 0; λ·w is added to the gradient first, see `decayed`.
 
     Raises:
         ValueError: The tensors are in half precision on a CPU.
@@ -98,17 +100,18 @@ def fused_momentum_step(
     check_fused(weights[0])
     if torch.compiler.is_compiling():
         # The compiler fuses on its own, and to it the kernel's numbers would be constants.
+        grads = decayed(weights, grads, weight_decay)
         momentum_step(weights, velocities, grads, lr=lr, momentum=momentum)
         return
     grads = [_plain(weight, grad) for weight, grad in zip(weights, grads, strict=True)]
     if momentum == 0:
-        torch._foreach_copy_(velocities, grads)
+        torch._foreach_copy_(velocities, decayed(weights, grads, weight_decay))
     rows = [_side_by_side(*pair) for pair in zip(weights, velocities, strict=True)]
     torch._fused_sgd_(
         [weight for weight, _ in rows],
         grads,
         [velocity for _, velocity in rows] if momentum != 0 else [],
-        weight_decay=0.0,
+        weight_decay=weight_decay,
         momentum=momentum,
         lr=lr,
         dampening=0.0,
@@ -145,6 +148,29 @@ def check_fused(weight: Tensor) -> None:
     """
     if weight.device.type == "cpu" and weight.dtype not in {torch.float32, torch.float64}:
         raise ValueError(f"`fused` must be False for weights on a CPU in half precision, got {weight.dtype}.")
+
+
+@torch.no_grad()
+def decayed(weights: list[Tensor], grads: list[Tensor], weight_decay: float) -> list[Tensor]:
+    """Give the gradients plus λ times the weights, the gradient of λ/2·‖w‖²; themselves where λ is 0.
+
+    Shapes: each list holds P tensors; the p-th of both have one shape, one dtype and one device.
+
+    Args:
+        weights: Left untouched.
+        grads: Left untouched; may be sparse, where the sum is dense.
+        weight_decay: λ, at least 0.
+
+    Determinism: elementwise, so equal bits in give equal bits out, wherever the tensors are cut.
+
+    >>> decayed([torch.tensor([2.0])], [torch.tensor([1.0])], 0.25)
+    [tensor([1.5000])]
+    """
+    if weight_decay == 0:
+        return grads
+    sums = [grad.clone() if grad.layout is torch.strided else grad.to_dense() for grad in grads]
+    add_scaled_(sums, weights, weight_decay)
+    return sums
 
 
 @torch.no_grad()

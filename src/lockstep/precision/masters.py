@@ -241,7 +241,7 @@ class MasterWeights:
         here = {
             index: tuple(parameter.shape)
             for index, parameter in enumerate(self._parameters())
-            if parameter.dtype in HALF_PRECISION
+            if parameter.dtype in HALF_PRECISION and not is_lazy(parameter)
         }
         there = {index: tuple(master.shape) for index, master in saved.items()}
         if here != there:
