@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -103,14 +105,35 @@ def fused_momentum_step(
         grads = decayed(weights, grads, weight_decay)
         momentum_step(weights, velocities, grads, lr=lr, momentum=momentum)
         return
-    grads = [_plain(weight, grad) for weight, grad in zip(weights, grads, strict=True)]
     if momentum == 0:
         torch._foreach_copy_(velocities, decayed(weights, grads, weight_decay))
-    rows = [_side_by_side(*pair) for pair in zip(weights, velocities, strict=True)]
+    numbers: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    if all(map(_lie_alike, weights, velocities, grads)):
+        _run_fused_kernel(weights, velocities, grads, **numbers)
+        return
+    laid_weights = [laid_out_for(weight, weight) for weight in weights]
+    laid_velocities = [laid_out_for(*pair) for pair in zip(weights, velocities, strict=True)]
+    laid_grads = [laid_out_for(weight, _plain(grad)) for weight, grad in zip(weights, grads, strict=True)]
+    _run_fused_kernel(laid_weights, laid_velocities, laid_grads, **numbers)
+    for own, laid in zip([*weights, *velocities], [*laid_weights, *laid_velocities], strict=True):
+        if laid is not own:
+            own.copy_(laid)
+
+
+def _run_fused_kernel(
+    weights: list[Tensor],
+    velocities: list[Tensor],
+    grads: list[Tensor],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    weight_decay: float,
+) -> None:
+    """Step dense tensors that have the strides of their weights."""
     torch._fused_sgd_(
-        [weight for weight, _ in rows],
+        weights,
         grads,
-        [velocity for _, velocity in rows] if momentum != 0 else [],
+        velocities if momentum != 0 else [],
         weight_decay=weight_decay,
         momentum=momentum,
         lr=lr,
@@ -119,22 +142,22 @@ def fused_momentum_step(
         maximize=False,
         is_first_step=False,
     )
-    for weight, velocity, (new_weight, new_velocity) in zip(weights, velocities, rows, strict=True):
-        if new_weight is not weight:
-            weight.copy_(new_weight)
-        if new_velocity is not velocity:
-            velocity.copy_(new_velocity)
 
 
-def _side_by_side(weight: Tensor, velocity: Tensor) -> tuple[Tensor, Tensor]:
-    """Give a weight and its velocity as dense tensors of the same strides, copies where they are none."""
-    return laid_out_for(weight, weight), laid_out_for(weight, velocity)
+def _lie_alike(weight: Tensor, velocity: Tensor, grad: Tensor) -> bool:
+    """Tell whether all lie row after row, the usual case, at little cost."""
+    return (
+        weight.is_contiguous()
+        and velocity.is_contiguous()
+        and grad.layout is torch.strided
+        and grad.is_contiguous()
+        and not grad.is_neg()
+    )
 
 
-def _plain(weight: Tensor, grad: Tensor) -> Tensor:
-    """Give a gradient as dense numbers in memory, in the order of the weight's or of its copy's."""
-    grad = grad.to_dense() if grad.layout is not torch.strided else grad.resolve_neg()
-    return laid_out_for(weight, grad)
+def _plain(grad: Tensor) -> Tensor:
+    """Give a gradient as dense numbers in memory."""
+    return grad.resolve_neg() if grad.layout is torch.strided else grad.to_dense()
 
 
 def check_fused(weight: Tensor) -> None:
