@@ -9,11 +9,12 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from lockstep.errors import OrderError
 from lockstep.optim.hook_list import TIMINGS, HookList, describe
-from lockstep.optim.options import check_options
+from lockstep.optim.options import check_names, check_options
 from lockstep.optim.saved_state import check_saved
 from lockstep.optim.scaled import ScaledOptimizer
 
@@ -143,8 +144,9 @@ class HookedOptimizer(ScaledOptimizer):
             param_group: "params" and any of the options; the others are those of the constructor.
 
         Raises:
-            ValueError: An option is out of range.
+            ValueError: An option is out of range, or is none of this optimizer's.
         """
+        check_names(param_group, self.defaults, optimizer=type(self).__name__)
         check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -240,11 +242,14 @@ class HookedOptimizer(ScaledOptimizer):
         return [weight for group in moving for weight in group["params"] if weight.grad is not None]
 
     def fill_missing_grads(self) -> None:
-        """Give zeros to parameters without gradient in groups of ``missing_grad="zero"``."""
+        """Give zeros to parameters without gradient in groups of ``missing_grad="zero"``.
+
+        A parameter of a lazy module has no shape before its first forward, and stays as it is until then.
+        """
         for group in self.param_groups:
             if group["missing_grad"] == "zero" and not group["frozen"]:
                 for weight in group["params"]:
-                    if weight.grad is None and weight.requires_grad:
+                    if weight.grad is None and weight.requires_grad and not is_lazy(weight):
                         weight.grad = torch.zeros_like(weight)
 
     def _move(self, advance: Callable[[], None]) -> None:
@@ -274,7 +279,7 @@ class HookedOptimizer(ScaledOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state; nothing changes if it does not fit.
 
-        Keys that torch's schedulers keep in the groups are taken over.
+        Keys that torch's schedulers keep in the groups are taken over; other unknown ones are refused.
 
         Raises:
             StateError: Something is missing, unknown or of another shape, or comes from other hooks, another

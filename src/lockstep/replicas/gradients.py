@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
+from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
 
 GradMode: TypeAlias = Literal["write", "add", "null"]
@@ -110,7 +111,7 @@ class GradientStore:
         if total is not None:
             if total.dtype != parameter.dtype or total.device != parameter.device:
                 total = total.to(parameter)
-            total = hooked(parameter, total)
+            total = laid_out_for(parameter, hooked(parameter, total))
         if add and parameter.grad is not None:
             if total is not None:
                 with torch.no_grad():

@@ -12,6 +12,7 @@ from lockstep.precision import why_it_waits
 from lockstep.replicas.buffers import combine
 from lockstep.replicas.gradients import hooked
 from lockstep.replicas.settings import ThreadSettings
+from lockstep.strides import laid_out_for
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.counting import AppliedUpdates
 from lockstep.updaters.engine import GradientEngine
@@ -61,7 +62,13 @@ class Committer:
             target = self._receiver(parameter) if masters else parameter
             # A half-precision parameter without a master is nobody's; its gradient comes in float32 all the
             # same.
-            target.grad = gradient if gradient is None else gradient.to(target.dtype)
+            if gradient is not None:
+                gradient = gradient.to(target.dtype)  # noqa: PLW2901 - stands in for it
+                if gradient.layout is torch.strided and gradient.stride() != target.stride():
+                    # What came from other ranks or out of a hook may lie otherwise than the weight, which fused
+                    # kernels do not notice.
+                    gradient = laid_out_for(target, gradient)  # noqa: PLW2901 - see above
+            target.grad = gradient
         attempt.handed_over = True
 
     def _receiver(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -13,6 +13,7 @@ from lockstep.communicators import Communicator
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 from lockstep.replicas.trained_buffers import refuse_trained_buffers
+from lockstep.updaters.fused import check_dense
 from lockstep.updaters.networks import Arrangement
 from lockstep.updaters.recipe import Recipe, check_choice
 
@@ -36,6 +37,8 @@ def check_fit(
     check_ownership(optimizers, arranged.networks)
     refuse_trained_buffers(arranged.module)
     recipe.policy.check_model(arranged.module)
+    for optimizer in optimizers.values():
+        check_dense(optimizer, has_masters=recipe.policy.held_dtype is not None)
     if takes_steps:
         recipe.check_own_steps()
     elif recipe.loss_fn is None and arranged.several:

@@ -32,6 +32,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import MasterWeights, left_out_if
+from lockstep.updaters.fused import settle_layout
 
 VERSION: Final = attrgetter("_version")
 
@@ -251,8 +252,12 @@ class OptimizerStep:
     def _step(self, places: int, run: Run) -> BaseException | None:
         """Do the work of `step` on what is in the optimizer's groups now."""
         parameters: list[torch.Tensor] = []
+        fused = False
         for group in self._optimizer.param_groups:
             parameters += group["params"]
+            fused = fused or bool(group.get("fused"))
+        if fused:
+            settle_layout(self._optimizer)
         versions = list(map(VERSION, parameters))
         progress = StepProgress()
         try:
