@@ -4,10 +4,10 @@
     python benchmarks/equal_digests.py --checkout ../before --checkout . --only 'images*' --only '*overflow*'
     python benchmarks/equal_digests.py --list
 
-Each checkout runs in processes of its own, with its `src` first on the path, over the same recipes: those in
-`equal/`, which use the public face alone. Each recipe runs at several places (so many ranks x so many devices),
-and after each update all bits are hashed. The exit status is 1 if a hash differs or a recipe fails. Compare on
-one processor: another may round otherwise.
+Each checkout runs in processes of its own, with its `src` first on the path, over the same recipes: those
+in `equal/`, which use the public face alone. Each recipe runs at several places (so many ranks x so many
+devices), and after each update all bits are hashed. The exit status is 1 if a hash differs or a recipe fails.
+Compare on one processor: another may round otherwise.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def verdict(left: Sequence[str], right: Sequence[str]) -> str:
     first = next((number for number, (one, other) in enumerate(pairs) if one != other), None)
     if first is None and len(left) == len(right):
         return "equal"
-    return f"DIFFERS from number {min(len(left), len(right)) if first is None else first} of {len(left)}"
+    return f"DIFFERS from digest {min(len(left), len(right)) if first is None else first}"
 
 
 def report(left: Mapping[str, Sequence[str]], right: Mapping[str, Sequence[str]]) -> bool:
@@ -134,9 +134,13 @@ def report(left: Mapping[str, Sequence[str]], right: Mapping[str, Sequence[str]]
     width = max(map(len, verdicts), default=0)
     equal = 0
     for name, places in verdicts.items():
-        differing = [f"{said} ({place})" for place, said in places.items() if said != "equal"]
+        differing: dict[str, list[str]] = defaultdict(list)
+        for place, said in places.items():
+            if said != "equal":
+                differing[said].append(place)
         equal += not differing
-        print(f"{name:{width}}  {'; '.join(differing) if differing else 'equal'}  [{', '.join(places)}]")
+        told = "; ".join(f"{said} on {', '.join(where)}" for said, where in differing.items())
+        print(f"{name:{width}}  {told or 'equal'}  [{', '.join(places)}]")
     print(f"\n{equal} of {len(verdicts)} recipes are equal.")
     return equal == len(verdicts) > 0
 

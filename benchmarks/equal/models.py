@@ -1,4 +1,4 @@
-"""The models and data of `equal_recipes.py`: small ones, of every kind that updates treat in a way of its own."""
+"""The models and data of the recipes: small ones, of every kind that updates treat in a way of its own."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How the recipes of `equal_digests.py` are run, by the public face of lockstep alone.
 
-A recipe runs at a place (so many devices of so many processes) and gives one SHA-256 for each update, over the
-bytes of weights, buffers, gradients, optimizer state and all that the update measured.
+A recipe runs at a place (so many devices of so many processes) and gives one SHA-256 for each update, over
+the bytes of weights, buffers, gradients, optimizer state and all that the update measured.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def updater_of(
         optimizers,
         model,
         devices=["cpu"] * devices,
-        **{"num_shards": 5, "loss_fn": supervised, **options},
+        **{"num_shards": 7, "loss_fn": supervised, **options},
     )
 
 
