@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import statistics
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -112,13 +114,14 @@ def measure(
 ) -> dict[str, list[float]]:
     """Let all variants take turns; return the seconds of an update in each round, by what is switched off."""
     rounds, round_seconds = options.pop("rounds"), options.pop("round_seconds")
-    contenders = {}
-    for off in [off for pair in pairs.values() for off in pair]:
-        key = _key(off)
-        if key not in contenders:
-            shared: Any = {"port": free_port(), "sides": sides, "off": off, **options}
-            contenders[key] = Contender(workload, [(rank_of, {"rank": rank, **shared}) for rank in range(2)])
+    contenders: dict[str, Contender] = {}
     try:
+        for off in [off for pair in pairs.values() for off in pair]:
+            if _key(off) not in contenders:
+                shared: Any = {"port": free_port(), "sides": sides, "off": off, **options}
+                contenders[_key(off)] = Contender(
+                    workload, [(rank_of, {"rank": rank, **shared}) for rank in range(2)]
+                )
         return take_turns(contenders, rounds, warm_up=WARM_UP, round_seconds=round_seconds)
     finally:
         for contender in contenders.values():
@@ -174,6 +177,9 @@ def main() -> None:
     os.environ.setdefault(
         "TORCH_CPP_LOG_LEVEL", "ERROR"
     )  # namespaces have no names of hosts, which torch tells
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # namespaces outlive who made them
     pairs = variants(options.heuristic or list(HEURISTICS), others=options.others)
     rows: dict[str, list[Row]] = {name: [] for name in pairs}
     for name in options.network or NETWORKS:
