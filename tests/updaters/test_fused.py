@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep.updaters.handover import hand_over
 from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.gradients import GradientStore
-from lockstep.updaters.handover import hand_over
 
 Make = Callable[..., torch.optim.Optimizer]
 
