@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lockstep.updaters.handover import hand_over
 from torch import nn
 
 import lockstep as ls
@@ -220,10 +219,24 @@ def test_a_gradient_that_lies_otherwise_than_its_weight_is_laid_out_like_it(hook
     gradient = torch.arange(12.0).view(4, 3)
     if hooked:
         weight.register_hook(lambda grad: grad.contiguous())
-    hand_over([weight], [gradient], frozen=[], receiver=lambda parameter: parameter)
+    GradientStore().put(weight, gradient, [gradient], add=False)
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride() == (1, 4)
     assert torch.equal(weight.grad, gradient)
-    GradientStore().put(weight, gradient, [gradient], add=False)
-    assert weight.grad.stride() == weight.stride()
-    assert torch.equal(weight.grad, gradient)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_an_update_lays_a_gradient_out_like_its_weight(hooked: bool) -> None:
+    model = nn.Linear(3, 4)
+    model.weight = nn.Parameter(model.weight.detach().t().contiguous().t())
+    if hooked:
+        model.weight.register_hook(lambda grad: grad.contiguous())
+    updater = ls.StandardUpdater(
+        [(torch.ones(2, 3), torch.zeros(2, 4))],
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        loss_fn=ls.supervised(nn.functional.mse_loss),
+    )
+    updater.update()
+    assert model.weight.grad is not None
+    assert model.weight.grad.stride() == model.weight.stride() == (1, 4)
