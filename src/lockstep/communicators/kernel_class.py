@@ -12,7 +12,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
@@ -87,9 +87,31 @@ def _switches() -> Fields:
     return {
         "default dtype": str(torch.get_default_dtype()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        **_float32_precision(),
         "oneDNN enabled": str(torch.backends.mkldnn.enabled),
     }
+
+
+def _float32_precision() -> Fields:
+    """List the formats in which kernels may multiply float32 numbers: "ieee", "tf32" or "bf16".
+
+    ``allow_tf32`` and ``set_float32_matmul_precision`` set these, too, but reading them raises once they cannot
+    say what ``fp32_precision`` was set to. Only "tf32" and "bf16" choose other kernels, so "none" (nothing
+    was set) is "ieee" here: otherwise a rank that asks for full precision would differ from one that has it.
+    """
+    backends: Any = torch.backends  # torch does not declare all of these
+    read = {
+        "float32 precision": backends.fp32_precision,
+        "float32 matmul precision of CUDA": backends.cuda.matmul.fp32_precision,
+        "float32 precision of cuDNN": backends.cudnn.fp32_precision,
+        "float32 convolution precision of cuDNN": backends.cudnn.conv.fp32_precision,
+        "float32 RNN precision of cuDNN": backends.cudnn.rnn.fp32_precision,
+        "float32 precision of oneDNN": backends.mkldnn.fp32_precision,
+        "float32 matmul precision of oneDNN": backends.mkldnn.matmul.fp32_precision,
+        "float32 convolution precision of oneDNN": backends.mkldnn.conv.fp32_precision,
+        "float32 RNN precision of oneDNN": backends.mkldnn.rnn.fp32_precision,
+    }
+    return {name: "ieee" if precision == "none" else precision for name, precision in read.items()}
 
 
 def _processor() -> str:
@@ -118,10 +140,9 @@ def _caches() -> str:
 def _gpu(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's gap
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     return (
         f"{properties.name} {properties.major}.{properties.minor}, CUDA {torch.version.cuda}, "
-        f"cuDNN {cudnn}, TF32 {tf32}, benchmark {torch.backends.cudnn.benchmark}"
+        f"cuDNN {cudnn}, benchmark {torch.backends.cudnn.benchmark}"
     )
 
 
