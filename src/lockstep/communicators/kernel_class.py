@@ -95,9 +95,9 @@ def _switches() -> Fields:
 def _float32_precision() -> Fields:
     """List the formats in which kernels may multiply float32 numbers: "ieee", "tf32" or "bf16".
 
-    ``allow_tf32`` and ``set_float32_matmul_precision`` set these, too, but reading them raises once they cannot
-    say what ``fp32_precision`` was set to. Only "tf32" and "bf16" choose other kernels, so "none" (nothing
-    was set) is "ieee" here: otherwise a rank that asks for full precision would differ from one that has it.
+    ``allow_tf32`` and ``set_float32_matmul_precision`` set these, too, but reading those raises where they
+    cannot say what ``fp32_precision`` was set to. Only "tf32" and "bf16" choose other kernels, so "none"
+    (nothing was set) is "ieee" here: asking for full precision must not tell a rank from one that has it.
     """
     backends: Any = torch.backends  # torch does not declare all of these
     read = {
