@@ -93,25 +93,29 @@ def _switches() -> Fields:
 
 
 def _float32_precision() -> Fields:
-    """List the formats in which kernels may multiply float32 numbers: "ieee", "tf32" or "bf16".
+    """List the formats in which kernels of CUDA and of oneDNN may multiply float32: "ieee", "tf32" or "bf16".
 
     ``allow_tf32`` and ``set_float32_matmul_precision`` set these, too, but reading those raises where they
     cannot say what ``fp32_precision`` was set to. Only "tf32" and "bf16" choose other kernels, so "none"
     (nothing was set) is "ieee" here: asking for full precision must not tell a rank from one that has it.
     """
     backends: Any = torch.backends  # torch does not declare all of these
+    cuda, cudnn, onednn = backends.cuda, backends.cudnn, backends.mkldnn
     read = {
-        "float32 precision": backends.fp32_precision,
-        "float32 matmul precision of CUDA": backends.cuda.matmul.fp32_precision,
-        "float32 precision of cuDNN": backends.cudnn.fp32_precision,
-        "float32 convolution precision of cuDNN": backends.cudnn.conv.fp32_precision,
-        "float32 RNN precision of cuDNN": backends.cudnn.rnn.fp32_precision,
-        "float32 precision of oneDNN": backends.mkldnn.fp32_precision,
-        "float32 matmul precision of oneDNN": backends.mkldnn.matmul.fp32_precision,
-        "float32 convolution precision of oneDNN": backends.mkldnn.conv.fp32_precision,
-        "float32 RNN precision of oneDNN": backends.mkldnn.rnn.fp32_precision,
+        "float32 precision": {"all": backends, "cuDNN": cudnn, "oneDNN": onednn},
+        "float32 matmul precision": {"CUDA": cuda.matmul, "oneDNN": onednn.matmul},
+        "float32 convolution precision": {"cuDNN": cudnn.conv, "oneDNN": onednn.conv},
+        "float32 RNN precision": {"cuDNN": cudnn.rnn, "oneDNN": onednn.rnn},
     }
-    return {name: "ieee" if precision == "none" else precision for name, precision in read.items()}
+    return {
+        name: ", ".join(f"{owner} {_format_of(each)}" for owner, each in owners.items())
+        for name, owners in read.items()
+    }
+
+
+def _format_of(owner: Any) -> str:
+    precision: str = owner.fp32_precision
+    return "ieee" if precision == "none" else precision
 
 
 def _processor() -> str:
