@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from lockstep.errors import OrderError
 from lockstep.optim.hook_list import TIMINGS, HookList, describe
+from lockstep.optim.load_hooks import migrated, without_pre_hooks
 from lockstep.optim.options import check_names, check_options
 from lockstep.optim.saved_state import check_saved
 from lockstep.optim.scaled import ScaledOptimizer
@@ -279,16 +280,19 @@ class HookedOptimizer(ScaledOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state; nothing changes if it does not fit.
 
-        Keys that torch's schedulers keep in the groups are taken over; other unknown ones are refused.
+        Keys that torch's schedulers keep in the groups are taken over; other unknown ones are refused. Hooks
+        of `register_load_state_dict_pre_hook` get the state first, and what they make of it must fit.
 
         Raises:
             StateError: Something is missing, unknown or of another shape, or comes from other hooks, another
                 kind of loss scale, or an optimizer with masters where this has none.
         """
+        state_dict = migrated(self, state_dict)
         self._check_state_dict(state_dict)
         self._hooks.load_state_dict(state_dict["hooks"])
         plain = {key: state_dict[key] for key in ("state", "param_groups")}
-        with nullcontext() if self._masters is None else self._masters.loading():
+        loading = nullcontext() if self._masters is None else self._masters.loading()
+        with loading, without_pre_hooks(self):
             super().load_state_dict(plain)
         if self._masters is not None:
             self._masters.load_masters(state_dict["masters"])

@@ -9,6 +9,7 @@ from lockstep.errors import StateError
 from lockstep.state import check_keys
 from lockstep.updaters import lazy
 from lockstep.updaters.counting import AppliedUpdates
+from lockstep.updaters.registered import Registered
 from lockstep.updaters.savepoint import copied
 from lockstep.updaters.training import Training
 
@@ -54,14 +55,18 @@ def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int,
 
     Raises:
         StateError: Keys are missing or unknown, or it is the state of another number of shards or seed.
+
+    Hooks of `register_load_state_dict_pre_hook`, of modules and of optimizers, get a state before it is
+    checked against the names and shapes of their owner, so they may bring an older one up to date.
     """
     _check_state(state, _parts(training, num_shards=num_shards, seed=seed))
     loss_scale = training.loss_scale.restored(state["loss_scale"])
     iterators = {name: each.state_dict() for name, each in training.iterators.items()}
-    savepoint = training.save()
+    savepoint, registered = training.save(), Registered(training.group.model)
     try:
         _load_parts(training, state)
     except BaseException:
+        registered.restore()
         savepoint.restore()
         for name, before in iterators.items():
             training.iterators[name].load_state_dict(before)
