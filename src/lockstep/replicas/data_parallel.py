@@ -23,7 +23,7 @@ from lockstep.replicas.nccl import BroadcastingSet
 from lockstep.replicas.one_graph import attached_forward
 from lockstep.replicas.passes import Passes
 from lockstep.replicas.replica_set import ReplicaSet, Timeout
-from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, read_inputs
+from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, named_inputs, read_inputs
 from lockstep.replicas.trained_buffers import trained_buffers
 from lockstep.replicas.wrapping import Wrapping
 
@@ -293,7 +293,7 @@ class DataParallel(Wrapping):
         return read_inputs(
             args,
             kwargs,
-            names,
+            list(named_inputs(args, kwargs, names)),
             self._dims(names, args, kwargs),
             wanted=lambda _, tensor: keeps_graph and tensor.requires_grad,
         )

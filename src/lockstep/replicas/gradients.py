@@ -107,12 +107,15 @@ class GradientStore:
             parts: The part of each device, likewise; one of them may be the very tensor of the sum.
             add: Add to what is there; else what is there is replaced.
         """
-        before: Tensors = self.parts(parameter, len(parts)) if add else [None for _ in parts]
         if total is not None:
             if total.dtype != parameter.dtype or total.device != parameter.device:
                 total = total.to(parameter)
-            total = laid_out_for(parameter, hooked(parameter, total))
+            if parameter._backward_hooks:
+                total = hooked(parameter, total)
+            if total.layout is torch.strided and total.stride() != parameter.stride():
+                total = laid_out_for(parameter, total)
         if add and parameter.grad is not None:
+            before = self.parts(parameter, len(parts))
             if total is not None:
                 with torch.no_grad():
                     parameter.grad.add_(total)

@@ -219,7 +219,10 @@ class ReplicaGroup(LastPasses):
         inputs = self._signature.read(batch, modes)
         self._drop_forward()
         if self._trains and torch.is_grad_enabled():
-            refuse_computed_buffers(self.model)
+            for buffer in self.model.buffers():
+                if buffer.requires_grad:
+                    refuse_computed_buffers(self.model)
+                    break
             self._store.make_room()
         with nullcontext() if self._trains else torch.no_grad():
             forward = self._passes.forward(
@@ -254,7 +257,7 @@ class ReplicaGroup(LastPasses):
             raise OrderError(
                 "A group made with training=False has no gradients; make one with training=True."
             )
-        forward = self._last()
+        forward = self._forward or self._last()
         grads = read_output_grads(forward.outputs, self._merged, output_grads)
         backward = self._passes.backward(forward, grads, retain_graph=retain_graph)
         with Interrupts():
@@ -339,8 +342,9 @@ class ReplicaGroup(LastPasses):
         kept = range(len(self.devices)) if self._keeps_parts else ()
         parts = [backward.device_total(place) for place in kept]
         totals = backward.total(keep=self._keeps_parts)
-        for index, (name, parameter) in enumerate(forward.parameters):
-            own: Tensors = [part[index] if part else None for part in parts]
-            self._store.put(parameter, totals[index], own, add=self._modes.get(name) == "add")
+        nothing: Tensors = [None] * len(totals)
+        by_parameter = zip(*[part or nothing for part in parts], strict=True) if parts else [()] * len(totals)
+        for (name, parameter), total, own in zip(forward.parameters, totals, by_parameter, strict=True):
+            self._store.put(parameter, total, list(own), add=self._modes.get(name) == "add")
         gradients = InputGradients(forward.inputs, forward.shards, backward.inputs)
         self._input_gradients = gradients.plus(self._input_gradients, self._input_modes)

@@ -40,6 +40,8 @@ class InputModes:
         Raises:
             ValueError: A name fits no path.
         """
+        if not self.words:
+            return dict.fromkeys(paths, self.others)
         found = by_longest_name(self.words, [*paths, *absent], "input_grads", default=self.others)
         return dict(zip(paths, found, strict=False))
 
@@ -104,6 +106,8 @@ class InputGradients:
             earlier: Counts if its inputs were cut into parts of the same shapes.
             modes: The words, which fit the inputs.
         """
+        if not modes.words and modes.others != "add":
+            return self
         words = modes.by_path(self.inputs.names, absent=modes.words)
         adds = [words[name] == "add" for name in self.inputs.names]
         if not any(adds):

@@ -89,15 +89,15 @@ class Window:
         interrupts: What holds it outside.
     """
 
-    __slots__ = ("_interrupts",)
+    __slots__ = ("_switch",)
 
     def __init__(self, interrupts: Interrupts) -> None:
-        self._interrupts = interrupts
+        self._switch = interrupts.switch
 
     def __enter__(self) -> None:
-        self._interrupts.switch(opened=True)
+        self._switch(opened=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._interrupts.switch(opened=False)
+        self._switch(opened=False)

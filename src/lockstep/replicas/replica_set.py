@@ -146,7 +146,11 @@ class ReplicaSet:
         """
         if self._closed:
             raise self._is_closed()
-        if self._watch is None or self._watch.changed() or not self._sending.fits():
+        if (
+            self._watch is None
+            or self._watch.changed()
+            or (self._sending.is_needed and not self._sending.fits())
+        ):
             if "cpu" in self.device_types:
                 keep_freed_memory()
             # Made in inference mode, the copies could not be trained later.
@@ -155,7 +159,8 @@ class ReplicaSet:
             self._sending = Sending(list(self.model.parameters()), self._replicas)
             self._watch = ModelWatch(self.model)
             return True
-        self.sync_parameters()
+        if self._sending.is_needed:
+            self.sync_parameters()
         return False
 
     def _shares_memory(self, place: int, parameter: torch.Tensor) -> bool:
@@ -186,7 +191,7 @@ class ReplicaSet:
         model since then, on every device alike, or raises if autograd has counted the write. Parameters that
         were given other memory (``parameter.data = ...``) leave a graph that exists with the old one.
         """
-        if self._sending.fits():
+        if self._sending.is_needed and self._sending.fits():
             self.sync_parameters()
 
     def run(

@@ -32,12 +32,14 @@ class Sending:
             for copied, parameter in zip(replica.parameters(), parameters, strict=True)
             if copied.device != parameter.device or copied.data_ptr() != parameter.data_ptr()
         ]
+        self.is_needed = bool(self._pairs)
+        """Whether there is a replica with memory of its own."""
         self._layouts = self._current_layouts()
         self._versions = self._current_versions()
 
     def fits(self) -> bool:
         """Return whether the parameters still have the memory, dtypes, shapes and strides they had."""
-        return not self._pairs or self._current_layouts() == self._layouts
+        return self._current_layouts() == self._layouts
 
     @torch.no_grad()
     def send(self) -> None:

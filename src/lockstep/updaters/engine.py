@@ -15,7 +15,7 @@ from lockstep.plan import Shard
 from lockstep.precision import first_nonfinite
 from lockstep.replicas.shard_streams import ShardStreams
 from lockstep.replicas.strays import check_no_leaked_gradients, refuse_accumulate_hook
-from lockstep.replicas.summing import TreeSum, finish_whole, gather
+from lockstep.replicas.summing import TreeSum, finish_whole
 from lockstep.replicas.trained_buffers import refuse_trained_buffers
 from lockstep.streams import ONE_BORROWER
 from lockstep.tree import PartialSum, ShardSum, Tensors
@@ -69,7 +69,6 @@ class GradientEngine:
         self._timing = timing
         self._policy = recipe.policy
         self._streams = ShardStreams(self.group.devices, turn=ONE_BORROWER)
-        self._on_several_devices = len(set(self.group.devices)) > 1
         self.layout = Layout(TreeSum(self.group, []))
         """The model as of the last attempt; empty before the first."""
         self._is_stale = True
@@ -267,8 +266,6 @@ class GradientEngine:
             attempt.reports += device.reports
             attempt.buffers.append(device.buffers)
             attempt.samples += device.samples
-        if self._on_several_devices:
-            partials = gather(partials, self.group.devices[0])
         attempt.gradients, attempt.finite = layout.tree_sum.finished(
             partials or [PartialSum(0, [None] * len(layout.parameters))],
             task.finish(attempt.reports),
