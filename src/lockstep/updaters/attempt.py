@@ -131,6 +131,8 @@ class Attempt:
         reports: What each shard that took part measured, in order.
         complete: Whether no shard was left out. One is after an interrupt whose handler lets the work go on.
         check: *Check*: whether the gradient is finite.
+        movable: Whether there is a finite gradient to step by, as far as the host knows; one whose check has a flag
+            steps by nothing where the flag says so.
         handed_over: Whether the gradient lies where optimizers look for it.
     """
 
@@ -156,6 +158,7 @@ class Attempt:
     reports: Sequence[ShardReport] = ()
     complete: bool = True
     check: FiniteCheck | DeferredCheck = FINITE
+    movable: bool = False
     handed_over: bool = False
 
     @property
@@ -168,16 +171,10 @@ class Attempt:
         """The first parameter whose gradient is not finite here or in the last bad attempt before; else None."""
         return self.check.nonfinite or self.nonfinite_before
 
-    @property
-    def movable(self) -> bool:
-        """Whether there is a finite gradient to step by; one whose `flag` says otherwise steps by nothing."""
-        if self.check.flag is not None:
-            return True
-        return self.check.nonfinite is None and bool(self.reports)
-
     def read(self) -> None:
         """Look at a check that was left on the device."""
         self.check = FiniteCheck(self.check.nonfinite)
+        self.movable = self.check.nonfinite is None and bool(self.reports)
 
     def result(self, *, applied: bool) -> UpdateResult:
         """Return what the user is told, who may look at it whenever; it keeps no gradient alive."""

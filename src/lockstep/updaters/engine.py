@@ -290,7 +290,8 @@ class GradientEngine:
                 )
         if layout.flat is not None:
             attempt.gradients = gradients = layout.flat.store(gradients)
-        attempt.check = check_finite(layout.named, gradients, attempt.finite)
+        attempt.check = check = check_finite(layout.named, gradients, attempt.finite)
+        attempt.movable = check.flag is not None or (check.nonfinite is None and bool(attempt.reports))
 
     def first_stream(self, ordinal: int = 0) -> int:
         """Return the position of the stream of this update's first shard in those of the run.

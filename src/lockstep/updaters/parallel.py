@@ -229,7 +229,9 @@ class ParallelUpdater(Updater):
                 # Nothing of the training state has changed up to here: an error or Ctrl-C leaves the state of
                 # the last update, and the batch is still the iterator's next. From here on Ctrl-C waits.
                 parts.coordinator.commit(context.interrupts)
-                result = parts.committer.commit(names, attempt, context.settings, drawn={MAIN: attempt.taken})
+                result = parts.committer.commit(
+                    names, attempt, context.settings, drawn={MAIN: attempt.passed + len(attempt.batches)}
+                )
             if parts.followers.modules:
                 parts.followers.follow()
         return result

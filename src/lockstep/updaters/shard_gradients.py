@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
 import torch
@@ -23,6 +24,7 @@ from lockstep.updaters.overlap import Delivery
 from lockstep.updaters.result import ShardReport
 
 NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+NO_NAMES: Final[Mapping[str, Any]] = MappingProxyType({})
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 
@@ -112,7 +114,7 @@ class DeviceGradients:
         task = self.task
         if runner.buffers.bound:
             runner.buffers.restore()
-        args, kwargs = call_arguments(given)
+        args, kwargs = (given, NO_NAMES) if type(given) is tuple else call_arguments(given)
         task.watch.doing = FORWARD
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.
