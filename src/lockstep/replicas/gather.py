@@ -62,6 +62,15 @@ class Outputs:
             together.append(_together(parts, dim, chosen, device))
         return together
 
+    def by_device(
+        self, devices: Sequence[torch.device], done: Sequence[Sequence[ShardForward]]
+    ) -> list[list[torch.Tensor | None]]:
+        """Return for each output a list with one tensor per device, None for a device that had no shard."""
+        parts = [
+            self.merged(device, each) if each else None for device, each in zip(devices, done, strict=True)
+        ]
+        return [[None if part is None else part[index] for part in parts] for index in range(len(self.dims))]
+
     def nest(self, parts: Sequence[Any]) -> Any:
         """Put one thing for each output into containers like those that the model returned."""
         if isinstance(self.shards[0].returned, torch.Tensor):

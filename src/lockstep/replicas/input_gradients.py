@@ -99,6 +99,11 @@ class InputGradients:
         shards = self.shards[place]
         return [self._together(index, shards, device) for index in range(len(self.inputs.tensors))]
 
+    def by_device(self, devices: Sequence[torch.device]) -> list[Tensors]:
+        """Return for each input a list with the gradient of what each device was given."""
+        parts = [self.of_device(place, device) for place, device in enumerate(devices)]
+        return [list(each) for each in zip(*parts, strict=True)]
+
     def plus(self, earlier: InputGradients | None, modes: InputModes) -> InputGradients:
         """Add those of an earlier backward to inputs whose word is "add".
 

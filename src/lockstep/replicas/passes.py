@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import Final
 
 import torch
-from torch import nn
 
 from lockstep import plan
 from lockstep.errors import OrderError
@@ -35,7 +34,6 @@ from lockstep.replicas.strays import check_no_leaked_graphs
 from lockstep.replicas.summing import TreeSum
 from lockstep.replicas.trained_buffers import TrainedBuffer, trained_buffers
 from lockstep.tree import PartialSum, ShardSum, Tensors
-
 
 SHARD_OF: Final = attrgetter("shard")
 

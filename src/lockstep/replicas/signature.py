@@ -28,7 +28,6 @@ from lockstep.replicas.scatter import (
     with_numbers,
 )
 
-
 PATH_OF: Final = itemgetter(0)
 
 
