@@ -73,8 +73,6 @@ class GradientEngine:
         self.layout = Layout(TreeSum(self.group, []))
         """The model as of the last attempt; empty before the first."""
         self._is_stale = True
-        self.reads_weights = False
-        """Whether weights of the last losses were tensors, which the host waited for."""
         self.look_for_shapes()
 
     def look_for_shapes(self) -> None:
@@ -225,7 +223,6 @@ class GradientEngine:
         attempt.devices = devices  # type: ignore[assignment]  # every device has put its own there
         if timing is not None:
             self.group.workloads = timing.workloads(self.group.workloads)
-        self.reads_weights = attempt.task.reads_weights
 
     def reduce(self, attempt: Attempt, context: StepContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the summed weight.
@@ -316,15 +313,6 @@ class GradientEngine:
         }
 
     @property
-    def why_it_waits(self) -> str | None:
-        """Why the last attempt read something though nobody asked for a verdict; None if it did not."""
-        if self.reads_weights:
-            return "the weight of a Loss is a tensor, which tells whether its shard takes part"
-        runners = self.layout.runners
-        unpackable = runners[0].buffers.unpackable if runners else None
-        return None if unpackable is None else f"the buffer {unpackable!r} is no plain run of numbers"
-
-    @property
     def shards_a_batch(self) -> int:
         """How many shards a batch is cut into."""
         if self.recipe.num_shards is not None:
@@ -369,7 +357,7 @@ class GradientEngine:
                 loss = report.loss.item()
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
-        scale = self.training.scale.now
+        scale = self.training.scale
         attempt = Attempt(GradientRequest(request.loss_fn, look=look), scale, scale)
         self.take(attempt)
         self.plan(attempt, context)
