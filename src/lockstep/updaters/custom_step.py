@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -48,21 +48,13 @@ class CustomStepState:
         Args:
             scale: The loss scale before.
         """
-        found = [result for _, result in self.results]
         labels = dict.fromkeys("+".join(names) for names, _ in self.results)
         parts = {
             label: _merged([result for names, result in self.results if "+".join(names) == label], scale)
             for label in labels
         }
-        merged = _merged(found, scale)
-        return UpdateResult(
-            applied=partial(bool, self.applied),
-            tries=merged.tries,
-            loss_scale=lambda: merged.loss_scale,
-            nonfinite=lambda: merged.nonfinite,
-            reports=merged.reports,
-            parts=parts if len(parts) > 1 else {},
-        )
+        found = [result for _, result in self.results]
+        return _merged(found, scale, applied=self.applied, parts=parts if len(parts) > 1 else {})
 
 
 class CustomStep:
@@ -224,7 +216,13 @@ def _pop(computed: dict[Names, Attempt], names: Names) -> Attempt:
     return computed.pop(names)
 
 
-def _merged(results: Sequence[UpdateResult], scale: MovingScale) -> UpdateResult:
+def _merged(
+    results: Sequence[UpdateResult],
+    scale: MovingScale,
+    *,
+    applied: bool | torch.Tensor = False,
+    parts: Mapping[str, UpdateResult] | None = None,
+) -> UpdateResult:
     """Take several computations as one: reports of all, the last loss scale, the most tries."""
 
     def last_bad() -> str | None:
@@ -232,9 +230,10 @@ def _merged(results: Sequence[UpdateResult], scale: MovingScale) -> UpdateResult
         return bad[-1] if bad else None
 
     return UpdateResult(
-        applied=False,
+        applied=partial(bool, applied),
         tries=max((result.tries for result in results), default=0),
         loss_scale=lambda: results[-1].loss_scale if results else scale.value.factor,
         nonfinite=last_bad,
         reports=[report for result in results for report in result.reports],
+        parts=parts,
     )

@@ -65,102 +65,76 @@ class DeferredCheck:
 Check: TypeAlias = FiniteCheck | DeferredCheck
 
 
-@dataclass(frozen=True, slots=True)
-class Reason:
-    """One reason for which an update reads on the host what is on the device.
+Conditions: TypeAlias = dict[str, Callable[["Deferral", str], object]]
+"""By the sentence that says the reason: tells whether it holds, of an optimizer that steps by its name.
 
-    Attributes:
-        sentence: The reason, with what `find` returned in the place of ``{}``.
-        find: Called with the `Deferral` and the name of an optimizer that steps; true where the reason holds.
-        reads_check: Whether it is the overflow check that is read; else that is deferred all the same.
-    """
+What is true about it stands in the sentence in the place of ``{}``.
+"""
 
-    sentence: str
-    find: Callable[[Deferral, str], object]
-    reads_check: bool = True
+READS_CHECK: Final[Conditions] = {
+    "on_overflow={!r} decides on the host whether there is another try": lambda run, _: (
+        run.on_overflow != "skip" and run.on_overflow
+    ),
+    "the processes tell each other of every try": lambda run, _: run.num_processes > 1,
+    "{}": lambda run, name: cannot_skip(run.training.optimizers[name], run.training.masters.get(name)),
+    "a scheduler that counts applied updates counts on the host": lambda run, name: any(
+        each.optimizer is run.training.optimizers[name] for each in run.training.schedulers.values()
+    ),
+}
+"""The reasons for which the overflow check is read, in the order in which they are looked for."""
+
+REASONS: Final[Conditions] = READS_CHECK | {
+    "{} has no after_on_device of its own": lambda run, _: (
+        (policy := run.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
+    ),
+    "the weight of a Loss is a tensor, which tells whether its shard takes part": lambda run, _: (
+        run.reads_weights
+    ),
+    "the buffer {!r} is no plain run of numbers": lambda run, _: unpackable(run.training.group.model),
+}
+"""All reasons for which something is read: those, and others where the check is deferred all the same."""
 
 
+@dataclass(slots=True)
 class Deferral:
     """Decides whether the overflow check of an update is deferred.
 
-    Args:
+    Attributes:
         on_overflow: What follows a gradient that is not finite.
         num_processes: How many processes the run has.
         training: What is trained.
-
-    Attributes:
         reads_weights: Whether weights of the last losses were tensors, which the host waited for.
+        has_logged: Whether the log says why every update reads its check.
     """
 
-    def __init__(self, on_overflow: OnOverflow, num_processes: int, training: Training) -> None:
-        self.on_overflow = on_overflow
-        self.num_processes = num_processes
-        self.training = training
-        self.reads_weights = False
-        self._has_logged = False
+    on_overflow: OnOverflow
+    num_processes: int
+    training: Training
+    reads_weights: bool = False
+    has_logged: bool = False
 
-    def reason(self, names: Names, *, reads_check: bool = False) -> str | None:
-        """Return the first reason for which an update reads something; None where it reads nothing.
+    def reason(self, names: Names, conditions: Conditions = REASONS) -> str | None:
+        """Return the first of some reasons that holds for an update; None if none does.
 
         Args:
             names: The optimizers that step.
-            reads_check: Whether only reasons count for which the overflow check is read.
+            conditions: The reasons to look for.
         """
-        for reason in REASONS:
-            if reason.reads_check or not reads_check:
-                for name in names:
-                    found = reason.find(self, name)
-                    if found:
-                        return reason.sentence.format(found)
+        for sentence, condition in conditions.items():
+            for name in names:
+                found = condition(self, name)
+                if found:
+                    return sentence.format(found)
         return None
 
     def defers(self, names: Names) -> bool:
         """Return whether the overflow check stays on the device; where it does not, log once why not."""
-        reason = self.reason(names, reads_check=True)
-        if reason is not None and not self._has_logged:
-            self._has_logged = True
+        reason = self.reason(names, READS_CHECK)
+        if reason is not None and not self.has_logged:
+            self.has_logged = True
             LOG.info("Every update reads whether its gradient is finite: %s.", reason)
         return reason is None
 
     def read_if_needed(self, check: Check, names: Names) -> Check:
         """Read a deferred check where these optimizers have come to need it since, such as by a new hook."""
-        return check if self.reason(names, reads_check=True) is None else FiniteCheck(check.nonfinite)
-
-
-REASONS: Final = (
-    Reason(
-        "on_overflow={!r} decides on the host whether there is another try",
-        lambda run, _: run.on_overflow != "skip" and run.on_overflow,
-    ),
-    Reason("the processes tell each other of every try", lambda run, _: run.num_processes > 1),
-    Reason(
-        "{}",
-        lambda run, name: cannot_skip(run.training.optimizers[name], run.training.masters.get(name)),
-    ),
-    Reason(
-        "a scheduler that counts applied updates counts on the host",
-        lambda run, name: any(
-            scheduler.optimizer is run.training.optimizers[name]
-            for scheduler in run.training.schedulers.values()
-        ),
-    ),
-    Reason(
-        "{} has no after_on_device of its own",
-        lambda run, _: (
-            (policy := run.training.scale.policy).after_on_device is LossScale.after_on_device
-            and policy.__name__
-        ),
-        reads_check=False,
-    ),
-    Reason(
-        "the weight of a Loss is a tensor, which tells whether its shard takes part",
-        lambda run, _: run.reads_weights,
-        reads_check=False,
-    ),
-    Reason(
-        "the buffer {!r} is no plain run of numbers",
-        lambda run, _: unpackable(run.training.group.model),
-        reads_check=False,
-    ),
-)
-"""All reasons, in the order in which they are looked for."""
+        return check if self.reason(names, READS_CHECK) is None else FiniteCheck(check.nonfinite)
