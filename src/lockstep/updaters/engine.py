@@ -72,8 +72,6 @@ class GradientEngine:
         self.layout = Layout(TreeSum(self.group, []))
         """The model as of the last attempt; empty before the first."""
         self._is_stale = True
-        self.reads_weights = False
-        """Whether weights of the last losses were tensors, which the host waited for."""
         self.look_for_shapes()
 
     def look_for_shapes(self) -> None:
@@ -224,7 +222,6 @@ class GradientEngine:
         attempt.devices = devices  # type: ignore[assignment]  # every device has put its own there
         if timing is not None:
             self.group.workloads = timing.workloads(self.group.workloads)
-        self.reads_weights = attempt.task.reads_weights
 
     def reduce(self, attempt: Attempt, context: StepContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the summed weight.
@@ -290,8 +287,7 @@ class GradientEngine:
                 )
         if layout.flat is not None:
             attempt.gradients = gradients = layout.flat.store(gradients)
-        attempt.check = check = check_finite(layout.named, gradients, attempt.finite)
-        attempt.movable = check.flag is not None or (check.nonfinite is None and bool(attempt.reports))
+        attempt.check = check_finite(layout.named, gradients, attempt.finite)
 
     def first_stream(self, ordinal: int = 0) -> int:
         """Return the position of the stream of this update's first shard in those of the run.
@@ -312,15 +308,6 @@ class GradientEngine:
             "loss scale": attempt.task.loss_scale,
             "batch sizes": attempt.sizes,
         }
-
-    @property
-    def why_it_waits(self) -> str | None:
-        """Why the last attempt read something though nobody asked for a verdict; None if it did not."""
-        if self.reads_weights:
-            return "the weight of a Loss is a tensor, which tells whether its shard takes part"
-        runners = self.layout.runners
-        unpackable = runners[0].buffers.unpackable if runners else None
-        return None if unpackable is None else f"the buffer {unpackable!r} is no plain run of numbers"
 
     @property
     def shards_a_batch(self) -> int:
@@ -367,7 +354,7 @@ class GradientEngine:
                 loss = report.loss.item()
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
-        scale = self.training.scale.now
+        scale = self.training.scale
         attempt = Attempt(GradientRequest(request.loss_fn, look=look), scale, scale)
         self.take(attempt)
         self.plan(attempt, context)

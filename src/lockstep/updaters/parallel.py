@@ -326,7 +326,7 @@ class ParallelUpdater(Updater):
     @property
     def applied_updates(self) -> int:
         """How many of them moved the weights."""
-        return self._training.applied.count
+        return self._training.applied_updates
 
     @property
     def loss_scale(self) -> LossScale:
@@ -380,7 +380,7 @@ class ParallelUpdater(Updater):
         by whoever looks at its result, at `applied_updates`, `loss_scale` or `state_dict`. A step function
         that looks at nothing is no reason either. Tensors as weights of losses are one, from the first on.
         """
-        return self._parts.sync.why()
+        return self._parts.deferral.reason(tuple(self._training.optimizers))
 
     def finalize(self) -> None:
         """End the replicas' threads and the iterators' workers; another update would begin them anew."""

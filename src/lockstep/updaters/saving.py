@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import StateError
+from lockstep.precision import MovingScale
 from lockstep.state import check_keys
 from lockstep.updaters import lazy
-from lockstep.updaters.counting import AppliedUpdates
 from lockstep.updaters.registered import Registered
 from lockstep.updaters.savepoint import copied
 from lockstep.updaters.training import Training
@@ -34,7 +34,7 @@ def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
         "num_shards": num_shards,
         "seed": seed,
         "iteration": training.iteration,
-        "applied_updates": training.applied.count,
+        "applied_updates": training.applied_updates,
         "loss_scale": training.loss_scale.state_dict(),
         "iterators": {name: each.state_dict() for name, each in training.iterators.items()},
         "optimizers": {name: each.state_dict() for name, each in training.steppables().items()},
@@ -71,9 +71,9 @@ def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int,
         for name, before in iterators.items():
             training.iterators[name].load_state_dict(before)
         raise
-    training.scale.value = loss_scale
+    training.scale = MovingScale(loss_scale)
     training.iteration = state["iteration"]
-    training.applied = AppliedUpdates(state["applied_updates"])
+    training.applied = state["applied_updates"]
 
 
 def _load_parts(training: Training, state: Mapping[str, Any]) -> None:
