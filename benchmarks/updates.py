@@ -143,6 +143,7 @@ class Contender:
                 target=serve, args=(theirs, workload, build, {**options, **port}), daemon=True
             )
             process.start()
+            theirs.close()  # so that the end of a process that fails is the end of the pipe
             self._pipes.append(pipe)
             self._processes.append(process)
         for pipe in self._pipes:
@@ -222,17 +223,30 @@ def free_port() -> int:
 def compare(workload: str, names: list[str], rounds: int) -> dict[str, list[float]]:
     """Let the contenders take turns, and give the seconds of one update in each round."""
     contenders = {name: Contender(workload, CONTENDERS[name]) for name in names}
+    seconds = take_turns(contenders, rounds)
+    for contender in contenders.values():
+        contender.stop()
+    return seconds
+
+
+def take_turns(
+    contenders: Mapping[str, Contender],
+    rounds: int,
+    *,
+    warm_up: int = 3,
+    round_seconds: float = ROUND_SECONDS,
+) -> dict[str, list[float]]:
+    """Give the seconds of one update of each contender in each round; each begins a round in turn."""
+    names = list(contenders)
     counts = {}
     for name, contender in contenders.items():
-        contender.seconds(3)
-        counts[name] = max(1, round(ROUND_SECONDS / contender.seconds(5)))
+        contender.seconds(warm_up)
+        counts[name] = max(1, round(round_seconds / contender.seconds(5)))
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in order:
             seconds[name].append(contenders[name].seconds(counts[name]))
-    for contender in contenders.values():
-        contender.stop()
     return seconds
 
 

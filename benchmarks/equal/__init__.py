@@ -1,0 +1,1 @@
+"""What `equal_digests.py` runs on each checkout."""

@@ -1,0 +1,86 @@
+"""Name what an update did by its bits, with a hash of this script's own.
+
+`lockstep.digest` is part of what is compared, and may come to another name for the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+import lockstep as ls
+
+
+class Trail:
+    """One SHA-256 for each thing that was noted, in order."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+
+    def note(self, *things: Any) -> None:
+        """Name things by their bits."""
+        hasher = hashlib.sha256()
+        _feed(hasher.update, things)
+        self.digests.append(hasher.hexdigest())
+
+    def note_update(self, updater: ls.ParallelUpdater, result: ls.UpdateResult) -> None:
+        """Name what an update measured, and what it left behind."""
+        models = updater.get_all_models()
+        self.note(
+            [_measured(each) for each in (result, *result.parts.values())],
+            {name: model.state_dict() for name, model in models.items()},
+            {name: [each.grad for each in model.parameters()] for name, model in models.items()},
+            {name: updater.master_weights(name) for name in models},
+            {name: each.state_dict() for name, each in updater.get_all_optimizers().items()},
+            updater.flat_gradients,
+            [updater.iteration, updater.applied_updates, updater.loss_scale.factor],
+            [updater.epoch_detail, updater.is_new_epoch],
+        )
+
+
+def _measured(result: ls.UpdateResult) -> list[Any]:
+    """List all that an update says of itself."""
+    means = {name: [mean.total, mean.weight] for name, mean in result.observation().items()}
+    flags = [result.applied, result.tries, result.loss_scale, result.nonfinite]
+    return [flags, result.weight, result.loss, list(result.parts), _plain(means)]
+
+
+def _plain(means: Mapping[str, list[float | torch.Tensor]]) -> dict[str, list[float]]:
+    """Read sums and weights, which are numbers or tensors by what was cheaper."""
+    return {name: [float(each) for each in pair] for name, pair in means.items()}
+
+
+def _feed(update: Callable[[bytes], None], thing: Any) -> None:
+    """Hash nested containers of tensors and plain values; anything else is refused."""
+    if isinstance(thing, torch.Tensor):
+        _feed_tensor(update, thing.detach())
+    elif isinstance(thing, Mapping):
+        update(f"{{{len(thing)}".encode())
+        for key in sorted(thing, key=repr):
+            update(repr(key).encode())
+            _feed(update, thing[key])
+    elif isinstance(thing, list | tuple):
+        update(f"[{len(thing)}".encode())
+        for each in thing:
+            _feed(update, each)
+    elif thing is None or isinstance(thing, bool | int | str):
+        update(json.dumps(thing).encode())
+    elif isinstance(thing, float):
+        update(thing.hex().encode())
+    else:
+        raise TypeError(f"`thing` must be a tensor, a container or a plain value, got {thing!r}.")
+
+
+def _feed_tensor(update: Callable[[bytes], None], tensor: torch.Tensor) -> None:
+    """Hash format, shape and bytes; of a sparse tensor those of its rows, in order."""
+    update(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}".encode())
+    if tensor.is_sparse:
+        rows = tensor.coalesce()
+        _feed(update, [rows.indices(), rows.values()])
+        return
+    flat = tensor.cpu().contiguous().reshape(-1)
+    update(flat.view(torch.uint8).numpy().tobytes())
