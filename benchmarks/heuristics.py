@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from lockstep.updaters.pace import Pacer
 from networks import LOOPBACK, Side, cable, enter, measured_rate
 from peers import Update, meet_at
 from updates import WORKLOADS, Contender, free_port, take_turns
@@ -29,7 +30,6 @@ from updates import lockstep as updates_of
 from workloads import Workload
 
 from lockstep.updaters import over_ranks, overlap, riding
-from lockstep.updaters.pace import Pacer
 
 HEURISTICS = {
     "overlap": "gradients sent during backward",

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep.updaters.pace import MEASURED, WARM_UP
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
@@ -27,7 +28,6 @@ import lockstep as ls
 from launch.processes import children, left_in_memory, listening
 from lockstep.communicators import PendingSum
 from lockstep.communicators.watch import PeerWatch, Watch
-from lockstep.updaters.pace import MEASURED, WARM_UP
 
 TIMEOUT = 15.0
 """Seconds that ranks wait for each other; a third of it may pass in silence."""

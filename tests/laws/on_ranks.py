@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep.updaters.meeting import RankMeeting
+from lockstep.updaters.over_ranks import RankReduction
+from lockstep.updaters.pace import Pace, Pacer, Told
+from lockstep.updaters.schedule import Everywhere
 from torch import nn
 
 import lockstep as ls
@@ -19,10 +23,6 @@ from lockstep.replicas import shard_streams
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum
 from lockstep.updaters import over_ranks, riding
-from lockstep.updaters.meeting import RankMeeting
-from lockstep.updaters.over_ranks import RankReduction
-from lockstep.updaters.pace import Pace, Pacer, Told
-from lockstep.updaters.schedule import Everywhere
 from tests.laws import several
 from tests.laws.half import TOO_HIGH, in_half, loss_of
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload

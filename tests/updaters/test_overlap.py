@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lockstep.updaters.pace import MEASURED, WARM_UP
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -14,7 +15,6 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.updaters import pace
 from lockstep.updaters.overlap import Overlap
-from lockstep.updaters.pace import MEASURED, WARM_UP
 from tests.backward import in_backward
 from tests.laws.runs import finalized, state_digest
 

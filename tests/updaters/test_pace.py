@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lockstep.updaters.pace import AGAIN, MEASURED, WARM_UP, Pace, Pacer, Told
+from lockstep.updaters.schedule import Everywhere
 from torch import nn
 
 import lockstep as ls
 from lockstep import plan
 from lockstep.tree import Tensors
-from lockstep.updaters.pace import AGAIN, MEASURED, WARM_UP, Pace, Pacer, Told
-from lockstep.updaters.schedule import Everywhere
 from tests.laws.runs import finalized, state_digest
 
 SETTLED = WARM_UP + MEASURED + 1
