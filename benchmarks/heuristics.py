@@ -8,8 +8,8 @@ Two ranks with one device each train the workloads of `updates.py`, over the loo
 namespaces whose cable carries 10 and 1 Gbit/s (as root, see `networks.py`). For each row all variants are
 started at once and take turns in short rounds. What is printed is the median over rounds of (seconds of an
 update without) / (seconds with) in the same round, with the quartiles: above 1 the heuristic gains. It is on
-by default if it gains 5 % on one row and loses at most 2 % on every other. Measured speeds (`auto`) are only
-used where a user asks for them by ``workloads="auto"``; two equal ranks, as here, pay for them and gain nothing.
+by default if it gains 5 % on one row and loses at most 2 % on every other. Measured speeds (`auto`) are used
+where a user asks for them by ``workloads="auto"``; two equal ranks, as here, pay for them and gain nothing.
 """
 
 from __future__ import annotations
