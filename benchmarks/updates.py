@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peers import Update, ddp, half, installed_peers, loop, meet_at
@@ -72,7 +72,9 @@ class ReadyBatches(Iterator):
         self._position = state_dict["position"]
 
 
-def lockstep(workload: Workload, *, num_shards: int, devices: int = 2) -> Update:
+def lockstep(
+    workload: Workload, *, num_shards: int, devices: int = 2, workloads: Literal["auto"] | None = None
+) -> Update:
     """Devices of one process under a ParallelUpdater; as in a trainer's run, on one intra-op thread each."""
     torch.set_num_threads(1)
     model = workload.model()
@@ -83,6 +85,7 @@ def lockstep(workload: Workload, *, num_shards: int, devices: int = 2) -> Update
         model,
         devices=["cpu"] * devices,
         num_shards=num_shards,
+        workloads=workloads,
         loss_fn=ls.supervised(cross_entropy),
     )
 

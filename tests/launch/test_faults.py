@@ -27,7 +27,7 @@ import lockstep as ls
 from launch.processes import children, left_in_memory, listening
 from lockstep.communicators import PendingSum
 from lockstep.communicators.watch import PeerWatch, Watch
-from lockstep.updaters.pace import MEASURED, WARM_UP
+from lockstep.updaters import rank_sum
 
 TIMEOUT = 15.0
 """Seconds that ranks wait for each other; a third of it may pass in silence."""
@@ -39,8 +39,8 @@ LONG = 300.0
 FAULTY, SIZE = 1, 3
 UPDATE = 2
 """The update, counted from 1, in which the fault happens."""
-EARLY_UPDATE = WARM_UP + MEASURED + 5
-"""The same where gradients are to be sent during backward, which begins one or two updates earlier."""
+EARLY_UPDATE = 6
+"""The same where gradients are to be sent during backward, which begins with the third update."""
 
 WAYS = ["raise", "leave", "exit", "SIGKILL", "SIGSTOP"]
 PHASES = ["start-up", "data loading", "forward", "backward", "reduce", "optimizer", "end"]
@@ -175,6 +175,7 @@ def run(fault: Fault) -> None:
     model = nn.Sequential(nn.Linear(4, width), nn.Linear(width, width), nn.Linear(width, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     optimizer.register_step_pre_hook(lambda *_: fault.at("optimizer"))
+    rank_sum.DEFAULTS = rank_sum.Heuristics(early_sending=True, inline_gradients=True)  # type: ignore[misc]  # in this process only
     updater = ls.ParallelUpdater(
         ls.BatchIterator(Samples(fault), batch_size=6),
         optimizer,

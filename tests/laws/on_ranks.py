@@ -18,11 +18,10 @@ from lockstep.communicators import Contribution
 from lockstep.replicas import shard_streams
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum
-from lockstep.updaters import over_ranks, riding
-from lockstep.updaters.meeting import RankMeeting
-from lockstep.updaters.over_ranks import RankReduction
-from lockstep.updaters.pace import Pace, Pacer, Told
-from lockstep.updaters.schedule import Everywhere
+from lockstep.updaters import inline, rank_reduction
+from lockstep.updaters.coordinator import RankCoordinator
+from lockstep.updaters.shares import ShardAssignment
+from lockstep.updaters.speeds import RankMeasurement, RankSpeeds, RankTimer
 from tests.laws import several
 from tests.laws.half import TOO_HIGH, in_half, loss_of
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
@@ -134,23 +133,23 @@ def nonfinite_shards(num_devices: int) -> str:
         return ls.digest([repr(shard) for shard in found])
 
 
-class Restless(Pacer):
-    """Finds another pace after every try."""
+class Restless(RankTimer):
+    """Finds other speeds after every attempt."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._random = random.Random(0)  # noqa: S311 - no secret
 
-    def settle(self, told: Sequence[Told | None]) -> None:
+    def adopt(self, measurements: Sequence[RankMeasurement | None]) -> None:
         """Draw how fast the ranks are, and what bytes cost."""
-        seconds = tuple(self._random.choice([1.0, 2.0, 5.0]) for _ in told)
-        self.pace = Pace(seconds, self._random.choice([0.0, 30.0]))
+        seconds = tuple(self._random.choice([1.0, 2.0, 5.0]) for _ in measurements)
+        self.speeds = RankSpeeds(seconds, self._random.choice([0.0, 30.0]))
 
 
 def moved(num_devices: int, **options: Any) -> str:
     """Compute every update's shards on other ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(over_ranks, "Pacer", Restless)
+        patch.setattr(rank_reduction, "RankTimer", Restless)
         return trained(num_devices, updates=3 * NUM_UPDATES, num_shards=8, **options)
 
 
@@ -229,17 +228,17 @@ def fold_over_ranks(patch: pytest.MonkeyPatch) -> None:
             tree.add_into(partials[0].tensors, other.tensors)
         return partials[0].tensors
 
-    patch.setattr(riding, "total", fold)
+    patch.setattr(inline, "total", fold)
 
 
 def merge_within_ranks_first(patch: pytest.MonkeyPatch) -> None:
     """Add up all that a rank has before its sums meet those of others."""
-    schedule = Everywhere.part
+    assigned = ShardAssignment.share
 
-    def part(self: Everywhere, *args: Any, **options: Any) -> Any:
-        return replace(schedule(self, *args, **options), first=0, stop=2**20)
+    def share(self: ShardAssignment, *args: Any, **options: Any) -> Any:
+        return replace(assigned(self, *args, **options), first=0, stop=2**20)
 
-    patch.setattr(Everywhere, "part", part)
+    patch.setattr(ShardAssignment, "share", share)
 
 
 def streams_of_ranks(patch: pytest.MonkeyPatch) -> None:
@@ -252,30 +251,30 @@ def streams_of_ranks(patch: pytest.MonkeyPatch) -> None:
 
 def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:
     """Take what the shards of the first rank made of the buffers for what all made."""
-    total = RankReduction._sum_buffers
+    total = rank_reduction.sum_buffers
 
-    def first(self: Any, own: Any, accounts: Any, slots: Any) -> Any:
-        nobody = replace(accounts[0], buffers=Contribution(), buffer_weights=[0.0] * len(slots))
-        only = [accounts[0], *[nobody] * (len(accounts) - 1)]
-        if self._communicator.rank > 0:
+    def first(communicator: Communicator, own: Any, reports: Any, slots: Any) -> Any:
+        nobody = replace(reports[0], buffers=Contribution(), buffer_weights=[0.0] * len(slots))
+        only = [reports[0], *[nobody] * (len(reports) - 1)]
+        if communicator.rank > 0:
             own.partials.clear()
-        return total(self, own, only, slots)
+        return total(communicator, own, only, slots)
 
-    patch.setattr(RankReduction, "_sum_buffers", first)
+    patch.setattr(rank_reduction, "sum_buffers", first)
 
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     """Count every rank as much as the others, however many samples it had."""
-    meet = RankMeeting.meet
+    meet = RankCoordinator.meet
 
     def levelled(self: Any, *args: Any, **options: Any) -> Any:
-        accounts = meet(self, *args, **options)
-        for account in accounts or []:
-            for report in account["reports"]:
-                report[1] = 1.0
-        return accounts
+        reports = meet(self, *args, **options)
+        for report in reports or []:
+            for shard in report["shards"]:
+                shard[1] = 1.0
+        return reports
 
-    patch.setattr(RankMeeting, "meet", levelled)
+    patch.setattr(RankCoordinator, "meet", levelled)
 
 
 MUTANTS = {

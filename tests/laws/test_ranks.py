@@ -45,12 +45,12 @@ def test_processes_are_only_places(size: int, alone: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_shards_that_are_moved_about_do_move(size: int) -> None:
-    pacer, cuts = Restless(movable=True, by_workloads=False), set()
+    timer, cuts = Restless(measuring=True), set()
     usual, places = assign(8, [1.0] * size), [[1.0]] * size
     for _ in range(3 * NUM_UPDATES):
-        pacer.settle([None] * size)
-        assert pacer.pace is not None
-        cuts.add(tuple(map(len, pacer.pace.cut(range(8), usual, places))))
+        timer.adopt([None] * size)
+        assert timer.speeds is not None
+        cuts.add(tuple(map(len, timer.speeds.cut(range(8), usual, places))))
     assert len(cuts) > 2, cuts
 
 

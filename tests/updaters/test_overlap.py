@@ -1,4 +1,4 @@
-"""Gradients sent during backward: the bits of one process, whatever ranks have instead of the guess."""
+"""Gradients sent during backward: the bits of one process, whatever ranks have instead of the prediction."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.updaters import pace
-from lockstep.updaters.overlap import Overlap
-from lockstep.updaters.pace import MEASURED, WARM_UP
+from lockstep.updaters import rank_sum, speeds
+from lockstep.updaters.overlap import PATIENCE, Overlap
+from lockstep.updaters.speeds import MEASURED, WARM_UP
 from tests.backward import in_backward
 from tests.laws.runs import finalized, state_digest
 
-FIRST = WARM_UP + MEASURED + 2
-"""The first update, counted from 0, whose gradients are sent early: one after the ranks settled on a pace."""
+FIRST = PATIENCE
+"""The first update, counted from 0, whose gradients are sent early."""
+TIMED_FIRST = WARM_UP + MEASURED + 2
+"""The same where ranks are timed: one after they have adopted what they measured."""
 DISTURBED = FIRST + 2
 """The update in which something else happens."""
 NUM_UPDATES = FIRST + 5
-TIMED_AGAIN = 2 * (FIRST - 1) - 1
+TIMED_AGAIN = 2 * (TIMED_FIRST - 1) - 1
 """The update at whose meeting the ranks agree to be timed again, where that is after twice as many."""
 BATCH_SIZE = 12
 OPENING = DISTURBED % 2 * BATCH_SIZE
@@ -80,8 +82,15 @@ class Disturbed:
         return ls.Loss(loss, weight=0 if marked and self.what == "no weight" else None)
 
 
+def with_heuristics(heuristics: rank_sum.Heuristics, *args: Any, **options: Any) -> ls.ParallelUpdater:
+    """Make an updater that uses these heuristics, whatever is used by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_sum, "DEFAULTS", heuristics)
+        return ls.ParallelUpdater(*args, **options)
+
+
 def disturbed(
-    what: str, *, updates: int = NUM_UPDATES, again: int = pace.AGAIN, **options: Any
+    what: str, *, updates: int = NUM_UPDATES, again: int = speeds.AGAIN, **options: Any
 ) -> dict[str, Any]:
     """Train, and tell how it ended and how many gradients were there before the ranks met."""
     early: list[int] = []
@@ -97,7 +106,8 @@ def disturbed(
     torch.manual_seed(1)
     model, loss_fn, raised = Net(), Disturbed(what), ""
     data = TensorDataset(torch.randn(2 * BATCH_SIZE, 4), torch.arange(2 * BATCH_SIZE))
-    updater = ls.ParallelUpdater(
+    updater = with_heuristics(
+        rank_sum.Heuristics(early_sending=True),
         ls.BatchIterator(data, BATCH_SIZE, shuffle=False),
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         model,
@@ -109,8 +119,8 @@ def disturbed(
     )
     with pytest.MonkeyPatch.context() as patch, finalized(updater):
         patch.setattr(Overlap, "take", take)
-        patch.setattr(pace, "WORTH", 0.0)  # a busy machine shall move no shard
-        patch.setattr(pace, "AGAIN", again)
+        patch.setattr(speeds, "WORTH", 0.0)  # a busy machine shall move no shard
+        patch.setattr(speeds, "AGAIN", again)
         while updater.iteration < updates:
             loss_fn.update = updater.iteration
             try:
@@ -125,7 +135,7 @@ WHATS = ["nothing", "spare", "spare, in an earlier shard", "reentrant", "raise",
 
 def all_of_them() -> dict[str, dict[str, Any]]:
     return {
-        "timed again": disturbed("nothing", updates=TIMED_AGAIN + FIRST + 1, again=2),
+        "timed again": disturbed("nothing", updates=TIMED_AGAIN + TIMED_FIRST + 1, again=2, workloads="auto"),
         "watched": disturbed("nothing", timeout=60.0),  # backward is another thread's
         **{what: disturbed(what) for what in WHATS},
     }
@@ -161,14 +171,17 @@ CHECKS: dict[str, Callable[[list[int]], bool]] = {
 
 
 @pytest.mark.parametrize("what", CHECKS)
-def test_gradients_are_sent_early_where_the_guess_is_right(what: str, found: Any) -> None:
+def test_gradients_are_sent_early_where_the_prediction_is_right(what: str, found: Any) -> None:
     for rank in found:
         assert CHECKS[what](rank[what]["early"]), rank[what]["early"]
 
 
 def test_gradients_wait_while_ranks_are_timed_again(found: Any) -> None:
     for rank in found:
-        assert rank["timed again"]["early"] == [*range(FIRST, TIMED_AGAIN + 1), TIMED_AGAIN + FIRST]
+        assert rank["timed again"]["early"] == [
+            *range(TIMED_FIRST, TIMED_AGAIN + 1),
+            TIMED_AGAIN + TIMED_FIRST,
+        ]
 
 
 def test_a_shard_whose_gradients_were_given_away_in_vain_is_computed_anew(found: Any) -> None:

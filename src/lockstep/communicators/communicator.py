@@ -6,7 +6,7 @@ A rank is a process's index in 0..`size`-1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,19 +39,19 @@ class Contribution:
     @classmethod
     def of(cls, partials: Sequence[PartialSum]) -> Contribution:
         """Describe the partial sums of a rank."""
+        shards: list[int] = []
+        present: list[int] = []
         sparse = 0
         for partial in partials:
-            sparse |= _mask(tensor is not None and tensor.is_sparse for tensor in partial.tensors)
-        return cls(
-            tuple(partial.shard for partial in partials),
-            tuple(_mask(tensor is not None for tensor in partial.tensors) for partial in partials),
-            sparse,
-        )
-
-
-def _mask(bits: Iterable[bool]) -> int:
-    """Write bits as one number, the first as its lowest."""
-    return sum(1 << index for index, bit in enumerate(bits) if bit)
+            mask, bit = 0, 1
+            for tensor in partial.tensors:
+                if tensor is not None:
+                    mask |= bit
+                    sparse |= bit if tensor.is_sparse else 0
+                bit <<= 1
+            shards.append(partial.shard)
+            present.append(mask)
+        return cls(tuple(shards), tuple(present), sparse)
 
 
 class PendingSum(ABC):

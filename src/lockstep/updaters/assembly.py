@@ -17,15 +17,15 @@ from lockstep.replicas.replica_set import ReplicaSet, Timeout
 from lockstep.updaters.alike import Alikeness, Differing
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.commit import Committer
+from lockstep.updaters.coordinator import Coordinator, LocalCoordinator
 from lockstep.updaters.deferred import Deferral
 from lockstep.updaters.description import described
 from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.fitting import check_fit, chosen_scale, fixed_workloads
 from lockstep.updaters.followers import Followers
-from lockstep.updaters.meeting import Meeting, NoMeeting
 from lockstep.updaters.names import by_name, iterators_by_name, named_schedulers
 from lockstep.updaters.networks import Arrangement, arrange
-from lockstep.updaters.over_ranks import join
+from lockstep.updaters.rank_reduction import join_ranks
 from lockstep.updaters.recipe import Recipe
 from lockstep.updaters.retry import OverflowRetry
 from lockstep.updaters.training import Training
@@ -56,7 +56,7 @@ class Parts:
     arranged: Arrangement
     training: Training
     communicator: Communicator
-    coordinator: Meeting
+    coordinator: Coordinator
     engine: GradientEngine
     retry: OverflowRetry
     committer: Committer
@@ -113,7 +113,7 @@ def assemble(
         scale=MovingScale(chosen_scale(loss_scale, optimizers)),
     )
     group = training.group
-    ranks = join(
+    ranks = join_ranks(
         communicator,
         group.workloads,
         Alikeness(
@@ -124,9 +124,9 @@ def assemble(
             differing=differing_models,
         ),
         movable=recipe.num_shards is not None,
-        by_workloads=arranged.workloads is not None,
+        measured=arranged.workloads == "auto",
     )
-    timing = PlaceTimes(group.devices) if arranged.workloads == "auto" else None
+    timing = PlaceTimes(group.devices) if arranged.workloads == "auto" and len(group.devices) > 1 else None
     engine = GradientEngine(training, recipe, watch=communicator.watch, timing=timing, ranks=ranks)
     group.model.to(group.devices[0])
     if recipe.policy.held_dtype:
@@ -145,7 +145,7 @@ def assemble(
         arranged,
         training,
         communicator,
-        NoMeeting() if ranks is None else ranks.meeting,
+        LocalCoordinator() if ranks is None else ranks.coordinator,
         engine,
         OverflowRetry(engine, training, recipe, deferral),
         Committer(engine, training, deferral, auto_new_epoch=recipe.auto_new_epoch),

@@ -16,8 +16,8 @@ from lockstep.tree import Tensors
 from lockstep.updaters.deferred import Check, DeferredCheck, FiniteCheck
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import ShardReport, UpdateResult
-from lockstep.updaters.schedule import Part
 from lockstep.updaters.shard_gradients import DeviceGradients, GradientTask
+from lockstep.updaters.shares import RankShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Attempt:
     nonfinite_before: str | None = None
     batches: Sequence[Any] = ()
     sizes: Sequence[int] = ()
-    share: Part = field(init=False)
+    share: RankShare = field(init=False)
     work: Sequence[Sequence[tuple[Shard, Any]]] = ()
     task: GradientTask = field(init=False)
     devices: Sequence[DeviceGradients] = ()

@@ -25,8 +25,9 @@ Work = Sequence[Sequence[tuple[Shard, Any]]]
 class PlaceTimes:
     """Time the places while the first batches are computed, then settle on workloads once.
 
-    A place's workload is how many samples it computed in a second. Where each shard runs changes no bit of
-    a result whose number of shards is fixed, so nothing here is part of a run's state.
+    A place's workload is how many samples it computed in a second, relative to the mean over places. Where
+    each shard runs changes no bit of a result whose number of shards is fixed, so nothing here is part of a
+    run's state.
 
     Args:
         devices: Of the places.
@@ -73,7 +74,7 @@ class PlaceTimes:
         LOG.info(
             "Measured workloads, in samples per second: %s.", ", ".join(f"{speed:.1f}" for speed in speeds)
         )
-        return speeds
+        return [speed / usual for speed in speeds]
 
 
 def wait_for(device: torch.device) -> None:

@@ -27,14 +27,14 @@ from lockstep.updaters.context import StepContext
 from lockstep.updaters.lanes import computation_lane
 from lockstep.updaters.layout import Layout
 from lockstep.updaters.names import MAIN
-from lockstep.updaters.over_ranks import RankReduction
+from lockstep.updaters.rank_reduction import RankReduction
 from lockstep.updaters.recipe import Recipe
 from lockstep.updaters.result import NonFiniteShard, ShardReport
-from lockstep.updaters.schedule import Everywhere, Part
 from lockstep.updaters.shard_gradients import DeviceGradients, GradientTask
+from lockstep.updaters.shares import RankShare, ShardAssignment
 from lockstep.updaters.training import Training
 
-ALONE: Final = Everywhere()
+ALONE: Final = ShardAssignment()
 NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
@@ -191,10 +191,8 @@ class GradientEngine:
             for parameter in layout.parameters:
                 if request.wanted is None or id(parameter) in request.wanted:
                     parameter.grad = None  # the last gradient's memory is what this one will be written to
-        if self._ranks is not None and len(work) == 1:
-            attempt.task.delivery = self._ranks.deliver(
-                self._position(attempt), attempt.share, layout.like, self._policy.held_dtype is not None
-            )
+        if self._ranks is not None:
+            self._ranks.watch_backward(attempt, self._position(attempt), layout.like)
         idle = [] if request.wanted is None else layout.others(request.wanted)
         devices: list[DeviceGradients | None] = [None] * len(work)
 
@@ -314,18 +312,18 @@ class GradientEngine:
         """How many shards a batch is cut into."""
         if self.recipe.num_shards is not None:
             return self.recipe.num_shards
-        return self._everywhere.num_places(len(self.group.devices))
+        return self._assignment.num_places(len(self.group.devices))
 
     @property
-    def _everywhere(self) -> Everywhere:
-        """The places of the other ranks."""
-        return ALONE if self._ranks is None else self._ranks.everywhere
+    def _assignment(self) -> ShardAssignment:
+        """Assigns shards to the devices of all ranks."""
+        return ALONE if self._ranks is None else self._ranks.assignment
 
-    def share(self, sizes: Sequence[int]) -> Part:
+    def share(self, sizes: Sequence[int]) -> RankShare:
         """Say which shards of batches of these sizes are computed in this process."""
         mine = self.group.workloads if self._ranks is None else self._ranks.workloads
-        everywhere = ALONE if self._ranks is None else self._ranks.everywhere
-        return everywhere.part(sizes, self.recipe.num_shards, mine, strided=self.recipe.split == "strided")
+        assignment = ALONE if self._ranks is None else self._ranks.assignment
+        return assignment.share(sizes, self.recipe.num_shards, mine, strided=self.recipe.split == "strided")
 
     def own_samples(self, ahead: int, size: int) -> list[range]:
         """Say which samples of a batch this process computes, if all batches of an update are that long.

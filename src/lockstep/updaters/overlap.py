@@ -1,10 +1,10 @@
-"""Send gradients while backward still makes others, where the last update tells what there will be.
+"""Send gradients while backward still computes others, where the last updates predict what there will be.
 
 A sum over ranks needs to know what each of them brings before the first number travels, and the ranks say
-so only when they meet, after backward. So this guesses: two reductions in a row that were alike are followed
-by a third. All ranks guess the same, for they guess from what all were told. From a guess to the next message
-every rank takes part in one pending sum: one that fails or has something else brings zeros for it, so none
-waits. If anybody had something else, those who gave away what they had compute it anew.
+so only when they meet, after backward. So this predicts: two reductions in a row that were alike are followed
+by a third. All ranks predict the same, for they predict from what all were told. From a prediction to the
+next message every rank takes part in one pending sum: one that fails or has something else brings zeros for
+it, so none waits. If any rank had something else, those that gave away what they had compute it again.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.communicators import Communicator, Contribution, PendingSum
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.schedule import Part
+from lockstep.updaters.shares import RankShare
 
 PATIENCE: Final = 2
-"""Alike reductions in a row before the first guess; twice as many after each wrong one."""
+"""Alike reductions in a row before the first prediction; twice as many after each wrong one."""
 LONGEST: Final = 1024
 """The most that are asked for."""
 
@@ -35,7 +35,7 @@ SPOILED: Final = "spoiled"
 
 
 @dataclass(frozen=True, slots=True)
-class Guess:
+class Prediction:
     """What the next reduction is expected to be.
 
     Attributes:
@@ -48,22 +48,26 @@ class Guess:
     contributions: tuple[Contribution, ...]
     like: Sequence[torch.Tensor]
 
-    def is_like(self, other: Guess | None) -> bool:
+    def is_like(self, other: Prediction | None) -> bool:
         """Tell whether another says the same."""
         return other is not None and (self.key, self.contributions) == (other.key, other.contributions)
 
+    def is_same(self, other: Prediction | None) -> bool:
+        """Tell whether another says the same of the same tensors, whose devices then need no further look."""
+        return self.is_like(other) and other is not None and self.like is other.like
 
-def can_overlap(contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> bool:
-    """Tell whether every rank brings something, all of it dense and on the host, where threads send it."""
-    return (
-        all(any(each.present) for each in contributions)
-        and not any(each.sparse for each in contributions)
-        and all(tensor.device.type == "cpu" for tensor in like)
-    )
+    @property
+    def can_be_sent_early(self) -> bool:
+        """Whether every rank brings something, all of it dense and on the host, where threads send it."""
+        return (
+            all(any(each.present) for each in self.contributions)
+            and not any(each.sparse for each in self.contributions)
+            and all(tensor.device.type == "cpu" for tensor in self.like)
+        )
 
 
 class Overlap:
-    """Guesses, and brings gradients to a pending sum.
+    """Predicts reductions, and brings gradients to a pending sum.
 
     Args:
         communicator: Joins the ranks.
@@ -71,57 +75,61 @@ class Overlap:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._last: Guess | None = None
+        self._last: Prediction | None = None
         self._alike = 0
         self._patience = PATIENCE
-        self._guess: Guess | None = None
+        self._prediction: Prediction | None = None
         self._pending: PendingSum | None = None
-        self._delivery: Delivery | None = None
+        self._send: EarlySend | None = None
         self._tried = False
         self._summed: Tensors | None = None
 
-    def learn(self, found: Guess | None, *, steady: bool = True) -> None:
-        """Take note of a reduction that all ranks made, and guess the next one.
+    def learn(self, found: Prediction | None, *, steady: bool = True) -> None:
+        """Take note of a reduction that all ranks made, and predict the next one.
 
         Args:
             found: The reduction; None for one that tells nothing of the next.
-            steady: Whether shards stay where they are, and nobody times them, which guesses would disturb.
+            steady: Whether shards stay where they are, and nobody times them, which sending would disturb.
         """
-        self._alike = self._alike + 1 if found is not None and found.is_like(self._last) else 1
+        last = self._last
+        if found is not None and not found.is_same(last) and not found.can_be_sent_early:
+            found = None
+        self._alike = self._alike + 1 if found is not None and found.is_like(last) else 1
         self._last = found
-        self._guess = found if steady and self._alike >= self._patience else None
+        self._prediction = found if steady and self._alike >= self._patience else None
 
-    def deliver(self, key: str, part: Part, like: Sequence[torch.Tensor]) -> Delivery | None:
-        """Begin the sum that was guessed, if this is it.
+    def begin(self, key: str, share: RankShare, like: Sequence[torch.Tensor]) -> EarlySend | None:
+        """Begin the sum that was predicted, if this is it.
 
         Args:
             key: Which computation of which batches is to come.
-            part: Which shards are this rank's.
+            share: The shards of this rank.
             like: Tensors of the shapes, dtypes and devices of the gradients.
         """
-        guess = self._guess
-        if guess is None or guess.key != key or guess.like is not like:
+        prediction = self._prediction
+        if prediction is None or prediction.key != key or prediction.like is not like:
             return None
-        self._pending = self._communicator.begin_sum(guess.contributions, like)
-        self._delivery = Delivery(self._pending, guess.contributions[self._communicator.rank], part)
-        return self._delivery
+        self._pending = self._communicator.begin_sum(prediction.contributions, like)
+        announced = prediction.contributions[self._communicator.rank]
+        self._send = EarlySend(self._pending, announced, share)
+        return self._send
 
     def close(self) -> str:
-        """See to it that no rank waits for this one's gradients; called before every message.
+        """Make sure that no rank waits for this one's gradients; called before every message.
 
         Returns:
             What became of them.
         """
-        guess, delivery, pending = self._guess, self._delivery, self._pending
-        self._guess = self._delivery = self._summed = None
-        self._tried = guess is not None
-        if guess is None or (delivery is not None and delivery.is_whole):
-            return KEPT if guess is None else GIVEN
+        prediction, send, pending = self._prediction, self._send, self._pending
+        self._prediction = self._send = self._summed = None
+        self._tried = prediction is not None
+        if prediction is None or (send is not None and send.is_whole):
+            return KEPT if prediction is None else GIVEN
         self._pending = None
         if pending is None:
-            pending = self._communicator.begin_sum(guess.contributions, guess.like)
+            pending = self._communicator.begin_sum(prediction.contributions, prediction.like)
         pending.abandon()
-        return SPOILED if delivery is not None and delivery.has_begun else KEPT
+        return SPOILED if send is not None and send.has_begun else KEPT
 
     def settle(self) -> None:
         """Wait for the sum that was begun, if there is one; called after every message."""
@@ -130,37 +138,40 @@ class Overlap:
             self._summed = pending.finish()
 
     def judge(self, fates: Sequence[str]) -> bool:
-        """Tell whether all ranks must compute their part anew, for some have given theirs away in vain.
+        """Tell whether all ranks must compute their shares again, for some have given theirs away in vain.
 
         Args:
             fates: What became of each rank's gradients.
         """
-        whole = all(fate == GIVEN for fate in fates)
-        if not whole:
-            self._summed = None
-            if self._tried:
-                self._patience = min(2 * self._patience, LONGEST)
-        return not whole and any(fate != KEPT for fate in fates)
+        kept, given = fates.count(KEPT), fates.count(GIVEN)
+        if given == len(fates):
+            return False
+        self._summed = None
+        if self._tried:
+            self._patience = min(2 * self._patience, LONGEST)
+        return kept < len(fates)
 
     def take(self) -> Tensors | None:
-        """Give the sums, if they are there already."""
+        """Return the sums, if they are there already."""
         summed, self._summed = self._summed, None
         return summed
 
 
-class Delivery:
+class EarlySend:
     """Brings the gradients of one rank to a pending sum, as backward of its last shard makes them.
+
+    To `shard_gradients` it is an `EarlyReceiver`.
 
     Args:
         pending: The sum.
         announced: What this rank is to bring.
-        part: Which shards are its own.
+        share: The shards of this rank.
     """
 
-    def __init__(self, pending: PendingSum, announced: Contribution, part: Part) -> None:
+    def __init__(self, pending: PendingSum, announced: Contribution, share: RankShare) -> None:
         self._pending = pending
         self.announced = announced
-        self._part = part
+        self._share = share
         self._before: list[PartialSum] = []
         self._shard = 0
         self._brought: dict[int, torch.Tensor | None] = {}
@@ -221,11 +232,11 @@ class Delivery:
 
     def _bring(self, index: int, gradient: torch.Tensor | None) -> None:
         """Add a gradient to what the shards before it came to, and bring that."""
-        sums = ShardSum(self._part.first)
+        sums = ShardSum(self._share.first)
         for each in self._before:
             sums.push(each.shard, [each.tensors[index]])
         sums.push(self._shard, [gradient])
-        sums.settle(self._part.stop)
+        sums.settle(self._share.stop)
         tensors = [each.tensors[0] for each in sums.partials]
         self.has_begun = True
         if not self._is_announced(index, [each.shard for each in sums.partials], tensors):

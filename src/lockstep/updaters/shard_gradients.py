@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
+from torch import nn
 
 from lockstep.communicators.watch import Watch
 from lockstep.metrics import Observers, collecting
@@ -17,16 +18,40 @@ from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_look_
 from lockstep.replicas.buffers import AnyBufferSum
 from lockstep.replicas.shard_runner import ShardRunner
-from lockstep.tree import ShardSum, Tensors
+from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.batches import call_arguments
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
-from lockstep.updaters.overlap import Delivery
 from lockstep.updaters.result import ShardReport
 
 NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 NO_NAMES: Final[Mapping[str, Any]] = MappingProxyType({})
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
+
+
+class EarlyReceiver(Protocol):
+    """Takes over the sums of a device while backward of its last shard makes them."""
+
+    def watching(
+        self, shard: int, before: list[PartialSum], parameters: Sequence[nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        """Take what backward makes inside of the ``with``, added to the partial sums of the shards before.
+
+        Args:
+            shard: The number of the shard.
+            before: The sums so far.
+            parameters: Those that may get a gradient.
+        """
+
+    def end(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Take what backward of the last shard did not reach, but shards before it did.
+
+        Args:
+            gradients: What it has made.
+
+        Returns:
+            Whether the sums were taken over; the device no longer adds to them.
+        """
 
 
 @dataclass(slots=True)
@@ -44,7 +69,8 @@ class GradientTask:
             of the shards' mean losses are summed as they are.
         look: Called with every shard that takes part, its gradients, still scaled, and what it measured.
         deferred: Whether nobody on the host is to learn if the gradient is finite.
-        delivery: Takes the sums of the only device while backward of its last shard makes them, if anything.
+        receiver: Takes over the sums of the only device while backward of its last shard makes them, if
+            anything does.
         reads_weights: Whether a weight was a tensor, which the host waited for.
     """
 
@@ -56,7 +82,7 @@ class GradientTask:
     mean: bool = True
     look: Callable[[Shard, Tensors, ShardReport], None] | None = None
     deferred: bool = False
-    delivery: Delivery | None = None
+    receiver: EarlyReceiver | None = None
     reads_weights: bool = False
 
     def factor(self, weight: float) -> float | torch.Tensor:
@@ -130,10 +156,10 @@ class DeviceGradients:
         loss = check_loss(returned)
         weight = loss_weight(loss, len(shard.samples))
         task.reads_weights |= isinstance(loss.weight, torch.Tensor)
-        delivery = task.delivery if shard is self.last else None
-        rest = self._backward(runner, shard, loss.value, weight, delivery) if weight > 0 else None
+        receiver = task.receiver if shard is self.last else None
+        rest = self._backward(runner, shard, loss.value, weight, receiver) if weight > 0 else None
         gradients = runner.take_gradients()
-        delivered = delivery is not None and delivery.end(gradients)
+        delivered = receiver is not None and receiver.end(gradients)
         if weight > 0:
             if not delivered and (rest is not None or task.precision.held_dtype is not None):
                 self._complete(gradients, rest)
@@ -148,7 +174,7 @@ class DeviceGradients:
         shard: Shard,
         loss: torch.Tensor,
         weight: float,
-        delivery: Delivery | None,
+        receiver: EarlyReceiver | None,
     ) -> float | torch.Tensor | None:
         """Leave the gradient of factor times loss in the replica's parameters.
 
@@ -159,10 +185,10 @@ class DeviceGradients:
         self.task.watch.doing = BACKWARD
         # To take note only: a shard that has begun is done as a whole.
         runner.replicas.progress.proceed(runner.place, BACKWARD, shard)
-        if delivery is None or rest is not None:  # what is yet to be multiplied is not yet what is to be sent
+        if receiver is None or rest is not None:  # what is yet to be multiplied is not yet what is to be sent
             runner.backward(shard, (loss,), (first,))
         else:
-            with delivery.watching(shard.index, self.gradients.partials, runner.parameters):
+            with receiver.watching(shard.index, self.gradients.partials, runner.parameters):
                 runner.backward(shard, (loss,), (first,))
         return rest
 

@@ -1,4 +1,4 @@
-"""Where shards are cut over ranks, by measure: no bit of a result shows it."""
+"""``workloads="auto"`` over ranks: where shards are cut is measured, and no bit of a result shows it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import nn
 import lockstep as ls
 from lockstep import plan
 from lockstep.tree import Tensors
-from lockstep.updaters.pace import AGAIN, MEASURED, WARM_UP, Pace, Pacer, Told
-from lockstep.updaters.schedule import Everywhere
+from lockstep.updaters.shares import ShardAssignment
+from lockstep.updaters.speeds import AGAIN, MEASURED, WARM_UP, RankMeasurement, RankSpeeds, RankTimer
 from tests.laws.runs import finalized, state_digest
 
 SETTLED = WARM_UP + MEASURED + 1
@@ -28,40 +28,41 @@ CPU = torch.device("cpu")
 # As arithmetic ----------------------------------------------------------------------------------
 
 
-def settled(*told: Told, before: Pace | None = None) -> Pace:
-    return Pace.settled(told, before=before, by_workloads=False)
+def measured_speeds(*told: RankMeasurement, before: RankSpeeds | None = None) -> RankSpeeds:
+    return RankSpeeds.measured(told, before)
 
 
 def test_ranks_that_are_about_equally_fast_are_given_their_mean() -> None:
-    assert settled(Told(1.0, 0.1), Told(1.2, 0.3), Told(3.0, 0.2)) == Pace((1.1, 1.1, 3.0), 0.3)
+    told = RankMeasurement(1.0, 0.1), RankMeasurement(1.2, 0.3), RankMeasurement(3.0, 0.2)
+    assert measured_speeds(*told) == RankSpeeds((1.1, 1.1, 3.0), 0.3)
 
 
 def test_a_rank_that_had_no_shard_is_as_fast_as_it_was_or_as_the_others_are() -> None:
-    told = Told(1.0, 0.0), Told(None, 0.0), Told(3.0, 0.0)
-    assert settled(*told).seconds == (1.0, 2.0, 3.0)
-    assert settled(*told, before=Pace((1.0, 9.0, 1.0), 0.0)).seconds == (1.0, 9.0, 3.0)
+    told = RankMeasurement(1.0, 0.0), RankMeasurement(None, 0.0), RankMeasurement(3.0, 0.0)
+    assert measured_speeds(*told).seconds == (1.0, 2.0, 3.0)
+    assert measured_speeds(*told, before=RankSpeeds((1.0, 9.0, 1.0), 0.0)).seconds == (1.0, 9.0, 3.0)
 
 
 @pytest.mark.parametrize(
-    ("pace", "speeds", "expected"),
+    ("speeds", "workloads", "expected"),
     [
-        (Pace((1.0, 1.0, 1.0), 0.0), (1, 1, 1), [3, 3, 2]),
-        (Pace((1.0, 1.0, 1.0), 10.0), (1, 1, 1), [2, 2, 4]),
-        (Pace((1.0, 1.0, 4.0), 0.0), (1, 1, 1), [4, 3, 1]),
-        (Pace((1.0, 1.0, 4.0), 0.0, by_workloads=True), (1, 1, 1), [3, 3, 2]),
-        (Pace((1.0, 1.0, 1.0), 10.0, by_workloads=True), (1, 1, 1), [2, 2, 4]),
-        (Pace((1.0, 1.0, 1.0), 0.0, by_workloads=True), (200, 100, 100), [4, 2, 2]),
+        (RankSpeeds((1.0, 1.0, 1.0), 0.0), (1, 1, 1), [3, 3, 2]),
+        (RankSpeeds((1.0, 1.0, 1.0), 10.0), (1, 1, 1), [2, 2, 4]),
+        (RankSpeeds((1.0, 1.0, 4.0), 0.0), (1, 1, 1), [4, 3, 1]),
     ],
 )
-def test_shards_move_where_that_is_faster(pace: Pace, speeds: Sequence[float], expected: list[int]) -> None:
-    usual = plan.assign(NUM_SHARDS, speeds)
-    assert [len(run) for run in pace.cut(range(NUM_SHARDS), usual, [[each] for each in speeds])] == expected
+def test_shards_move_where_that_is_faster(
+    speeds: RankSpeeds, workloads: Sequence[float], expected: list[int]
+) -> None:
+    usual = plan.assign(NUM_SHARDS, workloads)
+    cut = speeds.cut(range(NUM_SHARDS), usual, [[each] for each in workloads])
+    assert [len(run) for run in cut] == expected
 
 
 def test_shards_stay_where_the_gain_is_small() -> None:
     usual = [range(10), range(10, 20)]
-    assert Pace((1.0, 1.05), 0.0).cut(range(20), usual, [[1.0], [1.0]]) == usual
-    assert Pace((1.0, 1.5), 0.0).cut(range(20), usual, [[1.0], [1.0]]) == [range(12), range(12, 20)]
+    assert RankSpeeds((1.0, 1.05), 0.0).cut(range(20), usual, [[1.0], [1.0]]) == usual
+    assert RankSpeeds((1.0, 1.5), 0.0).cut(range(20), usual, [[1.0], [1.0]]) == [range(12), range(12, 20)]
 
 
 @given(
@@ -73,13 +74,13 @@ def test_shards_stay_where_the_gain_is_small() -> None:
     transfer=st.sampled_from([0.0, 0.5, 20.0]),
     data=st.data(),
 )
-def test_every_shard_has_one_place_at_any_pace(
+def test_every_shard_has_one_place_at_any_speeds(
     speeds: list[list[float]], sizes: list[int], num_shards: int, transfer: float, data: st.DataObject
 ) -> None:
     seconds = tuple(data.draw(st.sampled_from([1.0, 3.0, 7.0])) for _ in speeds)
     ranks = tuple(map(tuple, speeds))
     parts = [
-        Everywhere(ranks[:rank], ranks[rank + 1 :], Pace(seconds, transfer)).part(
+        ShardAssignment(ranks[:rank], ranks[rank + 1 :], RankSpeeds(seconds, transfer)).share(
             sizes, num_shards, ranks[rank], strided=False
         )
         for rank in range(len(ranks))
@@ -106,67 +107,83 @@ class Clock:
         return self.seconds
 
 
-def one_try(pacer: Pacer, *, work: float, sum_: float, ends: bool = True, clock: Clock | None = None) -> None:
+def one_try(
+    timer: RankTimer, *, work: float, sum_: float, ends: bool = True, clock: Clock | None = None
+) -> None:
     clock = Clock() if clock is None else clock
-    pacer.begin()
+    timer.begin()
     clock.seconds += work
-    pacer.meet(CPU, [plan.schedule([4], 4, [1.0])[0]], [1.0])
+    timer.meet(CPU, [plan.schedule([4], 4, [1.0])[0]], [1.0])
     clock.seconds += 0.5  # that nobody asks for
-    pacer.sum()
+    timer.sum()
     clock.seconds += sum_
     if ends:
-        pacer.end(CPU, [1, 1])
+        timer.end(CPU, [1, 1])
 
 
 def test_the_fastest_of_the_tries_that_came_to_their_end_counts() -> None:
     clock = Clock()
-    pacer = Pacer(movable=True, by_workloads=False, clock=clock)
+    timer = RankTimer(measuring=True, clock=clock)
     for _ in range(WARM_UP):
-        one_try(pacer, work=0.0, sum_=0.0, clock=clock)  # too fast to be true, and not measured
+        one_try(timer, work=0.0, sum_=0.0, clock=clock)  # too fast to be true, and not measured
     for late in range(MEASURED):
-        assert pacer.told is None
-        one_try(pacer, work=0.0, sum_=0.0, ends=False, clock=clock)
-        one_try(pacer, work=4.0 + late, sum_=3.0 + late, clock=clock)
-    told = pacer.told
-    assert told == Told(1.0, 3.0)  # four shards, one journey
+        assert timer.measurement is None
+        one_try(timer, work=0.0, sum_=0.0, ends=False, clock=clock)
+        one_try(timer, work=4.0 + late, sum_=3.0 + late, clock=clock)
+    told = timer.measurement
+    assert told == RankMeasurement(1.0, 3.0)  # four shards, one journey
 
 
-def measured(pacer: Pacer) -> int:
+def measured(timer: RankTimer) -> int:
     """Count the tries until there is something to tell."""
     for number in range(100):
-        if pacer.told is not None:
+        if timer.measurement is not None:
             return number
-        one_try(pacer, work=0.0, sum_=0.0)
-        pacer.settle([Told(1.0, 0.0), None])
+        one_try(timer, work=0.0, sum_=0.0)
+        timer.adopt([RankMeasurement(1.0, 0.0), None])
     raise AssertionError("nothing was ever told")
 
 
 def test_ranks_settle_once_all_have_told_something_and_again_much_later() -> None:
-    pacer = Pacer(movable=True, by_workloads=False)
-    assert measured(pacer) == WARM_UP + MEASURED
-    assert pacer.measuring
-    assert pacer.pace is None
-    pacer.settle([Told(1.0, 0.5), Told(2.0, 0.1)])
+    timer = RankTimer(measuring=True)
+    assert measured(timer) == WARM_UP + MEASURED
+    assert timer.measuring
+    assert timer.speeds is None
+    timer.adopt([RankMeasurement(1.0, 0.5), RankMeasurement(2.0, 0.1)])
     for _ in range((AGAIN - 1) * SETTLED):
-        assert not pacer.measuring
-        assert pacer.pace == Pace((1.0, 2.0), 0.5)
-        assert pacer.told is None
-        one_try(pacer, work=0.0, sum_=0.0)
-        pacer.settle([None, None])
-    assert measured(pacer) == WARM_UP + MEASURED
-    pacer.settle([Told(None, 0.7), Told(3.0, 0.1)])
-    assert pacer.pace == Pace((1.0, 3.0), 0.7)
-    assert not pacer.measuring
+        assert not timer.measuring
+        assert timer.speeds == RankSpeeds((1.0, 2.0), 0.5)
+        assert timer.measurement is None
+        one_try(timer, work=0.0, sum_=0.0)
+        timer.adopt([None, None])
+    assert measured(timer) == WARM_UP + MEASURED
+    timer.adopt([RankMeasurement(None, 0.7), RankMeasurement(3.0, 0.1)])
+    assert timer.speeds == RankSpeeds((1.0, 3.0), 0.7)
+    assert not timer.measuring
+
+
+def test_ranks_are_timed_anew_once_their_devices_share_the_work_in_another_way() -> None:
+    timer = RankTimer(measuring=True)
+    assert measured(timer) == WARM_UP + MEASURED
+    timer.adopt([RankMeasurement(1.0, 0.5), RankMeasurement(2.0, 0.1)])
+    timer.start_over()
+    assert timer.measuring
+    assert timer.speeds == RankSpeeds((1.0, 2.0), 0.5)  # better than nothing
+    assert measured(timer) == WARM_UP + MEASURED
+    timer.adopt([RankMeasurement(4.0, 0.5), RankMeasurement(2.0, 0.1)])
+    assert timer.speeds == RankSpeeds((4.0, 2.0), 0.5)
+    assert not timer.measuring
 
 
 def test_what_may_not_move_is_not_timed() -> None:
-    pacer = Pacer(movable=False, by_workloads=False)
+    timer = RankTimer(measuring=False)
     for _ in range(2 * SETTLED):
-        one_try(pacer, work=0.0, sum_=0.0)
-        assert pacer.told is None
-        pacer.settle([None, None])
-    assert not pacer.measuring
-    assert pacer.pace is None
+        one_try(timer, work=0.0, sum_=0.0)
+        assert timer.measurement is None
+        timer.adopt([None, None])
+        timer.start_over()
+    assert not timer.measuring
+    assert timer.speeds is None
 
 
 # Over processes ---------------------------------------------------------------------------------
@@ -235,7 +252,7 @@ def updater_for(
         model,
         devices=["cpu"] * num_devices,
         loss_fn=loss_fn,
-        **{"num_shards": NUM_SHARDS, **options},
+        **{"num_shards": NUM_SHARDS, "workloads": "auto", **options},
     )
 
 
@@ -270,6 +287,14 @@ def compressed() -> dict[str, Any]:
     return slow(communicator=ls.ProcessCommunicator(compression="bf16", watch=watch))
 
 
+def refused() -> dict[str, Any]:
+    try:
+        updater_for(Slow(0.0), workloads=None if ls.find_communicator().rank == 0 else "auto")
+    except ValueError as error:
+        return {"error": str(error)}
+    return {}
+
+
 def on_two_ranks() -> dict[str, dict[str, Any]]:
     torch.set_num_threads(1)
     return {
@@ -280,8 +305,10 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
         "saved before": resumed(SETTLED - 2),
         "saved after": resumed(SETTLED + 1),
         "told": slow(workloads=[1.0]),
+        "not asked for": slow(workloads=None),
+        "asked for on one rank": refused(),
         "compressed": compressed(),
-        "a shard a place": slow(num_shards=None),
+        "a shard a place": slow(num_shards=None, workloads=None),
     }
 
 
@@ -329,15 +356,20 @@ def test_a_slow_rank_is_given_fewer_shards(two: Found, name: str) -> None:
     assert fewer + more == NUM_SHARDS
 
 
-@pytest.mark.parametrize("name", ["told", "compressed"])
-def test_shards_stay_where_the_user_says_how_fast_ranks_are_or_bits_would_change(
-    two: Found, name: str
-) -> None:
+@pytest.mark.parametrize("name", ["told", "not asked for", "compressed"])
+def test_shards_stay_where_nobody_asks_for_it_or_bits_would_change(two: Found, name: str) -> None:
     assert counts(two, name, "last") == [4, 4]
 
 
 def test_places_keep_their_own_shard_where_nobody_says_how_many_there_are(two: Found) -> None:
     assert counts(two, "a shard a place", "last") == [1, 1]
+
+
+def test_ranks_are_refused_that_do_not_all_ask_for_it(two: Found) -> None:
+    for rank in two:
+        assert rank["asked for on one rank"]["error"].startswith(
+            '`workloads` must be "auto" on every rank or on none, got it on rank 1 and not on rank 0.'
+        )
 
 
 def test_dear_bytes_move_shards_until_ranks_have_whole_nodes(three: Found) -> None:
@@ -350,7 +382,17 @@ def test_dear_bytes_move_shards_until_ranks_have_whole_nodes(three: Found) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["slow", "with a worker", "with two devices", "in steps", "saved before", "saved after", "told"]
+    "name",
+    [
+        "slow",
+        "with a worker",
+        "with two devices",
+        "in steps",
+        "saved before",
+        "saved after",
+        "told",
+        "not asked for",
+    ],
 )
 def test_no_bit_shows_that_shards_moved_away_from_a_slow_rank(two: Found, name: str, alone: str) -> None:
     assert [rank[name]["end"] for rank in two] == [alone, alone]

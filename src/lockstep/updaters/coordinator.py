@@ -1,24 +1,21 @@
-"""Where the ranks meet: once in each try, to say what each has, or that it cannot go on.
+"""Coordinate the ranks: they meet once in each attempt, to tell what each has, or that it cannot go on.
 
-A rank whose own code raises still comes to the meeting of that try and says so. Then the others raise at
+A rank whose own code raises still comes to the meeting of that attempt and says so. Then the others raise at
 the same place, where nothing of the training state has changed, instead of waiting for it.
 """
 
 from __future__ import annotations
 
-import json
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from lockstep.communicators import Communicator
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
 from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.context import HeldInterrupts
-from lockstep.updaters.overlap import Overlap
-from lockstep.updaters.riding import Riders
 
 LONGEST_TRACEBACK: Final = 20_000
 """Characters of a traceback that travel: its end, which says most."""
@@ -26,13 +23,11 @@ LONGEST_TRACEBACK: Final = 20_000
 Position = Mapping[str, Any]
 """What ranks must agree on when they meet, by the name that an error shall give it."""
 
-_BRIEF: Final = json.JSONEncoder(separators=(",", ":"))
-
 _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
-class Meeting(ABC):
-    """What an updater does where ranks may have something to say to each other."""
+class Coordinator(ABC):
+    """What an updater does where ranks may have something to tell each other."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -61,7 +56,7 @@ class Meeting(ABC):
         """Hold every interrupt from here to the end; what follows a meeting follows it on all ranks."""
 
 
-class NoMeeting(Meeting):
+class LocalCoordinator(Coordinator):
     """Of a process that is alone."""
 
     def begin(self) -> None:
@@ -83,22 +78,33 @@ class NoMeeting(Meeting):
         interrupts.commit()
 
 
-class RankMeeting(Meeting):
+class Messages(Protocol):
+    """Brings control messages to every rank, beside whatever else is on its way between them."""
+
+    def exchange(self, message: Mapping[str, Any], /) -> list[dict[str, Any]]:
+        """Send a message to every rank, and return those of all in order."""
+
+    def must_repeat(self, messages: Sequence[Mapping[str, Any]], /) -> bool:
+        """Tell from messages whether all ranks must compute their shares again."""
+
+    def reset_prediction(self) -> None:
+        """Expect no sum like the last: the ranks have met for something else."""
+
+
+class RankCoordinator(Coordinator):
     """Of several processes.
 
     Args:
         communicator: Joins them.
         alike: Compares what must be alike.
+        messages: Brings their messages.
     """
 
-    def __init__(self, communicator: Communicator, alike: Alikeness) -> None:
+    def __init__(self, communicator: Communicator, alike: Alikeness, messages: Messages) -> None:
         self._communicator = communicator
         self._alike = alike
+        self._messages = messages
         self._failed = False
-        self.riders = Riders(communicator.rank, communicator.size)
-        """What travels with the messages."""
-        self.overlap = Overlap(communicator)
-        """What travels before them."""
 
     def begin(self) -> None:
         """Forget how the last update ended; before the first one compare the ranks.
@@ -124,45 +130,51 @@ class RankMeeting(Meeting):
             raise
 
     def meet(
-        self, position: Position, account: Mapping[str, Any], *, again: bool = False
+        self, position: Position, report: Mapping[str, Any], *, again: bool = False
     ) -> list[Mapping[str, Any]] | None:
-        """Bring an account to every rank.
+        """Bring a report to every rank.
 
         Args:
             position: What must be the same on all ranks.
-            account: Anything that JSON knows.
-            again: Whether this rank's part has to be made anew.
+            report: Anything that JSON knows.
+            again: Whether this rank's share has to be computed again.
 
         What the ranks do together because of it is part of the meeting, until `part`.
 
         Returns:
-            The accounts of all ranks in order; None where a rank has to make its part anew, and so all do.
+            The reports of all ranks in order; None where one has to compute its share again, and so all do.
 
         Raises:
             PeerError: A rank failed.
             DisagreementError: A rank is somewhere else, or its state is another.
             PeerInterrupt: A rank was interrupted.
         """
-        message = {"position": position, "again": again, "account": account, "state": self._alike.digest()}
+        message = {"position": position, "again": again, "report": report, "state": self._alike.digest()}
         # What is raised from here on, the others raise as well, or cannot be told.
         self._failed = True
-        said = self._exchange(message)
-        for rank, each in enumerate(said):
-            _raise_if_failed(rank, each)
-        _check_positions([each["position"] for each in said])
-        self._alike.check([each["state"] for each in said])
-        anew = self.overlap.judge([each["sum"] for each in said])
-        return None if anew or any(each["again"] for each in said) else [each["account"] for each in said]
+        told = self._messages.exchange(message)
+        first, digests, reports = told[0], [], []
+        for rank, each in enumerate(told):
+            if "error" in each:
+                _raise_error(rank, each)
+        for rank, each in enumerate(told):
+            if each["position"] != first["position"]:
+                _raise_elsewhere(rank, each["position"], first["position"])
+            again |= each["again"]
+            digests.append(each["state"])
+            reports.append(each["report"])
+        self._alike.check(digests)
+        return None if self._messages.must_repeat(told) or again else reports
 
     def part(self) -> None:
         """End a meeting: what a rank raises from here on, it has to tell the others at the next."""
         self._failed = False
 
     def agree(self, position: Position, interrupts: HeldInterrupts) -> None:
-        """Meet without an account; see `Meeting.agree`."""
+        """Meet without a report; see `Coordinator.agree`."""
         interrupts.check()
         self.meet(position, {})
-        self.overlap.learn(None)
+        self._messages.reset_prediction()
         self.part()
         interrupts.hold()
 
@@ -175,7 +187,7 @@ class RankMeeting(Meeting):
         self._failed = True
         ended = isinstance(error, StopIteration)
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        said = self._exchange(
+        told = self._messages.exchange(
             {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": text[-LONGEST_TRACEBACK:],
@@ -184,31 +196,21 @@ class RankMeeting(Meeting):
                 "ended": ended,
             }
         )
-        if ended and not all(each.get("ended") for each in said):
+        if ended and not all(each.get("ended") for each in told):
             _raise_ended(self._communicator.rank)
 
-    def _exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        told = {**message, "sum": self.overlap.close()}
-        payload = _BRIEF.encode(told).encode()
-        # Room for riders also travels where there are none, or a rank would wait for what does not come.
-        said = [json.loads(each) for each in self._communicator.exchange_with(payload, self.riders.table)]
-        self.overlap.settle()
-        return said
 
-
-def _raise_if_failed(rank: int, said: Mapping[str, Any]) -> None:
-    """Raise what a rank's message is about, if it is an error."""
-    if "error" not in said:
-        return
-    if said["ended"]:
+def _raise_error(rank: int, told: Mapping[str, Any]) -> None:
+    """Raise the error that a rank's message is about."""
+    if told["ended"]:
         _raise_ended(rank)
-    if said["interrupt"]:
+    if told["interrupt"]:
         raise PeerInterrupt(f"Rank {rank} was interrupted.", rank=rank)
     raise PeerError(
-        f"Rank {rank} raised {said['error']}\nIts own traceback:\n{said['traceback'].rstrip()}",
+        f"Rank {rank} raised {told['error']}\nIts own traceback:\n{told['traceback'].rstrip()}",
         rank=rank,
-        phase=said["phase"],
-        traceback=said["traceback"],
+        phase=told["phase"],
+        traceback=told["traceback"],
     )
 
 
@@ -221,17 +223,13 @@ def _raise_ended(rank: int) -> None:
     )
 
 
-def _check_positions(positions: Sequence[Position]) -> None:
-    """Refuse to go on with ranks that are somewhere else."""
-    first = positions[0]
-    for rank, position in enumerate(positions):
-        for name in first.keys() | position.keys():
-            here, there = first.get(name), position.get(name)
-            if here != there:
-                raise DisagreementError(
-                    f"Rank {rank} must be where rank 0 is, but its {name} is {there} and not {here}. Run the "
-                    "same code on every rank, and give it the same batches.",
-                    rank=rank,
-                    subject=name,
-                    update=first.get("update"),
-                )
+def _raise_elsewhere(rank: int, position: Position, first: Position) -> None:
+    """Refuse to go on with a rank that is not where rank 0 is."""
+    name = next(name for name in {**first, **position} if first.get(name) != position.get(name))
+    raise DisagreementError(
+        f"Rank {rank} must be where rank 0 is, but its {name} is {position.get(name)} and not "
+        f"{first.get(name)}. Run the same code on every rank, and give it the same batches.",
+        rank=rank,
+        subject=name,
+        update=first.get("update"),
+    )
