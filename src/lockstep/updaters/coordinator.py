@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from lockstep.communicators import Communicator
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
 from lockstep.updaters.alike import Alikeness
 from lockstep.updaters.context import HeldInterrupts
+from lockstep.updaters.rank_sum import RankSum
 
 LONGEST_TRACEBACK: Final = 20_000
 """Characters of a traceback that travel: its end, which says most."""
@@ -78,32 +79,19 @@ class LocalCoordinator(Coordinator):
         interrupts.commit()
 
 
-class Messages(Protocol):
-    """Brings control messages to every rank, beside whatever else is on its way between them."""
-
-    def exchange(self, message: Mapping[str, Any], /) -> list[dict[str, Any]]:
-        """Send a message to every rank, and return those of all in order."""
-
-    def must_repeat(self, messages: Sequence[Mapping[str, Any]], /) -> bool:
-        """Tell from messages whether all ranks must compute their shares again."""
-
-    def reset_prediction(self) -> None:
-        """Expect no sum like the last: the ranks have met for something else."""
-
-
 class RankCoordinator(Coordinator):
     """Of several processes.
 
     Args:
         communicator: Joins them.
         alike: Compares what must be alike.
-        messages: Brings their messages.
+        rank_sum: Brings their messages, and ends with each what else is on its way between them.
     """
 
-    def __init__(self, communicator: Communicator, alike: Alikeness, messages: Messages) -> None:
+    def __init__(self, communicator: Communicator, alike: Alikeness, rank_sum: RankSum) -> None:
         self._communicator = communicator
         self._alike = alike
-        self._messages = messages
+        self._sum = rank_sum
         self._failed = False
 
     def begin(self) -> None:
@@ -152,7 +140,7 @@ class RankCoordinator(Coordinator):
         message = {"position": position, "again": again, "report": report, "state": self._alike.digest()}
         # What is raised from here on, the others raise as well, or cannot be told.
         self._failed = True
-        told = self._messages.exchange(message)
+        told = self._sum.exchange(message)
         first, digests, reports = told[0], [], []
         for rank, each in enumerate(told):
             if "error" in each:
@@ -164,7 +152,7 @@ class RankCoordinator(Coordinator):
             digests.append(each["state"])
             reports.append(each["report"])
         self._alike.check(digests)
-        return None if self._messages.must_repeat(told) or again else reports
+        return None if self._sum.must_repeat(told) or again else reports
 
     def part(self) -> None:
         """End a meeting: what a rank raises from here on, it has to tell the others at the next."""
@@ -174,7 +162,7 @@ class RankCoordinator(Coordinator):
         """Meet without a report; see `Coordinator.agree`."""
         interrupts.check()
         self.meet(position, {})
-        self._messages.reset_prediction()
+        self._sum.reset_prediction()
         self.part()
         interrupts.hold()
 
@@ -187,7 +175,7 @@ class RankCoordinator(Coordinator):
         self._failed = True
         ended = isinstance(error, StopIteration)
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        told = self._messages.exchange(
+        told = self._sum.exchange(
             {
                 "error": f"{type(error).__name__}: {error}",
                 "traceback": text[-LONGEST_TRACEBACK:],

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import lru_cache
+from typing import Final
 
 import torch
 
@@ -94,10 +95,7 @@ class InlineGradients:
         self._rank = rank
         self.table = Table(size)
         """Has a body for each rank."""
-        self._like: Sequence[torch.Tensor] = ()
-        self._fits = False
-        self._own: dict[Contribution, PackedLayout] = {}
-        self._arrivals: dict[tuple[Contribution, ...], _Arrivals] = {}
+        self._follow(())
 
     def pack(
         self, partials: Sequence[PartialSum], contribution: Contribution, like: Sequence[torch.Tensor]
@@ -113,10 +111,7 @@ class InlineGradients:
             return
         if self._like is not like:
             self._follow(like)
-        layout = self._own.get(contribution)
-        if layout is None:
-            layout = PackedLayout.of(self.table.body(self._rank), contribution, like, fits=self._fits)
-            _keep(self._own, contribution, layout)
+        layout = self._layout(self._rank, contribution)
         if layout.tensors and partials:
             sums = [tensor for each in partials for tensor in each.tensors if tensor is not None]
             torch._foreach_copy_(layout.tensors, sums)
@@ -139,10 +134,7 @@ class InlineGradients:
         """
         if self._like is not like:
             self._follow(like)
-        arrivals = self._arrivals.get(contributions)
-        if arrivals is None:
-            arrivals = self._arrivals_of(contributions, like)
-            _keep(self._arrivals, contributions, arrivals)
+        arrivals = self._arrivals(contributions)
         if not arrivals.dense:
             return None
         if arrivals.needed > self.table.room:
@@ -176,37 +168,32 @@ class InlineGradients:
             self._follow(self._like)
 
     def _follow(self, like: Sequence[torch.Tensor]) -> None:
-        """Forget layouts, for gradients of other shapes or another table."""
-        self._like, self._fits = like, _fits(like)
-        self._own.clear()
-        self._arrivals.clear()
+        """Lay gradients of these shapes out, in the table that there is now.
 
-    def _arrivals_of(
-        self, contributions: tuple[Contribution, ...], like: Sequence[torch.Tensor]
-    ) -> _Arrivals:
-        layouts = [
-            PackedLayout.of(self.table.body(rank), each, like, fits=self._fits)
-            for rank, each in enumerate(contributions)
-        ]
-        return _Arrivals(
-            layouts,
-            max(each.size for each in layouts),
-            self._fits and not any(each.sparse for each in contributions),
-            is_pair(contributions, like),
-        )
+        Layouts are mostly those of the last update, and remembered.
+        """
+        self._like, fits = like, _fits(like)
 
+        @lru_cache(MEMORY)
+        def layout(rank: int, contribution: Contribution) -> PackedLayout:
+            return PackedLayout.of(self.table.body(rank), contribution, like, fits=fits)
 
-def _keep(found: dict[Any, Any], key: Any, value: Any) -> None:
-    """Remember something; all is forgotten now and then, so that it does not become too much."""
-    if len(found) >= MEMORY:
-        found.clear()
-    found[key] = value
+        @lru_cache(MEMORY)
+        def arrivals(contributions: tuple[Contribution, ...]) -> _Arrivals:
+            layouts = [layout(rank, each) for rank, each in enumerate(contributions)]
+            return _Arrivals(
+                layouts,
+                max(each.size for each in layouts),
+                fits and not any(each.sparse for each in contributions),
+                is_pair(contributions, like),
+            )
+
+        self._layout, self._arrivals = layout, arrivals
 
 
 def _fits(tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether tensors can be laid end to end as bytes on the host."""
-    first = tensors[0]
-    return first.device.type == "cpu" and all(
-        tensor.dtype == first.dtype and tensor.device == first.device and not tensor.is_sparse
+    return all(
+        tensor.dtype == tensors[0].dtype and tensor.device.type == "cpu" and not tensor.is_sparse
         for tensor in tensors
     )

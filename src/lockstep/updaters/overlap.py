@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -46,15 +46,7 @@ class Prediction:
 
     key: str
     contributions: tuple[Contribution, ...]
-    like: Sequence[torch.Tensor]
-
-    def is_like(self, other: Prediction | None) -> bool:
-        """Tell whether another says the same."""
-        return other is not None and (self.key, self.contributions) == (other.key, other.contributions)
-
-    def is_same(self, other: Prediction | None) -> bool:
-        """Tell whether another says the same of the same tensors, whose devices then need no further look."""
-        return self.is_like(other) and other is not None and self.like is other.like
+    like: Sequence[torch.Tensor] = field(compare=False)
 
     @property
     def can_be_sent_early(self) -> bool:
@@ -92,9 +84,10 @@ class Overlap:
             steady: Whether shards stay where they are, and nobody times them, which sending would disturb.
         """
         last = self._last
-        if found is not None and not found.is_same(last) and not found.can_be_sent_early:
+        is_known = found == last and found is not None and last is not None and found.like is last.like
+        if found is not None and not is_known and not found.can_be_sent_early:
             found = None
-        self._alike = self._alike + 1 if found is not None and found.is_like(last) else 1
+        self._alike = self._alike + 1 if found is not None and found == last else 1
         self._last = found
         self._prediction = found if steady and self._alike >= self._patience else None
 
