@@ -50,4 +50,4 @@ def test_following_reads_nothing(scale: LossScale) -> None:
 
 
 def test_only_a_static_scale_is_fixed() -> None:
-    assert [MovingScale(scale).is_fixed for scale in SCALES] == [True, False, False]
+    assert [MovingScale(scale).fixed_factor is None for scale in SCALES] == [False, True, True]

@@ -15,7 +15,7 @@ from torch import nn
 import lockstep as ls
 from lockstep import plan
 from lockstep.tree import Tensors
-from lockstep.updaters.shares import ShardAssignment
+from lockstep.updaters.shares import ShardAssignment, share_of
 from lockstep.updaters.speeds import AGAIN, MEASURED, WARM_UP, RankMeasurement, RankSpeeds, RankTimer
 from tests.laws.runs import finalized, state_digest
 
@@ -80,8 +80,12 @@ def test_every_shard_has_one_place_at_any_speeds(
     seconds = tuple(data.draw(st.sampled_from([1.0, 3.0, 7.0])) for _ in speeds)
     ranks = tuple(map(tuple, speeds))
     parts = [
-        ShardAssignment(ranks[:rank], ranks[rank + 1 :], RankSpeeds(seconds, transfer)).share(
-            sizes, num_shards, ranks[rank], strided=False
+        share_of(
+            ShardAssignment(ranks[:rank], ranks[rank + 1 :], RankSpeeds(seconds, transfer)),
+            tuple(sizes),
+            num_shards,
+            ranks[rank],
+            False,
         )
         for rank in range(len(ranks))
     ]

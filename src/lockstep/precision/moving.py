@@ -28,8 +28,8 @@ class MovingScale:
     def __init__(self, scale: LossScale, moving: dict[str, Tensor] | None = None) -> None:
         self._scale = scale
         self._moving = moving or {}
-        self.is_fixed = not scale.moving
-        """Whether no gradient moves it, so that its value is known without looking."""
+        self.fixed_factor = None if scale.moving else scale.factor
+        """The factor of a scale that no gradient moves; None of any other."""
 
     @property
     def policy(self) -> type[LossScale]:
@@ -39,7 +39,7 @@ class MovingScale:
     @property
     def value(self) -> LossScale:
         """The scale as a value, the same object every time; waits for the device if it is there."""
-        if self._moving and not self.is_fixed:
+        if self._moving and self.fixed_factor is None:
             self._scale, self._moving = self._scale.with_moving(self._moving), {}
         return self._scale
 
@@ -60,7 +60,7 @@ class MovingScale:
             given: The scale that gradient was computed with, if this one may have moved on since: then the
                 gradient can lower it, and no longer raise it.
         """
-        if self.is_fixed:
+        if self.fixed_factor is not None:
             return self
         if given is not None and given is not self:
             return self._lower_of(given.after(nonfinite), nonfinite.device)

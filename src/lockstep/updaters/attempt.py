@@ -157,7 +157,7 @@ class Attempt:
         """
         if self.check.flag is not None:
             return scale.after(self.check.flag, given=self.first_scale)
-        if not self.reports or scale.is_fixed:
+        if not self.reports or scale.fixed_factor is not None:
             return scale
         following, now = self.scale.value.after(finite=self.check.nonfinite is None), scale.value
         may_rise = now is self.first_scale.value

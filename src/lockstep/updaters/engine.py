@@ -31,7 +31,7 @@ from lockstep.updaters.rank_reduction import RankReduction
 from lockstep.updaters.recipe import Recipe
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.shard_gradients import DeviceGradients, GradientTask
-from lockstep.updaters.shares import RankShare, ShardAssignment
+from lockstep.updaters.shares import RankShare, ShardAssignment, share_of
 from lockstep.updaters.training import Training
 
 ALONE: Final = ShardAssignment()
@@ -143,9 +143,9 @@ class GradientEngine:
     def _factor(self, attempt: Attempt) -> float | torch.Tensor:
         """Return the factor of the loss scale; nobody on the host reads one that follows flags on the device."""
         scale = attempt.scale
-        if attempt.request.deferred and not scale.is_fixed:
-            return scale.factor_on(self.group.devices[0])
-        return scale.value.factor
+        if scale.fixed_factor is not None:
+            return scale.fixed_factor
+        return scale.factor_on(self.group.devices[0]) if attempt.request.deferred else scale.value.factor
 
     def _follow(self) -> None:
         """Follow the model where it has changed since the last time.
@@ -323,7 +323,8 @@ class GradientEngine:
         """Say which shards of batches of these sizes are computed in this process."""
         mine = self.group.workloads if self._ranks is None else self._ranks.workloads
         assignment = ALONE if self._ranks is None else self._ranks.assignment
-        return assignment.share(sizes, self.recipe.num_shards, mine, strided=self.recipe.split == "strided")
+        strided = self.recipe.split == "strided"
+        return share_of(assignment, tuple(sizes), self.recipe.num_shards, tuple(mine), strided)
 
     def own_samples(self, ahead: int, size: int) -> list[range]:
         """Say which samples of a batch this process computes, if all batches of an update are that long.

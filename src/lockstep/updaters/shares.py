@@ -53,33 +53,28 @@ class ShardAssignment:
     after: Workloads = ()
     speeds: RankSpeeds | None = None
 
-    def share(
-        self, sizes: Sequence[int], num_shards: int | None, mine: Sequence[float], *, strided: bool
-    ) -> RankShare:
-        """Assign shards to all devices, and return those of this process.
-
-        Args:
-            sizes: Of the batches of one update.
-            num_shards: Shards per batch; None for one per device.
-            mine: The workloads of this process's devices.
-            strided: Whether samples are dealt round robin.
-        """
-        return _share(self, tuple(sizes), num_shards, tuple(mine), strided)
-
     def num_places(self, mine: int) -> int:
         """Count the devices of all processes, of which so many are this one's."""
         return mine + sum(map(len, (*self.before, *self.after)))
 
 
-@lru_cache(maxsize=64)
-def _share(
+@lru_cache(maxsize=64)  # exact shares are slow to compute, and batches are mostly of one size
+def share_of(
     assignment: ShardAssignment,
     sizes: tuple[int, ...],
     num_shards: int | None,
     mine: tuple[float, ...],
     strided: bool,
 ) -> RankShare:
-    """Remember the last shares: exact ones are slow to compute, and batches are mostly of one size."""
+    """Assign shards to all devices, and return those of this process.
+
+    Args:
+        assignment: The workloads of the other processes.
+        sizes: The sizes of the batches of one update.
+        num_shards: Shards per batch; None for one per device.
+        mine: The workloads of this process's devices.
+        strided: Whether samples are dealt round robin.
+    """
     workloads = (*assignment.before, mine, *assignment.after)
     rank, speeds = len(assignment.before), assignment.speeds
     runs = plan.schedule(sizes, num_shards, [each for rank in workloads for each in rank], strided=strided)
