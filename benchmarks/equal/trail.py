@@ -54,11 +54,18 @@ def _plain(means: Mapping[str, list[float | torch.Tensor]]) -> dict[str, list[fl
     return {name: [float(each) for each in pair] for name, pair in means.items()}
 
 
+def _used_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what is off in an optimizer's parameter group: another version may not have the option."""
+    return {name: value for name, value in group.items() if name == "params" or value not in (0, None, False)}
+
+
 def _feed(update: Callable[[bytes], None], thing: Any) -> None:
     """Hash nested containers of tensors and plain values; anything else is refused."""
     if isinstance(thing, torch.Tensor):
         _feed_tensor(update, thing.detach())
     elif isinstance(thing, Mapping):
+        if {"params", "lr"} <= thing.keys():
+            thing = _used_options(thing)
         update(f"{{{len(thing)}".encode())
         for key in sorted(thing, key=repr):
             update(repr(key).encode())
