@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.communicators.agreement import check_same
 from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel
 from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
@@ -22,7 +23,6 @@ from lockstep.communicators.orphan import end_with_agent
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.pair import PairSum, is_pair, sum_pair
 from lockstep.communicators.reduction import ARENAS, Reduction
-from lockstep.communicators.same import check_same, named_tensors
 from lockstep.communicators.sparse import split_sparse, sum_sparse
 from lockstep.communicators.underway import Underway
 from lockstep.communicators.watch import Watch, watch_group
@@ -196,7 +196,7 @@ class ProcessCommunicator(Communicator):
 
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
         """Compare bits over ranks; see `Communicator.check_same`."""
-        check_same(named_tensors(subject), self.exchange)
+        check_same(self, subject)
 
     def barrier(self) -> None:
         """Wait until every rank has come this far."""
