@@ -10,12 +10,11 @@ import torch
 
 from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel
-from lockstep.communicators.communicator import PendingSum
+from lockstep.communicators.communicator import PendingSum, check_brought, check_complete
 from lockstep.communicators.ordered import Plan
 from lockstep.communicators.readiness import Readiness
 from lockstep.communicators.stage import Flats, Job, Stage
 from lockstep.communicators.wire import WireFormat
-from lockstep.errors import OrderError
 from lockstep.tree import Tensors
 
 AHEAD: Final = 2
@@ -75,15 +74,8 @@ class Reduction(PendingSum):
     def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Bring what this rank has of one tensor; see `PendingSum.bring`."""
         for terms, missing, tensor in zip(self._terms.values(), self._missing, tensors, strict=True):
-            if (tensor is not None) != (index in missing):
-                what = "missing" if tensor is None else "not awaited"
-                rule = "`bring` must get what was announced, once"
-                raise OrderError(f"{rule}, but a part of tensor {index} is {what}.")
+            check_brought(index, tensor, awaited=index in missing)
             if tensor is not None:
-                if tensor.is_sparse:
-                    raise OrderError(
-                        f"`bring` must get dense tensors, but a part of tensor {index} is sparse."
-                    )
                 terms[index] = tensor.detach().reshape(-1)
                 if self._results[index] is None:
                     self._results[index], self._roots[index] = tensor, terms[index]
@@ -93,10 +85,7 @@ class Reduction(PendingSum):
 
     def finish(self) -> Tensors:
         """Give the sums; see `PendingSum.finish`."""
-        left = set().union(*self._missing)
-        if left:
-            rule = "Everything announced must be brought before `finish`"
-            raise OrderError(f"{rule}, but tensor {min(left)} was not.")
+        check_complete(set().union(*self._missing))
         self._end()
         with torch.no_grad():
             for index, result in enumerate(self._results):
