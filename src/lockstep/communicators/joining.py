@@ -15,10 +15,9 @@ import torch.distributed as dist
 # that no one could end that group. Building torch's first optimizer imports it, so it has to come before.
 import torch.distributed.nn.functional
 
-from lockstep.communicators.brief import BriefPeerErrors
 from lockstep.communicators.environment import BRIEF, RunEnvironment, read_environment
+from lockstep.communicators.exits import BriefPeerErrors, EndsAfterCause
 from lockstep.communicators.failure import Failure
-from lockstep.communicators.last import EndsAfterCause
 from lockstep.communicators.watch import START, PeerWatch, Watch
 from lockstep.errors import OrderError, PeerError
 

@@ -30,7 +30,8 @@ def plan_packets(
         limit: Bytes. Short tensors of one device and dtype travel together up to this length.
         alone: Bytes. Tensors from this length on travel alone.
 
-    >>> plan_packets([torch.empty(4), torch.empty(100_000), torch.empty(2)], [2, 1, 0], limit=LONG, alone=LONG)
+    >>> like = [torch.empty(4), torch.empty(100_000), torch.empty(2)]
+    >>> plan_packets(like, [2, 1, 0], limit=LONG, alone=LONG)
     [[1], [2, 0]]
     """
     packets: list[list[int]] = []
@@ -50,7 +51,7 @@ def plan_packets(
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of a packet as one flat tensor: the memory of a lone tensor without gaps, or new."""
+    """Return the elements of a packet as one flat tensor: a view of a lone one without gaps, else a copy."""
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].detach().view(-1)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -12,10 +12,9 @@ from typing import Final
 
 import torch
 
-from lockstep.communicators.channel import Channel, Works
+from lockstep.communicators.channel import PAIR, Channel, Works
 from lockstep.communicators.communicator import Contribution, PendingSum, check_brought, check_complete
 from lockstep.communicators.packing import LONG, all_reduce, begin_all_reduce, pack, plan_packets, unpack
-from lockstep.communicators.polling import PAIR
 from lockstep.tree import PartialSum, Tensors
 
 EXACT: Final = (torch.float32, torch.float64)

@@ -8,10 +8,9 @@ from typing import Final, TypeAlias
 
 import torch
 
-from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel, Parcel, Posted
 from lockstep.communicators.ordered import Bucket, Run
-from lockstep.communicators.wire import WireFormat
+from lockstep.communicators.wire import Arena, WireFormat
 
 SCATTER: Final = 1
 GATHER: Final = 2
