@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from lockstep.communicators.watch import Watch
 from lockstep.errors import OrderError, PeerError
@@ -24,7 +24,8 @@ PATIENCE: Final = 20.0
 GLANCE: Final = 0.05
 """Seconds between two looks."""
 
-Kind = type[BaseException]
+ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+"""As `sys.excepthook`."""
 
 
 def end_with_parent() -> None:
@@ -75,65 +76,36 @@ def process_exists(process: int) -> bool:
     return True
 
 
-class ExceptHook(Protocol):
-    """As `sys.excepthook`."""
-
-    def __call__(self, kind: Kind, error: BaseException, trace: TracebackType | None, /) -> object:
-        """Show the error by which a process ends."""
-
-
 @dataclass(frozen=True)
-class BriefPeerErrors:
-    """Shows an error of another rank in a line, where that rank shows it in full on the same console.
+class PeerErrorHook:
+    """Ends this process by the error of another rank of this machine: in a line, and after that rank.
+
+    That rank shows the error in full on the same console. A launcher takes the first end that it sees for the
+    cause; the failed rank tells the others before it ends, and they may be faster then. Its process exists
+    until the launcher has asked for its exit code.
 
     Attributes:
         rank: This rank.
-        local_size: How many ranks share the console: those of one machine, whose numbers follow each other.
+        processes: The process numbers of the other ranks of this machine.
+        watch: Knows whether the failed rank is about to end by itself; for one that hangs nobody waits.
         otherwise: Shows all other errors.
     """
 
     rank: int
-    local_size: int
+    processes: Mapping[int, int]
+    watch: Watch
     otherwise: ExceptHook
 
-    def __call__(self, kind: Kind, error: BaseException, trace: TracebackType | None, /) -> None:
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Show the error by which this process ends."""
-        if isinstance(error, PeerError) and error.traceback and self._is_here(error.rank):
+        cause = error.rank if isinstance(error, PeerError) else None
+        process = None if cause is None else self.processes.get(cause)
+        if isinstance(error, PeerError) and process is not None and error.traceback:
             headline = str(error).partition("\n")[0]
             sys.stderr.write(f"[rank{self.rank}]: {kind.__name__}: {headline}\n")
         else:
             self.otherwise(kind, error, trace)
-
-    def _is_here(self, rank: int | None) -> bool:
-        return rank is not None and rank // self.local_size == self.rank // self.local_size
-
-
-@dataclass(frozen=True)
-class EndsAfterCause:
-    """Stays until the rank that failed has ended, for a launcher takes the first end it sees for the cause.
-
-    The failed rank says so before it ends, and the others may be faster then. It exists until its launcher
-    has asked for its exit code.
-
-    Attributes:
-        watch: Knows whether that rank is about to end by itself; for one that hangs nobody waits.
-        processes: The process numbers of the ranks of this machine.
-        otherwise: Shows the error first.
-    """
-
-    watch: Watch
-    processes: Mapping[int, int]
-    otherwise: ExceptHook
-
-    def __call__(self, kind: Kind, error: BaseException, trace: TracebackType | None, /) -> None:
-        """Show the error by which this process ends."""
-        self.otherwise(kind, error, trace)
-        cause = error.rank if isinstance(error, PeerError) and self.watch.cause_is_leaving else None
-        if cause is not None and cause in self.processes:
-            _await_end(self.processes[cause])
-
-
-def _await_end(process: int) -> None:
-    until = time.monotonic() + PATIENCE
-    while process_exists(process) and time.monotonic() < until:
-        time.sleep(GLANCE)
+        if process is not None and self.watch.cause_is_leaving:
+            until = time.monotonic() + PATIENCE
+            while process_exists(process) and time.monotonic() < until:
+                time.sleep(GLANCE)

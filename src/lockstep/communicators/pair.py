@@ -15,7 +15,7 @@ import torch
 from lockstep.communicators.channel import PAIR, Channel, Works
 from lockstep.communicators.communicator import Contribution, PendingSum, check_brought, check_complete
 from lockstep.communicators.packing import LONG, all_reduce, begin_all_reduce, pack, plan_packets, unpack
-from lockstep.tree import PartialSum, Tensors
+from lockstep.tree import PartialSum, Tensors, divide
 
 EXACT: Final = (torch.float32, torch.float64)
 """Formats in which every backend adds two numbers with the one rounding that IEEE 754 asks for."""
@@ -39,11 +39,8 @@ def is_pair(contributions: Sequence[Contribution], like: Sequence[torch.Tensor])
 @torch.no_grad()
 def sum_pair(channel: Channel, partial: PartialSum, divisor: float) -> Tensors:
     """Add up what each of two ranks has, in place, and divide it."""
-    present = [tensor for tensor in partial.tensors if tensor is not None]
-    all_reduce(channel, present)
-    if divisor != 1.0 and present:
-        torch._foreach_div_(present, divisor)
-    return partial.tensors
+    all_reduce(channel, [tensor for tensor in partial.tensors if tensor is not None])
+    return divide(partial.tensors, divisor)
 
 
 class PairSum(PendingSum):
@@ -101,8 +98,7 @@ class PairSum(PendingSum):
         """Give the sums; see `PendingSum.finish`."""
         check_complete(self._missing)
         self._channel.wait(self._works)
-        if self._divisor != 1.0 and self._flats:
-            torch._foreach_div_(self._flats, self._divisor)
+        divide([*self._flats], self._divisor)
         for packet, flat in zip(self._packets, self._flats, strict=True):
             unpack(flat, self._in_packet(packet))
         return self._results
