@@ -132,6 +132,17 @@ def total(partials: Sequence[PartialSum]) -> Tensors:
     return partials[0].tensors
 
 
+def divide(tensors: Tensors, divisor: float) -> Tensors:
+    """Divide in place the tensors that are there, unless by 1.
+
+    As elsewhere in this library by `torch._foreach_div_`: a GPU's `div_` multiplies by the inverse.
+    """
+    present = [tensor for tensor in tensors if tensor is not None]
+    if divisor != 1.0 and present:
+        torch._foreach_div_(present, divisor)
+    return tensors
+
+
 def add_into(into: Tensors, other: Tensors) -> None:
     """Add tensor by tensor, in place where both are present; a lone one is taken over.
 

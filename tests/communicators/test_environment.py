@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 import lockstep as ls
-from lockstep.communicators.environment import RunEnvironment, read_environment
+from lockstep.communicators.environment import RunEnvironment, read_environment, timeout_for
+from lockstep.launch.agent import Run
 
 TORCHRUN = {
     "RANK": "3",
@@ -88,6 +91,28 @@ def test_a_lone_process_gets_a_communicator_of_one() -> None:
     assert isinstance(ls.find_communicator(), ls.LocalCommunicator)
 
 
-def test_a_timeout_out_of_range() -> None:
-    with pytest.raises(ValueError, match="`timeout` must be more than 0 seconds, got -1"):
-        ls.find_communicator(timeout=-1)
+@pytest.mark.parametrize(
+    ("timeout", "rule"),
+    [
+        (-1.0, "more than 0 seconds, got -1"),
+        (float("nan"), "more than 0 seconds, got nan"),
+        (float("inf"), "finite; a day is 86400, got inf"),
+    ],
+)
+def test_a_timeout_out_of_range(timeout: float, rule: str) -> None:
+    for start in (ls.find_communicator, partial(ls.launch, print), partial(Run, "train.py")):
+        with pytest.raises(ValueError, match=f"`timeout` must be {rule}"):
+            start(timeout=timeout)
+
+
+def test_a_timeout_in_the_environment_that_is_no_number() -> None:
+    with pytest.raises(ValueError, match="`LOCKSTEP_TIMEOUT` in the environment must be seconds, got 'soon'"):
+        timeout_for(None, {"LOCKSTEP_TIMEOUT": "soon"})
+    assert timeout_for(None, {"LOCKSTEP_TIMEOUT": "2.5"}) == 2.5
+    assert timeout_for(None, {}) == timeout_for(None, {"LOCKSTEP_TIMEOUT": ""}) == 60.0
+
+
+def test_what_is_written_for_a_process_is_what_it_reads() -> None:
+    assert RunEnvironment(3, 4, 1, 2, "node0", 29400, 1, 2, agent_store=True).variables() == TORCHRUN
+    alone = RunEnvironment(1, 2, 1, 2, "127.0.0.1", 4000)
+    assert read_environment(alone.variables()) == alone

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.polling import LONGEST_PAIR, looks_for, poll
+from lockstep.communicators.channel import LONGEST_PAIR, looks_for, poll
 
 SECONDS = timedelta(seconds=60)
 

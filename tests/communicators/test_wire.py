@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.communicators.arena import Arena
-from lockstep.communicators.wire import BFloat16Format, Float16Format, PlainFormat, WireFormat, wire_format
+from lockstep.communicators.wire import (
+    Arena,
+    BFloat16Format,
+    Float16Format,
+    PlainFormat,
+    WireFormat,
+    wire_format,
+)
 
 ARENA = Arena(torch.device("cpu"))
 

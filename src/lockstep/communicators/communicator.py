@@ -6,7 +6,7 @@ A rank is a process's index in 0..`size`-1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.communicators.messages import Table
 from lockstep.communicators.watch import Watch
+from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors
 
 
@@ -90,6 +91,24 @@ class PendingSum(ABC):
         For a rank that cannot bring what it announced. The others finish, with sums that are worth nothing:
         it has to tell them.
         """
+
+
+def check_brought(index: int, tensor: torch.Tensor | None, *, awaited: bool) -> None:
+    """Raise `OrderError` unless a part of a tensor is there just where it was announced, and dense."""
+    if (tensor is not None) != awaited:
+        what = "missing" if tensor is None else "not awaited"
+        raise OrderError(
+            f"`bring` must get what was announced, once, but a part of tensor {index} is {what}."
+        )
+    if tensor is not None and tensor.is_sparse:
+        raise OrderError(f"`bring` must get dense tensors, but a part of tensor {index} is sparse.")
+
+
+def check_complete(missing: Collection[int]) -> None:
+    """Raise `OrderError` where tensors that were announced are missing at the end of a sum."""
+    if missing:
+        rule = "Everything announced must be brought before `finish`"
+        raise OrderError(f"{rule}, but tensor {min(missing)} was not.")
 
 
 class Communicator(ABC):

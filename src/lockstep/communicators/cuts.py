@@ -23,14 +23,12 @@ class _Path(NamedTuple):
     Attributes:
         longest: Seconds that the slowest of them works.
         idle: How many of them have no shard.
-        stop: Where the last of them ends.
-        before: The way without the last; None at the start.
+        stops: 0, and where each of them ends.
     """
 
     longest: float
     idle: int
-    stop: int
-    before: _Path | None
+    stops: tuple[int, ...]
 
 
 def cut_over_ranks(
@@ -79,7 +77,7 @@ def cut_over_ranks(
     for limit in range(1, most + 1):
         path = _shortest(candidates, work, nodes, limit)
         if path is not None:
-            found.append(_runs(path))
+            found.append([range(*ends) for ends in pairwise(path.stops)])
     return min(found, key=lambda runs: _time(runs, work, nodes, transfer))
 
 
@@ -147,29 +145,20 @@ def _shortest(
     limit: int,
 ) -> _Path | None:
     """Find the cuts with the least work for the slowest rank, where none sends more than so many sums."""
-    paths = [_Path(0.0, 0, 0, None)]
+    paths = [_Path(0.0, 0, (0,))]
     for rank, stops in enumerate(candidates):
         best: dict[int, _Path] = {}
         for path in paths:
             for stop in stops:
-                if stop < path.stop or nodes(path.stop, stop) > limit:
+                start = path.stops[-1]
+                if stop < start or nodes(start, stop) > limit:
                     continue
-                longest = max(path.longest, work(rank, stop - path.stop))
-                longer = _Path(longest, path.idle + (stop == path.stop), stop, path)
+                longest = max(path.longest, work(rank, stop - start))
+                longer = _Path(longest, path.idle + (stop == start), (*path.stops, stop))
                 if stop not in best or longer[:2] < best[stop][:2]:
                     best[stop] = longer
         paths = list(best.values())
     return paths[0] if paths else None
-
-
-def _runs(path: _Path) -> list[range]:
-    """Write a path as the runs of its ranks."""
-    stops = []
-    step: _Path | None = path
-    while step is not None:
-        stops.append(step.stop)
-        step = step.before
-    return [range(start, stop) for start, stop in pairwise(reversed(stops))]
 
 
 def time_of(

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from lockstep.communicators.watch import launcher_keeps_store
+from math import inf
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds; torch's own is 30 minutes for gloo, which is how long a run would hang on a dead peer."""
+TIMEOUT = "LOCKSTEP_TIMEOUT"
+"""A variable that holds the seconds that a rank waits for another."""
 BRIEF = "LOCKSTEP_BRIEF"
 """A variable that is there where the ranks of a machine share a console."""
 FIRST_STEP_OF_SLURM = 0xFFFF_FFF0
@@ -46,6 +47,20 @@ class RunEnvironment:
     attempt: int = 0
     agents: int = 1
     agent_store: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """Write it in the words of torchrun, so that whatever reads these finds its place."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "GROUP_WORLD_SIZE": str(self.agents),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_store),
+        }
 
 
 def read_environment(variables: Mapping[str, str]) -> RunEnvironment | None:
@@ -86,6 +101,11 @@ def _torchrun(variables: Mapping[str, str]) -> RunEnvironment:
         agents=_integer(variables, "GROUP_WORLD_SIZE", 1),
         agent_store=launcher_keeps_store(variables),
     )
+
+
+def launcher_keeps_store(variables: Mapping[str, str]) -> bool:
+    """Tell from the environment whether torchrun's own process keeps the store, or else rank 0's."""
+    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _is_srun(variables: Mapping[str, str]) -> bool:
@@ -139,12 +159,18 @@ def _integer(variables: Mapping[str, str], name: str, default: int | None = None
 
 
 def timeout_for(timeout: float | None, variables: Mapping[str, str]) -> float:
-    """Give the seconds that a rank waits for another: those asked for, else the environment's, else 60.
+    """Return the seconds that a rank waits for another: those asked for, else the environment's, else 60.
 
     Raises:
-        ValueError: They are not more than 0.
+        ValueError: They are not more than 0 or not finite, or the environment's are no number.
     """
-    seconds = float(variables.get("LOCKSTEP_TIMEOUT", DEFAULT_TIMEOUT)) if timeout is None else timeout
-    if seconds <= 0:
-        raise ValueError(f"`timeout` must be more than 0 seconds, got {seconds:g}.")
-    return seconds
+    if timeout is None:
+        text = variables.get(TIMEOUT, "") or str(DEFAULT_TIMEOUT)
+        try:
+            timeout = float(text)
+        except ValueError:
+            raise ValueError(f"`{TIMEOUT}` in the environment must be seconds, got {text!r}.") from None
+    if not 0 < timeout < inf:
+        rule = "finite; a day is 86400" if timeout == inf else "more than 0 seconds"
+        raise ValueError(f"`timeout` must be {rule}, got {timeout:g}.")
+    return timeout

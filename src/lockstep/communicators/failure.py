@@ -1,15 +1,23 @@
-"""What one rank lets the others know about a failure, its own or another's."""
+"""What a rank lets the others know about a failure, and how calls end that wait for a lost rank."""
 
 from __future__ import annotations
 
 import json
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
 
 from lockstep.errors import PeerError
 
-LONGEST = 20_000
+LONGEST: Final = 20_000
 """Characters of a traceback that travel: its end, which says most."""
+NOBODYS_TAG: Final = 0x4C53
+"""A tag that no message has."""
 
 
 @dataclass(frozen=True)
@@ -52,3 +60,18 @@ class Failure:
         trace = f"\n\nIts own traceback:\n{self.traceback}" if self.traceback else ""
         message = f"{who} {self.what}.{doing}{trace}"
         return PeerError(message, rank=self.rank, phase=self.phase, traceback=self.traceback)
+
+
+def break_group(group: dist.ProcessGroup) -> None:
+    """Let every call that waits in a process group raise, now and from now on.
+
+    NCCL has a call for that. Gloo's `abort` leaves waiting calls as they are; but a receive that runs out of
+    time closes all connections of its group, so one is begun that nobody will ever answer.
+    """
+    backends = dist.get_backend_config(group)
+    if "nccl" in backends:
+        group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - the only way to it
+    if "gloo" in backends:
+        peer = (group.rank() + 1) % group.size()
+        with suppress(RuntimeError):  # that it runs out of time is what it is for
+            group.recv([torch.empty(1)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))

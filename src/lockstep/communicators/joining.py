@@ -15,10 +15,9 @@ import torch.distributed as dist
 # that no one could end that group. Building torch's first optimizer imports it, so it has to come before.
 import torch.distributed.nn.functional
 
-from lockstep.communicators.brief import BriefPeerErrors
 from lockstep.communicators.environment import BRIEF, RunEnvironment, read_environment
+from lockstep.communicators.exits import PeerErrorHook
 from lockstep.communicators.failure import Failure
-from lockstep.communicators.last import EndsAfterCause
 from lockstep.communicators.watch import START, PeerWatch, Watch
 from lockstep.errors import OrderError, PeerError
 
@@ -75,8 +74,7 @@ def _join(found: RunEnvironment, seconds: float) -> Watch:
         watch.close()
         raise (error if explained is None else explained) from error
     if BRIEF in os.environ:
-        shown = BriefPeerErrors(found.rank, found.local_size, sys.excepthook)
-        sys.excepthook = EndsAfterCause(watch, _processes_here(store, found), shown)
+        sys.excepthook = PeerErrorHook(found.rank, _processes_here(store, found), watch, sys.excepthook)
     return watch
 
 

@@ -12,7 +12,7 @@ from lockstep.communicators.communicator import Communicator, Contribution, Pend
 from lockstep.communicators.messages import Table
 from lockstep.communicators.watch import Watch
 from lockstep.errors import OrderError
-from lockstep.tree import PartialSum, Tensors, total
+from lockstep.tree import PartialSum, Tensors, divide, total
 
 
 class LocalCommunicator(Communicator):
@@ -63,10 +63,7 @@ class LocalCommunicator(Communicator):
     ) -> Tensors:
         """Add up the partial sums of this process; see `Communicator.sum_partials`."""
         summed: Tensors = total(partials) if partials else [None] * len(like)
-        present = [tensor for tensor in summed if tensor is not None]
-        if divisor != 1.0 and present:
-            torch._foreach_div_(present, divisor)
-        return summed
+        return divide(summed, divisor)
 
     def begin_sum(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0

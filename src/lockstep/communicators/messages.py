@@ -7,8 +7,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.channel import Channel
-from lockstep.communicators.polling import PAIR, poll
+from lockstep.communicators.channel import PAIR, Channel, poll
 
 SHORT: Final = 4096
 """Bytes. Messages up to this length travel at once, longer ones after all ranks know the longest."""

@@ -11,14 +11,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import torch
-import torch.distributed as dist
 
-from lockstep.communicators.channel import Channel, Works
-from lockstep.communicators.communicator import Contribution, PendingSum
-from lockstep.communicators.packing import LONG, all_reduce
-from lockstep.communicators.polling import PAIR
-from lockstep.errors import OrderError
-from lockstep.tree import PartialSum, Tensors
+from lockstep.communicators.channel import PAIR, Channel, Works
+from lockstep.communicators.communicator import Contribution, PendingSum, check_brought, check_complete
+from lockstep.communicators.packing import LONG, all_reduce, begin_all_reduce, pack, plan_packets, unpack
+from lockstep.tree import PartialSum, Tensors, divide
 
 EXACT: Final = (torch.float32, torch.float64)
 """Formats in which every backend adds two numbers with the one rounding that IEEE 754 asks for."""
@@ -42,11 +39,8 @@ def is_pair(contributions: Sequence[Contribution], like: Sequence[torch.Tensor])
 @torch.no_grad()
 def sum_pair(channel: Channel, partial: PartialSum, divisor: float) -> Tensors:
     """Add up what each of two ranks has, in place, and divide it."""
-    present = [tensor for tensor in partial.tensors if tensor is not None]
-    all_reduce(channel, present)
-    if divisor != 1.0 and present:
-        torch._foreach_div_(present, divisor)
-    return partial.tensors
+    all_reduce(channel, [tensor for tensor in partial.tensors if tensor is not None])
+    return divide(partial.tensors, divisor)
 
 
 class PairSum(PendingSum):
@@ -70,7 +64,7 @@ class PairSum(PendingSum):
         self._divisor = divisor
         mask = contribution.present[0]
         self._missing = {index for index in range(len(like)) if mask >> index & 1}
-        self._packets = _packets(like, sorted(self._missing, reverse=True))
+        self._packets = plan_packets(like, sorted(self._missing, reverse=True), limit=LONG, alone=LONG)
         self._results: Tensors = [None] * len(like)
         self._flats: list[torch.Tensor] = []
         self._works: Works = []
@@ -78,15 +72,9 @@ class PairSum(PendingSum):
     def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Bring what this rank has of one tensor; see `PendingSum.bring`."""
         (tensor,) = tensors
-        if (tensor is not None) != (index in self._missing):
-            what = "missing" if tensor is None else "not awaited"
-            raise OrderError(
-                f"`bring` must get what was announced, once, but a part of tensor {index} is {what}."
-            )
+        check_brought(index, tensor, awaited=index in self._missing)
         if tensor is None:
             return
-        if tensor.is_sparse:
-            raise OrderError(f"`bring` must get dense tensors, but a part of tensor {index} is sparse.")
         self._results[index] = tensor.detach()
         self._missing.remove(index)
         self._send()
@@ -98,14 +86,9 @@ class PairSum(PendingSum):
             packet = self._packets[len(self._works)]
             if not self._missing.isdisjoint(packet):
                 return
-            tensors = self._in_packet(packet)
-            alone = len(tensors) == 1 and tensors[0].is_contiguous()
-            flat = tensors[0].view(-1) if alone else torch.cat([tensor.reshape(-1) for tensor in tensors])
-            with self._channel.waiting():
-                self._channel.bytes_sent += flat.nbytes  # as a ring of two sends
-                work = dist.all_reduce(flat, group=self._channel.group, async_op=True)
+            flat = pack(self._in_packet(packet))
+            self._works += begin_all_reduce(self._channel, [flat])
             self._flats.append(flat)
-            self._works.append((work, None))
 
     def _in_packet(self, packet: Sequence[int]) -> list[torch.Tensor]:
         return [tensor for index in packet if (tensor := self._results[index]) is not None]
@@ -113,18 +96,11 @@ class PairSum(PendingSum):
     @torch.no_grad()
     def finish(self) -> Tensors:
         """Give the sums; see `PendingSum.finish`."""
-        if self._missing:
-            rule = "Everything announced must be brought before `finish`"
-            raise OrderError(f"{rule}, but tensor {min(self._missing)} was not.")
+        check_complete(self._missing)
         self._channel.wait(self._works)
-        if self._divisor != 1.0 and self._flats:
-            torch._foreach_div_(self._flats, self._divisor)
+        divide([*self._flats], self._divisor)
         for packet, flat in zip(self._packets, self._flats, strict=True):
-            whole = self._in_packet(packet)
-            if flat.data_ptr() != whole[0].data_ptr():
-                parts = torch.split(flat, [tensor.numel() for tensor in whole])
-                shaped = [part.view(tensor.shape) for part, tensor in zip(parts, whole, strict=True)]
-                torch._foreach_copy_(whole, shaped)
+            unpack(flat, self._in_packet(packet))
         return self._results
 
     def abandon(self) -> None:
@@ -132,25 +108,3 @@ class PairSum(PendingSum):
         for index in sorted(self._missing, reverse=True):
             self.bring(index, [torch.zeros_like(self._like[index], memory_format=torch.contiguous_format)])
         self._channel.wait(self._works)
-
-
-def _packets(like: Sequence[torch.Tensor], order: Sequence[int]) -> list[list[int]]:
-    """Say which tensors travel together, in the order in which they go out.
-
-    >>> _packets([torch.empty(4), torch.empty(100_000), torch.empty(2)], [2, 1, 0])
-    [[1], [2, 0]]
-    """
-    packets: list[list[int]] = []
-    waiting: dict[torch.dtype, list[int]] = {}
-    for index in order:
-        tensor = like[index]
-        if tensor.numel() == 0:
-            continue
-        if tensor.nbytes >= LONG:
-            packets.append([index])
-            continue
-        packet = waiting.setdefault(tensor.dtype, [])
-        packet.append(index)
-        if sum(like[each].nbytes for each in packet) >= LONG:
-            packets.append(waiting.pop(tensor.dtype))
-    return [*packets, *waiting.values()]

@@ -1,8 +1,9 @@
-"""The communicator over a process group of torch.distributed."""
+"""The communicator over a process group of torch.distributed, and how a process finds its own."""
 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
@@ -11,22 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.communicators.arena import Arena
+from lockstep.communicators.agreement import check_same
 from lockstep.communicators.channel import Channel
 from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
-from lockstep.communicators.environment import timeout_for
+from lockstep.communicators.environment import read_environment, timeout_for
+from lockstep.communicators.exits import end_with_agent
 from lockstep.communicators.joining import join_run
+from lockstep.communicators.local import LocalCommunicator
 from lockstep.communicators.messages import Table, exchange
 from lockstep.communicators.ordered import Extent, Sizes, plan_sum
-from lockstep.communicators.orphan import end_with_agent
 from lockstep.communicators.packing import all_reduce, broadcast
 from lockstep.communicators.pair import PairSum, is_pair, sum_pair
-from lockstep.communicators.reduction import ARENAS, Reduction
-from lockstep.communicators.same import check_same, named_tensors
+from lockstep.communicators.reduction import ARENAS, Reduction, give_up_at_exit
 from lockstep.communicators.sparse import split_sparse, sum_sparse
-from lockstep.communicators.underway import Underway
 from lockstep.communicators.watch import Watch, watch_group
-from lockstep.communicators.wire import PlainFormat, WireFormat, wire_format
+from lockstep.communicators.wire import Arena, PlainFormat, WireFormat, wire_format
 from lockstep.tree import PartialSum, Tensors
 
 SMALLER: Final = 4
@@ -72,7 +72,8 @@ class ProcessCommunicator(Communicator):
         self._wire = PLAIN if compression is None else wire_format(compression)
         self._sizes = Sizes()
         self._arenas: dict[torch.device, list[Arena]] = {}
-        self._underway = Underway()
+        self._underway = weakref.WeakSet[Reduction]()
+        give_up_at_exit(self._underway)
 
     @property
     def rank(self) -> int:
@@ -196,7 +197,7 @@ class ProcessCommunicator(Communicator):
 
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
         """Compare bits over ranks; see `Communicator.check_same`."""
-        check_same(named_tensors(subject), self.exchange)
+        check_same(self, subject)
 
     def barrier(self) -> None:
         """Wait until every rank has come this far."""
@@ -205,3 +206,30 @@ class ProcessCommunicator(Communicator):
     def close(self) -> None:
         """Watch the other ranks no longer; the group stays its owner's."""
         self.watch.close()
+
+
+def find_communicator(*, timeout: float | None = None) -> Communicator:
+    """Join the processes of this run; alone, there is nothing to join.
+
+    A process group that is initialised already is taken as it is. Otherwise the environment of torchrun,
+    `lockstep run` or srun says who the others are, and the default group of torch.distributed is opened over
+    gloo, and NCCL where there are GPUs. It stays open until the process ends.
+
+    Args:
+        timeout: Seconds that a rank waits for another, more than 0. None for what ``LOCKSTEP_TIMEOUT`` says
+            (`lockstep run --timeout` sets it), else 60.
+
+    Raises:
+        ValueError: The environment is incomplete or contradicts itself.
+        PeerError: A rank did not come in time.
+        OrderError: The launcher has started the ranks again, with a store of addresses that still holds those
+            of the dead; the message says what cures it. Or that launcher has ended.
+    """
+    end_with_agent(os.environ)
+    seconds = timeout_for(timeout, os.environ)
+    if dist.is_available() and dist.is_initialized():
+        alone = dist.get_world_size() == 1
+    else:
+        found = read_environment(os.environ)
+        alone = found is None or found.size == 1
+    return LocalCommunicator() if alone else ProcessCommunicator(timeout=seconds)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import torch
 
-from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel
-from lockstep.communicators.communicator import PendingSum
+from lockstep.communicators.communicator import PendingSum, check_brought, check_complete
 from lockstep.communicators.ordered import Plan
-from lockstep.communicators.readiness import Readiness
 from lockstep.communicators.stage import Flats, Job, Stage
-from lockstep.communicators.wire import WireFormat
+from lockstep.communicators.wire import Arena, WireFormat
 from lockstep.errors import OrderError
 from lockstep.tree import Tensors
 
@@ -75,15 +75,8 @@ class Reduction(PendingSum):
     def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Bring what this rank has of one tensor; see `PendingSum.bring`."""
         for terms, missing, tensor in zip(self._terms.values(), self._missing, tensors, strict=True):
-            if (tensor is not None) != (index in missing):
-                what = "missing" if tensor is None else "not awaited"
-                rule = "`bring` must get what was announced, once"
-                raise OrderError(f"{rule}, but a part of tensor {index} is {what}.")
+            check_brought(index, tensor, awaited=index in missing)
             if tensor is not None:
-                if tensor.is_sparse:
-                    raise OrderError(
-                        f"`bring` must get dense tensors, but a part of tensor {index} is sparse."
-                    )
                 terms[index] = tensor.detach().reshape(-1)
                 if self._results[index] is None:
                     self._results[index], self._roots[index] = tensor, terms[index]
@@ -93,10 +86,7 @@ class Reduction(PendingSum):
 
     def finish(self) -> Tensors:
         """Give the sums; see `PendingSum.finish`."""
-        left = set().union(*self._missing)
-        if left:
-            rule = "Everything announced must be brought before `finish`"
-            raise OrderError(f"{rule}, but tensor {min(left)} was not.")
+        check_complete(set().union(*self._missing))
         self._end()
         with torch.no_grad():
             for index, result in enumerate(self._results):
@@ -164,3 +154,69 @@ class Reduction(PendingSum):
         if wait:
             self._readiness.wait(bucket)
         return self._readiness.is_ready(bucket)
+
+
+class Readiness:
+    """Buckets that become ready as the tensors they need are brought.
+
+    Args:
+        needs: The tensors that each bucket waits for.
+
+    >>> readiness = Readiness([{2, 1}, {1, 0}, set()])
+    >>> readiness.brought(2)
+    >>> readiness.brought(1)
+    >>> [readiness.is_ready(bucket) for bucket in range(3)]
+    [True, False, True]
+    """
+
+    def __init__(self, needs: Sequence[Collection[int]]) -> None:
+        self._given_up = False
+        self._ready = [threading.Event() for _ in needs]
+        self._left = [len(each) for each in needs]
+        self._waiting: defaultdict[int, list[int]] = defaultdict(list)
+        for bucket, each in enumerate(needs):
+            if not each:
+                self._ready[bucket].set()
+            for index in each:
+                self._waiting[index].append(bucket)
+
+    def brought(self, index: int) -> None:
+        """Count a tensor in; called by one thread only."""
+        for bucket in self._waiting[index]:
+            self._left[bucket] -= 1
+            if self._left[bucket] == 0:
+                self._ready[bucket].set()
+
+    def is_ready(self, bucket: int) -> bool:
+        """Tell whether all that a bucket needs has been brought."""
+        return self._ready[bucket].is_set() and not self._given_up
+
+    def wait(self, bucket: int) -> None:
+        """Wait until all that a bucket needs has been brought.
+
+        Raises:
+            OrderError: Nothing more will be.
+        """
+        self._ready[bucket].wait()
+        if self._given_up:
+            raise OrderError("Everything announced must be brought before Python ends.")
+
+    def give_up(self) -> None:
+        """Let nobody wait any longer."""
+        self._given_up = True
+        for each in self._ready:
+            each.set()
+
+
+def give_up_at_exit(reductions: weakref.WeakSet[Reduction]) -> None:
+    """Let Python end though sums are under way that nobody will finish.
+
+    An error between the beginning of a sum and its end may leave a thread that waits for what nobody brings.
+    """
+    # Python joins its threads before `atexit` functions run, and calls these before that.
+    threading._register_atexit(_give_up, weakref.ref(reductions))  # type: ignore[attr-defined]
+
+
+def _give_up(reference: weakref.ref[weakref.WeakSet[Reduction]]) -> None:
+    for reduction in list(reference() or ()):
+        reduction.give_up()

@@ -15,7 +15,7 @@ from lockstep.communicators.channel import Channel
 from lockstep.communicators.communicator import Contribution
 from lockstep.communicators.messages import exchange
 from lockstep.communicators.packing import broadcast
-from lockstep.tree import PartialSum, Tensors, total
+from lockstep.tree import PartialSum, Tensors, divide, total
 
 
 def split_sparse(contributions: Sequence[Contribution]) -> tuple[list[Contribution], list[int]]:
@@ -67,11 +67,7 @@ def sum_sparse(
             for place, (index, form) in enumerate(zip(indices, row, strict=True)):
                 own = partials[node].tensors[index] if rank == channel.rank else None
                 sums[-1].tensors[place] = _sent(channel, own, form, like[index], rank)
-    summed = total(sums)
-    present = [tensor for tensor in summed if tensor is not None]
-    if divisor != 1.0 and present:
-        torch._foreach_div_(present, divisor)
-    return summed
+    return divide(total(sums), divisor)
 
 
 def _form(tensor: torch.Tensor | None) -> list[Any]:

@@ -8,10 +8,10 @@ from typing import Final, TypeAlias
 
 import torch
 
-from lockstep.communicators.arena import Arena
 from lockstep.communicators.channel import Channel, Parcel, Posted
 from lockstep.communicators.ordered import Bucket, Run
-from lockstep.communicators.wire import WireFormat
+from lockstep.communicators.wire import Arena, WireFormat
+from lockstep.tree import divide
 
 SCATTER: Final = 1
 GATHER: Final = 2
@@ -176,9 +176,7 @@ class Stage:
             torch.add(terms[into], terms[other], out=target)
         elif terms[0].data_ptr() != target.data_ptr():
             target.copy_(terms[0])
-        if self._job.divisor != 1.0:
-            # As elsewhere in this library: a GPU's `div_` multiplies by the inverse.
-            torch._foreach_div_([target], self._job.divisor)
+        divide([target], self._job.divisor)
 
     def _is_here(self, run: Run) -> bool:
         return run.owner is None or run.owner == self._rank

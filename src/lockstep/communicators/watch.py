@@ -12,14 +12,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
-from lockstep.communicators.breaking import break_group
-from lockstep.communicators.failure import Failure
+from lockstep.communicators.environment import launcher_keeps_store
+from lockstep.communicators.failure import Failure, break_group
 from lockstep.communicators.pulse import ALERT_LOOKS, ALERT_ROUNDS, INTERVAL, Pulse, silence
 from lockstep.errors import PeerError
 
@@ -229,11 +228,6 @@ def watch_group(group: dist.ProcessGroup, timeout: float) -> Watch:
         return Watch()
     keeper = None if launcher_keeps_store(os.environ) else 0
     return PeerWatch(group.get_group_store(), group.rank(), group.size(), timeout=timeout, keeper=keeper)
-
-
-def launcher_keeps_store(variables: Mapping[str, str]) -> bool:
-    """Tell from the environment whether torchrun's own process keeps the store, or else rank 0's."""
-    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _close_at_exit(reference: weakref.ref[PeerWatch]) -> None:

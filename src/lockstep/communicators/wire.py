@@ -1,4 +1,4 @@
-"""How elements look between two ranks: as they are, or in fewer bits."""
+"""How elements look between two ranks, as they are or in fewer bits, and memory for what is on its way."""
 
 from __future__ import annotations
 
@@ -8,14 +8,49 @@ from typing import Final
 
 import torch
 
-from lockstep.communicators.arena import Arena
-
+ALIGNMENT: Final = 64
+"""Bytes. Every tensor begins at a multiple, where kernels are fastest and any element fits."""
 COMPRESSED: Final = (torch.float32, torch.float64)
 """What formats of fewer bits apply to."""
 LARGEST_EXPONENT: Final = 15
 """A message's numbers lie below 2 to this power in float16, which ends just below 2¹⁶."""
 SCALE_LENGTH: Final = 2
 """Elements of float16 that hold a message's scale, which is a float32."""
+
+
+class Arena:
+    """Hands out flat tensors from one block of memory until it is cleared.
+
+    New memory for what is on its way would cost as much as the copy into it.
+
+    Args:
+        device: Where the memory lies.
+
+    >>> arena = Arena(torch.device("cpu"))
+    >>> arena.take(3, torch.float32).shape
+    torch.Size([3])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8, device=device)
+        self._taken = 0
+
+    def take(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Give a tensor of so many elements, whose values are whatever lay there.
+
+        A block that is too small is left to those who hold parts of it, and a longer one takes its place.
+        """
+        num_bytes = -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if self._taken + num_bytes > self._block.numel():
+            self._block = self._block.new_empty(max(2 * self._block.numel(), num_bytes))
+            self._taken = 0
+        part = self._block[self._taken : self._taken + size * dtype.itemsize]
+        self._taken += num_bytes
+        return part.view(dtype)
+
+    def clear(self) -> None:
+        """Take everything back; what was given out must no longer be in use."""
+        self._taken = 0
 
 
 class WireFormat(ABC):
@@ -59,6 +94,10 @@ class PlainFormat(WireFormat):
 class _HalfFormat(WireFormat):
     """Floats of 32 and 64 bits in 16; everything else as it is."""
 
+    dtype: torch.dtype
+    prefix = 0
+    """Elements of a message before its numbers."""
+
     def encode(self, tensor: torch.Tensor, arena: Arena) -> torch.Tensor:
         """Round a tensor into a message of its own."""
         message = self.room(tensor, arena)
@@ -70,41 +109,24 @@ class _HalfFormat(WireFormat):
         """Give room for half as much, or the target where it is not compressed."""
         if target.dtype not in COMPRESSED:
             return target
-        return arena.take(self._length(target.numel()), self._dtype())
+        return arena.take(self.prefix + target.numel(), self.dtype)
 
     def decode(self, message: torch.Tensor, target: torch.Tensor) -> None:
         """Write rounded numbers to a target."""
         if message is not target:
             self._restore(message, target)
 
-    @abstractmethod
-    def _dtype(self) -> torch.dtype: ...
-
-    @abstractmethod
-    def _length(self, size: int) -> int:
-        """Give the elements of a message that carries so many numbers."""
-
-    @abstractmethod
-    def _round(self, tensor: torch.Tensor, message: torch.Tensor) -> None: ...
-
-    @abstractmethod
-    def _restore(self, message: torch.Tensor, target: torch.Tensor) -> None: ...
-
-
-class BFloat16Format(_HalfFormat):
-    """Numbers rounded to bfloat16: the range of float32, a relative error of at most 2⁻⁸ each time."""
-
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16
-
-    def _length(self, size: int) -> int:
-        return size
-
     def _round(self, tensor: torch.Tensor, message: torch.Tensor) -> None:
         message.copy_(tensor)
 
     def _restore(self, message: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(message)
+
+
+class BFloat16Format(_HalfFormat):
+    """Numbers rounded to bfloat16: the range of float32, a relative error of at most 2⁻⁸ each time."""
+
+    dtype = torch.bfloat16
 
 
 class Float16Format(_HalfFormat):
@@ -115,11 +137,8 @@ class Float16Format(_HalfFormat):
     finite the power is 1, and what is not finite arrives so.
     """
 
-    def _dtype(self) -> torch.dtype:
-        return torch.float16
-
-    def _length(self, size: int) -> int:
-        return SCALE_LENGTH + size
+    dtype = torch.float16
+    prefix = SCALE_LENGTH
 
     def _round(self, tensor: torch.Tensor, message: torch.Tensor) -> None:
         # All of it on the tensor's device, which nobody waits for.

@@ -14,8 +14,8 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lockstep.communicators.environment import BRIEF
-from lockstep.communicators.orphan import AGENT
+from lockstep.communicators.environment import BRIEF, TIMEOUT, timeout_for
+from lockstep.communicators.exits import AGENT
 from lockstep.launch.rank import loopback_interface
 
 ENDING: Final = 10
@@ -59,8 +59,7 @@ class Run:
             )
         if self.max_restarts < 0:
             raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}.")
-        if self.timeout <= 0:
-            raise ValueError(f"`timeout` must be more than 0 seconds, got {self.timeout:g}.")
+        timeout_for(self.timeout, {})
 
     def command_line(self) -> list[str]:
         """Say it in torchrun's words."""
@@ -84,7 +83,7 @@ class Run:
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         variables[BRIEF] = "1"
         variables[AGENT] = str(os.getpid())
-        variables["LOCKSTEP_TIMEOUT"] = f"{self.timeout:g}"
+        variables[TIMEOUT] = f"{self.timeout:g}"
         variables.setdefault("OMP_NUM_THREADS", "1")
         variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(ENDING))
         variables.setdefault(

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
+from lockstep.communicators.environment import RunEnvironment, timeout_for
 from lockstep.errors import PeerError
 from lockstep.launch.outcome import Outcome, first_cause
-from lockstep.launch.rank import Assignment, run_rank
+from lockstep.launch.rank import run_rank
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -55,8 +56,7 @@ def launch(
     """
     if num_processes < 1:
         raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
-    if timeout <= 0:
-        raise ValueError(f"`timeout` must be more than 0 seconds, got {timeout:g}.")
+    timeout = timeout_for(timeout, {})
     call = _pickled_call(main, tuple(args))
     with _Ranks(num_processes, call, timeout) as ranks:
         outcomes = ranks.wait()
@@ -133,9 +133,13 @@ class _Ranks:
         lifeline, self._alive = context.Pipe(duplex=False)
         try:
             for rank in range(self._size):
-                assignment = Assignment(rank, self._size, LOOPBACK, self._store.port, self._timeout)
+                place = RunEnvironment(
+                    rank, self._size, rank, self._size, LOOPBACK, self._store.port, agent_store=True
+                )
                 messages, report = context.Pipe(duplex=False)
-                process = context.Process(target=run_rank, args=(assignment, self._call, lifeline, report))
+                process = context.Process(
+                    target=run_rank, args=(place, self._timeout, self._call, lifeline, report)
+                )
                 process.start()
                 report.close()
                 self._processes.append(process)

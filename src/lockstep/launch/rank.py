@@ -8,69 +8,35 @@ import socket
 import sys
 import threading
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.orphan import end_with_parent
+from lockstep.communicators.environment import TIMEOUT, RunEnvironment
+from lockstep.communicators.exits import end_with_parent
 from lockstep.errors import PeerError, PeerInterrupt
 from lockstep.launch.outcome import Outcome
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """A process's place in a launch, in the words of torchrun's environment.
-
-    Attributes:
-        rank: Its index in 0..`size`-1.
-        size: How many processes there are.
-        address: Where the launching process keeps the store.
-        port: Where there.
-        timeout: Seconds that a rank waits for another.
-    """
-
-    rank: int
-    size: int
-    address: str
-    port: int
-    timeout: float
-
-    def variables(self) -> dict[str, str]:
-        """Write it down as torchrun does, so that whatever reads that finds its place."""
-        place = {
-            "RANK": self.rank,
-            "LOCAL_RANK": self.rank,
-            "WORLD_SIZE": self.size,
-            "LOCAL_WORLD_SIZE": self.size,
-        }
-        return {
-            **{name: str(number) for name, number in place.items()},
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": str(self.port),
-            "GROUP_WORLD_SIZE": "1",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "LOCKSTEP_TIMEOUT": str(self.timeout),
-        }
-
-
-def run_rank(assignment: Assignment, call: bytes, lifeline: Connection, report: Connection) -> None:
+def run_rank(
+    place: RunEnvironment, timeout: float, call: bytes, lifeline: Connection, report: Connection
+) -> None:
     """Call the function in this process, and tell the launching one what came of it.
 
     Args:
-        assignment: This process's place.
+        place: This process's place among the ranks.
+        timeout: Seconds that a rank waits for another.
         call: The function and its arguments, pickled.
         lifeline: At its end once the launching process has ended.
         report: Takes one `Outcome`, pickled.
     """
     end_with_parent()  # and where the system does not know how, or it has ended already, by a thread
     threading.Thread(target=_end_with, args=(lifeline,), name="lockstep lifeline", daemon=True).start()
-    os.environ.update(assignment.variables())
+    os.environ.update(place.variables() | {TIMEOUT: str(timeout)})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     torch.set_num_threads(1)
-    outcome, exit_code = _outcome(assignment.rank, call)
+    outcome, exit_code = _outcome(place.rank, call)
     report.send_bytes(outcome)
     report.close()
     if dist.is_initialized() and exit_code == 0:

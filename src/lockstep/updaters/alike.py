@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal
 
 from lockstep.communicators import Communicator
-from lockstep.communicators.agreement import StateWatch, check_fields
+from lockstep.communicators.agreement import StateWatch, check_fields, compare
 from lockstep.communicators.kernel_class import kernel_class, self_test
 from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
@@ -118,11 +118,9 @@ class Alikeness:
 
     def _difference(self) -> DisagreementError | None:
         """Find the first tensor in which a rank differs from rank 0."""
-        fields = {name: fingerprint([tensor]).hex() for name, tensor in self._training.tensors().items()}
-        try:
-            check_fields(
-                self._communicator, fields, what="parameters, buffers and optimizer state", remedy=SAME_SEED
-            )
-        except DisagreementError as error:
-            return error
-        return None
+        found = compare(
+            self._communicator,
+            {name: fingerprint([tensor]).hex() for name, tensor in self._training.tensors().items()},
+        )
+        what = "parameters, buffers and optimizer state"
+        return None if found is None else found.error(what=what, remedy=SAME_SEED)
