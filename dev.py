@@ -25,9 +25,12 @@ def prepare(extra: str) -> None:
     stamp = ENVIRONMENT / f"installed-{extra}"
     if stamp.exists() and stamp.read_text() == wanted:
         return
-    if not PYTHON.exists():
+    if PYTHON.exists():
+        # The name of lockstep-torch before; removed later, it would take the command of the new one with it.
+        run("-m", "pip", "uninstall", "-qq", "--yes", "lockstep")
+    else:
         venv.create(ENVIRONMENT, with_pip=True)
-    print(f"installing lockstep[{extra}] into {ENVIRONMENT.name} ...", flush=True)
+    print(f"installing lockstep-torch[{extra}] into {ENVIRONMENT.name} ...", flush=True)
     constraints = [] if os.environ.get("LOCKSTEP_UNPINNED") else ["-c", "constraints.txt"]
     run("-m", "pip", "install", "--quiet", *constraints, "-e", f".[{extra}]")
     stamp.write_text(wanted)

@@ -38,6 +38,8 @@ def tensors(nest: Any) -> list[torch.Tensor]:
     >>> [len(tensor) for tensor in tensors({"x": torch.zeros(3), "pair": (torch.zeros(4), "a name")})]
     [3, 4]
     """
+    if isinstance(nest, torch.Tensor):
+        return [nest]
     return [tensor for _, tensor in named_tensors(nest)]
 
 

@@ -89,6 +89,67 @@ def test_the_self_test_asks_no_generator_and_leaves_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+PRECISION = """
+import os, sys, torch
+from lockstep.communicators.kernel_class import kernel_class
+for setting in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(setting)
+        fields = kernel_class([torch.device("cpu")], {})
+        print(sorted(pair for pair in fields.items() if pair[0].startswith("float32")), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, setting
+"""
+
+PRECISIONS = [
+    [
+        "pass",
+        "torch.set_float32_matmul_precision('highest')",
+        "torch.backends.cuda.matmul.allow_tf32 = False",
+        "torch.backends.cuda.matmul.fp32_precision = 'ieee'",
+        "torch.backends.cudnn.conv.fp32_precision = 'tf32'",
+    ],
+    [
+        "torch.backends.cudnn.allow_tf32 = False",
+        "torch.backends.cudnn.fp32_precision = 'ieee'",
+        "torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
+    ],
+    ["torch.backends.fp32_precision = 'tf32'"],
+    ["torch.backends.fp32_precision = 'bf16'"],
+    ["torch.backends.fp32_precision = 'tf32'; torch.backends.mkldnn.matmul.fp32_precision = 'ieee'"],
+    ["torch.backends.fp32_precision = 'tf32'; torch.backends.cuda.matmul.fp32_precision = 'ieee'"],
+    ["torch.set_float32_matmul_precision('high')"],
+    ["torch.set_float32_matmul_precision('medium')"],
+    [
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+    ],
+    ["torch.backends.cudnn.conv.fp32_precision = 'ieee'"],
+    ["torch.backends.cudnn.rnn.fp32_precision = 'ieee'"],
+    ["torch.backends.mkldnn.matmul.fp32_precision = 'tf32'"],
+    [
+        "torch.backends.mkldnn.matmul.fp32_precision = 'bf16'",
+        "torch.set_float32_matmul_precision('medium'); torch.backends.cuda.matmul.fp32_precision = 'ieee'",
+    ],
+    ["torch.backends.mkldnn.conv.fp32_precision = 'bf16'"],
+    ["torch.backends.mkldnn.rnn.fp32_precision = 'bf16'"],
+    ["torch.backends.mkldnn.set_flags(_fp32_precision='bf16')"],
+]
+"""Settings of either API; those of one list allow the same kernels, those of two lists do not."""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each setting needs a process of its own")
+def test_float32_precisions_of_either_api_are_told_apart() -> None:
+    settings = [setting for alike in PRECISIONS for setting in alike]
+    command = [sys.executable, "-c", PRECISION, *settings]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = dict(zip(settings, done.stdout.splitlines(), strict=True))
+    groups = [{found[setting] for setting in alike} for alike in PRECISIONS]
+    assert [len(group) for group in groups] == [1] * len(PRECISIONS)
+    assert len(set().union(*groups)) == len(PRECISIONS), found
+
+
 def test_variables_that_choose_kernels_are_fields_and_those_about_places_are_not() -> None:
     plain = kernel_class([CPU], {})
     chosen = kernel_class([CPU], {"MKL_CBWR": "AVX2", "OMP_NUM_THREADS": "7", "HOME": "/root"})

@@ -115,6 +115,54 @@ def test_it_gives_up_after_101_tries_and_stops_at_the_floor() -> None:
     assert torch.equal(training.model.weight, before)
 
 
+def original_scales(scale: float, finite: str, interval: int) -> list[float]:
+    """Follow NNabla's own rule, which has no bounds, over tries that were finite ("1") or not."""
+    counter, scales = 0, []
+    for letter in finite:
+        if letter == "0":
+            scale, counter = scale / 2, 0
+            continue
+        if counter > interval:
+            scale, counter = scale * 2, 0
+        counter += 1
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize("begin", [2.0**25, 2.0**40, 2.0**-20, 2.0**-40, 2.0**24, 2.0**-10])
+@pytest.mark.parametrize("when", ["constructed", "set", "loaded"])
+def test_a_scale_outside_of_the_default_bounds_moves_as_the_original_does(begin: float, when: str) -> None:
+    # A pair of overflows first where the scale is large, so that it passes the bound in both directions.
+    finite = "001111111111" if begin > 1 else "111111001111"
+    training = Training(scale=begin if when == "constructed" else 8.0, N=1)
+    if when == "set":
+        training.updater.scale = begin
+    elif when == "loaded":
+        training.updater.load_state_dict({"scale": begin, "counter": 0})
+    tries, fed = iter(finite), training.feed
+
+    def feed() -> None:
+        fed()
+        if next(tries) == "0":
+            training.batch = (training.batch[0] / 0.0, training.batch[1])
+
+    training.updater.data_feeder = feed
+    scales = []
+    for _ in range(finite.count("1")):
+        assert training.updater.update()
+        scales.append(training.updater.scale)
+    expected = original_scales(begin, finite, interval=1)
+    within = 2.0**-14 <= begin <= 2.0**24
+    assert scales == [min(max(scale, 2.0**-14), 2.0**24) if within else scale for scale in expected]
+
+
+def test_bounds_that_are_given_hold() -> None:
+    training = Training()
+    training.updater.maximum, training.updater.scale = 2.0**20, 2.0**25
+    with pytest.raises(ValueError, match=r"must lie in `minimum`\.\.`maximum`"):
+        training.updater.update()
+
+
 def test_all_arguments_are_writable_attributes() -> None:
     training, before = Training(), Training()
     other = Training(weight_decay=0.25, accum_grad=2)
@@ -224,7 +272,10 @@ def test_a_saved_scale_goes_on() -> None:
         second.updater.load_state_dict({"scale": 1.0})
 
 
-@pytest.mark.parametrize("options", [{"scale": 0.0}, {"scaling_factor": 1.0}, {"scale": float("nan")}])
+@pytest.mark.parametrize(
+    "options",
+    [{"scale": 0.0}, {"scaling_factor": 1.0}, {"scale": float("nan")}, {"scale": 2.0**128}, {"scale": -1.0}],
+)
 def test_numbers_out_of_range_are_refused_at_construction(options: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must"):
         Training(**options)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.late_copies import LateCopies
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data import Samples, collate
@@ -232,6 +233,17 @@ def test_fetched_samples_are_used() -> None:
 def test_samples_that_were_not_fetched_with_the_others_are_loaded() -> None:
     samples = Samples([(1.0,), (2.0,)], (0, 1), [NOT_FETCHED, (8.0,)])
     assert collate(samples)[0].tolist() == [1.0, 8.0]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_what_comes_from_an_accelerator_has_arrived(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: pinned)
+    with LateCopies() as copies:
+        (batch,) = collate(
+            Samples(TensorDataset(copies.on_accelerator(torch.arange(10))), range(2, 5)), "cpu"
+        )
+        assert batch.tolist() == [2, 3, 4]
+    assert copies.waits == [True]
 
 
 @pytest.mark.gpu

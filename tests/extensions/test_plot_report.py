@@ -98,5 +98,5 @@ assert "matplotlib.pyplot" not in sys.modules
 def test_a_missing_matplotlib_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)  # Python's own way to say that a module is not there
-    with pytest.raises(ImportError, match=r"Install it: pip install 'lockstep\[plot\]'"):
+    with pytest.raises(ImportError, match=r"Install it: pip install 'lockstep-torch\[plot\]'"):
         PlotReport()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
@@ -46,6 +49,43 @@ def test_the_lines_come_while_the_run_goes_on(tmp_path: Path) -> None:
     out, seen = io.StringIO(), []
     train(tmp_path, LogReport(), PrintReport(None, out), lambda _: seen.append(out.getvalue().count("\n")))
     assert seen == [0, 0, 2, 2]  # it runs before the table, which comes last of the readers
+
+
+PIPED = """
+import sys
+from lockstep.extensions import LogReport, PrintReport
+from lockstep.trainer import Trainer
+from small_updaters import CountingUpdater
+
+def stop(trainer):
+    sys.stderr.write("stopped\\n")
+    sys.stdin.readline()
+
+trainer = Trainer(CountingUpdater(2, [1.0] * 4), (2, "epoch"), sys.argv[1])
+trainer.extend(LogReport())
+trainer.extend(PrintReport(["epoch", "iteration"]))
+trainer.extend(stop, trigger=(1, "epoch"), priority=-1)
+trainer.run()
+"""
+
+
+def test_lines_and_log_can_be_read_through_a_pipe_while_the_run_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PIPED, str(tmp_path)]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": ""}
+    seen, logged = "", []
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, bufsize=0, env=variables) as run:
+        assert run.stdin is not None
+        assert run.stdout is not None
+        assert run.stderr is not None
+        os.set_blocking(run.stdout.fileno(), False)
+        for _ in range(2):
+            said = run.stderr.readline()
+            assert said == b"stopped\n", said + run.stderr.read()
+            seen += (run.stdout.read() or b"").decode()
+            logged.append((cells(seen)[-1:], len((tmp_path / "log.jsonl").read_text().splitlines())))
+            run.stdin.write(b"\n")
+        assert run.wait() == 0
+    assert logged == [([["1", "2"]], 1), ([["2", "4"]], 2)]
 
 
 def test_columns_are_found_and_a_new_one_brings_a_new_heading(tmp_path: Path) -> None:

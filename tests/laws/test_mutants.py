@@ -100,7 +100,7 @@ def test_the_global_generator_in_threads_is_caught(work: Workload, monkeypatch: 
 
 
 def test_two_intra_op_threads_in_the_main_thread_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter = settings.ComputeMode.__enter__
+    enter, before = settings.ComputeMode.__enter__, torch.get_num_threads()
 
     def two_in_main(self: settings.ComputeMode) -> settings.ThreadSettings:
         entered = enter(self)
@@ -109,4 +109,7 @@ def test_two_intra_op_threads_in_the_main_thread_are_caught(monkeypatch: pytest.
         return entered
 
     monkeypatch.setattr(settings.ComputeMode, "__enter__", two_in_main)
-    assert caught(WIDE, batch_size=192, num_samples=384, updates=4)
+    try:
+        assert caught(WIDE, batch_size=192, num_samples=384, updates=4)
+    finally:
+        torch.set_num_threads(before)  # the mutant's number is not put back where there was one before

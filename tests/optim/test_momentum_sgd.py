@@ -161,9 +161,11 @@ def test_missing_gradient_skips_or_counts_as_zeros(cls: type[HookedOptimizer]) -
 
 @BOTH
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-def test_sparse_gradients_do_what_dense_ones_do(cls: type[HookedOptimizer]) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_sparse_gradients_do_what_dense_ones_do(cls: type[HookedOptimizer], fused: bool) -> None:
+    options = {"fused": fused} if cls is CorrectedMomentumSGD else {}
     dense, sparse = torch.nn.Parameter(torch.ones(4, 2)), torch.nn.Parameter(torch.ones(4, 2))
-    optimizers = [cls([dense], lr=0.5), cls([sparse], lr=0.5)]
+    optimizers = [cls([dense], lr=0.5, **options), cls([sparse], lr=0.5, **options)]
     for row in (1, 3, 1):
         dense.grad = torch.zeros(4, 2)
         dense.grad[row] = 1.0
@@ -217,6 +219,51 @@ def test_fused_refuses_half_precision_on_a_cpu(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match=f"`fused` must be False .*, got {dtype}"):
         fused_momentum_step([weight], [weight.detach()], [weight.detach()], lr=0.1, momentum=0.9)
     assert weight.eq(1).all()
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda larger: larger[:4, :4].clone(),
+    "transposed": lambda larger: larger[:4, :4].clone().t(),
+    "columns": lambda larger: larger[:4, 2:6],
+    "every other column": lambda larger: larger[:4, ::2],
+    "negated": lambda larger: torch.complex(larger[:4, :4], larger[:4, :4]).conj().imag,
+}
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("kept", [name for name in LAYOUTS if name != "negated"])
+@pytest.mark.parametrize("given", LAYOUTS)
+@pytest.mark.parametrize("laid", [name for name in LAYOUTS if name != "negated"])
+def test_fused_steps_the_weight_and_nothing_else_however_it_lies(
+    laid: str, given: str, kept: str, momentum: float
+) -> None:
+    stepped = []
+    for step in (fused_momentum_step, momentum_step):
+        generator = torch.Generator().manual_seed(0)
+        larger = [torch.randn(8, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+        weight, grad, velocity = (
+            LAYOUTS[layout](each) for layout, each in zip((laid, given, kept), larger, strict=True)
+        )
+        neighbours = [each.clone() for each in larger]
+        for _ in range(3):
+            step([weight], [velocity], [grad], lr=0.1, momentum=momentum)
+        for before, after, layout in zip(neighbours, larger, (laid, given, kept), strict=True):
+            for each in (before, after):
+                LAYOUTS[layout](each).zero_()
+            assert torch.equal(before, after)
+        stepped.append([weight, velocity])
+    # The kernel rounds once where the plain step rounds twice.
+    torch.testing.assert_close(*stepped, rtol=1e-13, atol=1e-14)
+
+
+def test_a_fused_optimizer_leaves_the_neighbours_of_a_column_alone() -> None:
+    larger = torch.arange(12.0).view(4, 3)
+    weight = torch.nn.Parameter(larger[:, 0])
+    optimizer = CorrectedMomentumSGD([weight], lr=0.5, momentum=0.5, fused=True)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    assert larger[:, 1:].tolist() == torch.arange(12.0).view(4, 3)[:, 1:].tolist()
+    assert weight.tolist() == [-0.5, 2.5, 5.5, 8.5]
 
 
 def test_lr_and_momentum_are_checked_when_set() -> None:

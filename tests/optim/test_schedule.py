@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -167,8 +168,55 @@ def test_large_batch_schedule_takes_updates_and_smaller_batches(unit: str) -> No
 
 
 @pytest.mark.parametrize(
+    ("factor", "values"),
+    [
+        (schedule.every(2, gamma=2.0), [1.0, 1.0, 2.0, 2.0, 4.0]),
+        (schedule.every(2, gamma=2.0, final=3.0), [1.0, 1.0, 2.0, 2.0, 3.0]),
+        (schedule.every(1, gamma=0.5, final=0.25), [1.0, 0.5, 0.25, 0.25, 0.25]),
+        (schedule.every(2, gamma=1.0), [1.0] * 5),
+        (schedule.every(2, gamma=0.0), [1.0, 1.0, 0.0, 0.0, 0.0]),
+        (schedule.every(2, gamma=0.0, final=0.5), [1.0, 1.0, 0.5, 0.5, 0.5]),
+        (schedule.exponential(2.0, final=3.0), [1.0, 2.0, 3.0, 3.0, 3.0]),
+        (schedule.exponential(0.5, final=-1.0), [1.0, 0.5, 0.25, 0.125, 0.0625]),
+        (schedule.steps([1, 3], gamma=2.0), [1.0, 2.0, 2.0, 4.0, 4.0]),
+        (schedule.steps([1, 3], gamma=0.0), [1.0, 0.0, 0.0, 0.0, 0.0]),
+        (schedule.polynomial(4, final=-3.0), [1.0, 0.0, -1.0, -2.0, -3.0]),
+        (schedule.polynomial(2, final=-3.0, bound=0.0), [1.0, 0.0, 0.0, 0.0, 0.0]),
+        (schedule.polynomial(4, final=-3.0, bound=-1.5), [1.0, 0.0, -1.0, -1.5, -1.5]),
+        (schedule.polynomial(2, final=3.0), [1.0, 2.0, 3.0, 3.0, 3.0]),
+        (schedule.cosine(2, final=-3.0), [1.0, -1.0, -3.0, -3.0, -3.0]),
+        (schedule.cosine(2, final=3.0), [1.0, 2.0, 3.0, 3.0, 3.0]),
+        (schedule.inverse(1.0, final=-2.0), [1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
+        (schedule.warmup(2, start=3.0), [3.0, 2.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_factors_go_where_their_numbers_lead(factor: schedule.Factor, values: list[float]) -> None:
+    assert [factor(count) for count in range(5)] == values
+
+
+@pytest.mark.parametrize("factor", [schedule.every(1, gamma=2.0, final=3), schedule.exponential(2, final=3)])
+def test_a_bound_holds_where_powers_have_left_the_format(factor: schedule.Factor) -> None:
+    assert [factor(count) for count in (1, 2, 1023, 1024, 10**5)] == [2.0, 3.0, 3.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: schedule.every(2, gamma=-0.5), "`gamma` must be finite and at least 0, got -0.5"),
+        (
+            lambda: schedule.every(2, gamma=2.0, final=0.0),
+            "`final` must be at least 1 where `gamma` is above 1, got 0.0 and 2.0",
+        ),
+        (
+            lambda: schedule.exponential(0.5, final=2.0),
+            "`final` must be at most 1 where `rate` is at most 1, got 2.0 and 0.5",
+        ),
+        (lambda: schedule.exponential(0.5, final=math.nan), "`final` must be finite, got nan"),
+        (lambda: schedule.cosine(1, final=math.inf), "`final` must be finite, got inf"),
+        (lambda: schedule.polynomial(1, final=math.nan), "`final` must be finite, got nan"),
+        (lambda: schedule.polynomial(1, bound=math.nan), "`bound` must be a number or None, got nan"),
+        (lambda: schedule.inverse(1.0, final=1.5), "`final` must be at most 1, got 1.5"),
+        (lambda: schedule.inverse(1.0, final=-math.inf), "`final` must be finite, got -inf"),
         (lambda: schedule.warmup(-1), "`updates` must be finite and at least 0, got -1"),
         (lambda: schedule.warmup(1, start=-1), "`start` must be finite and at least 0, got -1"),
         (lambda: schedule.steps([3, 2]), r"`milestones` must rise, got \[3, 2\]"),

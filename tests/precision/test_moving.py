@@ -25,11 +25,11 @@ def test_it_does_what_the_value_does_wherever_it_is(scale: LossScale, events: li
         if event == "look":
             assert moving.value == scale
         elif event == "load":
-            moving.value = scale
+            moving = MovingScale(scale)
         elif event == "bring":
             assert moving.factor_on(CPU).item() == scale.factor
         else:
-            moving.follow(torch.tensor(float(event == "bad")))
+            moving = moving.after(torch.tensor(float(event == "bad")))
             scale = scale.after(finite=event == "finite")
     assert moving.value == scale
     assert moving.factor_on(CPU).dtype == torch.float64
@@ -42,7 +42,7 @@ def test_following_reads_nothing(scale: LossScale) -> None:
     with Reads() as reads:
         for _ in range(5):
             moving.factor_on(CPU)
-            moving.follow(torch.ones(()))
+            moving = moving.after(torch.ones(()))
     assert reads.count == 0
     with Reads() as reads:
         moving.factor_on(CPU).item()

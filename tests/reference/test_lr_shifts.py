@@ -31,10 +31,10 @@ def translate(extension: str, options: Mapping[str, Any], lr: float) -> tuple[fl
         return first, schedule.delayed(schedule.polynomial(end - begin, final=last / first), begin)
     makers: dict[str, Callable[[], schedule.Factor]] = {
         "MultistepShift": lambda: schedule.steps(options["step_value"], gamma=options["gamma"]),
-        "StepShift": lambda: schedule.every(options["step"], gamma=options["gamma"], final=target or 0.0),
+        "StepShift": lambda: schedule.every(options["step"], gamma=options["gamma"], final=target),
         "ExponentialShift": lambda: schedule.exponential(options["rate"], final=target),
         "PolynomialShift": lambda: schedule.polynomial(
-            options["max_count"], power=options["rate"], bound=target or 0.0
+            options["max_count"], power=options["rate"], bound=target
         ),
         "InverseShift": lambda: schedule.inverse(
             options["gamma"], power=options["power"], final=target or 0.0

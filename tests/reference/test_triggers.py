@@ -46,7 +46,7 @@ def attributes(trigger: Trigger) -> dict[str, Any]:
     return {"finished": trigger.finished}
 
 
-@pytest.mark.filterwarnings("ignore:.*was not observed since the last check:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*was not observed at this check:UserWarning")
 def replay(case: Case) -> dict[str, list[Any]]:
     place = Place(CountingUpdater(case["iters_per_epoch"]), {})
     name = case.content.get("kwargs", {}).get("monitor", "main/loss")
@@ -66,7 +66,7 @@ def replay(case: Case) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*was not observed since the last check:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*was not observed at this check:UserWarning")
 @pytest.mark.parametrize(
     "case", cases("chainer-cunn/triggers.json", num_cases=135, given=GIVEN, name=trigger_of)
 )

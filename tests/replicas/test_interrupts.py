@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import gc
 import signal
 import subprocess
 import sys
@@ -293,3 +294,30 @@ def interrupted_script(which: str, phase: str) -> list[str]:
         told = child.stdout.read().splitlines()
         assert child.wait(4 * LONG) == 0, child.stderr.read()
     return told
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_forward_and_backward_leave_nothing_to_the_cycle_collector(devices: int) -> None:
+    module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    x = torch.randn(6, 2, requires_grad=True)
+    net = ls.DataParallel(module, ["cpu"] * devices)
+    with ls.ReplicaGroup(module, ["cpu"] * devices, input_grads=True) as group:
+
+        def work() -> None:
+            group.forward(x.detach())
+            group.backward(torch.ones(6, 3))
+            net(x).square().sum().backward()
+            with torch.no_grad():
+                net(x)
+
+        work()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                work()
+            left = gc.collect()
+        finally:
+            gc.enable()
+        net.release()
+    assert left == 0

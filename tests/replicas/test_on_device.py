@@ -6,7 +6,9 @@ There may be no second device, so "meta" stands for one in forward, which keeps 
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,6 +85,60 @@ def test_the_network_around_moves_without_it_and_takes_it_along_to_another_dtype
     net.to("meta", torch.float64)
     assert {parameter.dtype for parameter in net.parameters()} == {torch.float64}
     assert torch.equal(inner.module.weight, weights.double())
+
+
+MOVES: dict[str, tuple[Callable[[nn.Module], object], torch.dtype]] = {
+    "to a device": (lambda net: net.to("cpu"), torch.float32),
+    "to a device and a dtype": (lambda net: net.to("cpu", torch.float64), torch.float64),
+    "to a dtype": (lambda net: net.to(torch.bfloat16), torch.bfloat16),
+    "cpu": (lambda net: net.cpu(), torch.float32),
+    "half": (lambda net: net.half(), torch.float16),
+    "without values": (lambda net: net.to_empty(device="cpu"), torch.float32),
+    "shared memory": (lambda net: net.share_memory(), torch.float32),
+    "layout": (lambda net: net.to("cpu", memory_format=torch.channels_last), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_is_on_meta_stays_there(name: str) -> None:
+    part = nn.Sequential(nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2))
+    net = nn.Sequential(nn.Linear(2, 2), ls.OnDevice(part, "meta"))
+    kept = list(net.parameters())
+    move, dtype = MOVES[name]
+    move(net)
+    assert all(map(operator.is_, net.parameters(), kept))
+    assert {parameter.dtype for parameter in net.parameters()} == {dtype}
+    assert [str(each.device) for each in net.parameters()] == ["cpu"] * 2 + ["meta"] * 4
+    assert {(each.device, each.dtype) for each in part.buffers()} == {(META, dtype), (META, torch.int64)}
+    assert net[1](torch.ones(3, 2, 4, 4, dtype=dtype)).shape == (3, 2, 4, 4)
+
+
+def test_a_move_that_fails_elsewhere_fails_as_it_does() -> None:
+    def fail(_: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("sprung")
+
+    for device in ("cpu", "meta"):
+        with pytest.raises(RuntimeError, match="sprung"):
+            ls.OnDevice(nn.Linear(2, 2), device)._apply(fail)
+
+
+def test_a_network_with_a_part_on_meta_can_be_placed_and_replicated() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.shapes = ls.OnDevice(nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)), "meta")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * self.shapes(x).shape[1]
+
+    net = ls.DataParallel(Net(), ["cpu", "cpu"])
+    x = torch.ones(4, 3)
+    assert torch.equal(net(x), net.module.layer(x) * 5)
+    net(x).sum().backward()
+    assert net.module.layer.weight.grad is not None
+    assert net.module.shapes.module[0].weight.grad is None
+    net.release()
 
 
 def test_it_is_moved_by_its_own_method_alone() -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep as ls
 from lockstep.replicas.passes import Backward, Forward, Passes
 from lockstep.replicas.replica_set import ReplicaSet
-from lockstep.replicas.scatter import Inputs, argument_names, read_inputs
+from lockstep.replicas.scatter import Inputs, argument_names, named_inputs, read_inputs
 from tests.backward import in_backward
 
 DEVICES = [1, 2, 3, 5]
@@ -37,7 +37,13 @@ class Net(nn.Module):
 def inputs_of(model: nn.Module, *args: Any) -> Inputs:
     names = argument_names(model.forward, len(args))
     dims = {"scale": None} if "scale" in names else 0
-    return read_inputs(args, {}, names, dims, wanted=lambda _, tensor: tensor.is_floating_point())
+    return read_inputs(
+        args,
+        {},
+        list(named_inputs(args, {}, names)),
+        dims,
+        wanted=lambda _, tensor: tensor.is_floating_point(),
+    )
 
 
 def run(

@@ -254,6 +254,20 @@ def test_a_run_ended_by_early_stopping_stays_ended_after_a_resume(out: Path) -> 
     assert resumed.updater.iteration == first.updater.iteration == 2
 
 
+def test_a_run_ended_by_the_limit_of_early_stopping_goes_on_with_a_later_one(out: Path) -> None:
+    def build(limit: int) -> Trainer:
+        stop = EarlyStopping("main/loss", patience=5, max_trigger=(limit, "epoch"))
+        return Trainer(CountingUpdater(losses=[9.0 - step for step in range(9)]), stop, out)
+
+    first, later, straight = build(1), build(2), build(2)
+    first.run()
+    later.load_state_dict(first.state_dict())
+    later.run()
+    straight.run()
+    assert (first.updater.iteration, later.updater.iteration) == (4, 8)
+    assert later.state_dict()["until"] == straight.state_dict()["until"]
+
+
 # Errors
 
 

@@ -21,8 +21,10 @@ from lockstep.triggers import (
     MinValue,
     Never,
     Once,
+    Progress,
     Time,
     Trigger,
+    TriggerSpec,
     Until,
     get_trigger,
     get_until,
@@ -76,8 +78,21 @@ TABLE: list[tuple[Callable[[], Trigger], float, Sequence[Observed | None], str]]
     (
         lambda: EarlyStopping("x", patience=2, mode="max", check_trigger=(2, "iteration"), max_trigger=None),
         4,
-        [torch.tensor(1.0), None, torch.tensor(0.5), None, None, torch.tensor(0.75)],
+        [None, torch.tensor(1.0), None, torch.tensor(0.5), torch.tensor(0.25), torch.tensor(0.75)],
         "000001",
+    ),
+    # As in Chainer, checks at 2, 4, 8 and 10 find no value; those at 6 and 12 judge the mean of all since.
+    (
+        lambda: EarlyStopping("x", patience=1, check_trigger=(2, "iteration"), max_trigger=None),
+        4,
+        [None, None, 1.0, None, None, 2.0, None, None, 3.0, None, None, 4.0],
+        "000000000001",
+    ),
+    (
+        lambda: EarlyStopping("x", patience=1, check_trigger=(2, "iteration"), max_trigger=None),
+        4,
+        [3.0, None, 2.0, None, 1.0, 6.0, 1.0, 4.0, 0.5, None, 0.5, 2.75],
+        "000000000000",
     ),
     (
         lambda: EarlyStopping("x", patience=1, check_trigger=(1, "iteration"), max_trigger=None),
@@ -113,12 +128,17 @@ def run(
     return answers
 
 
+UNOBSERVED = pytest.mark.filterwarnings("ignore:'x' was not observed at this check:UserWarning")
+
+
+@UNOBSERVED
 @pytest.mark.parametrize("row", range(len(TABLE)))
 def test_table(row: int) -> None:
     build, per_epoch, values, answers = TABLE[row]
     assert run(build, per_epoch, values, saved_after=None) == answers
 
 
+@UNOBSERVED
 @pytest.mark.parametrize("row", range(len(TABLE)))
 def test_table_with_a_save_and_load_after_every_call(row: int) -> None:
     build, per_epoch, values, answers = TABLE[row]
@@ -192,9 +212,25 @@ def test_early_stopping_warns_of_a_check_without_a_value_and_leaves_it_out() -> 
         EarlyStopping("x", patience=1, check_trigger=(1, "iteration")),
     )
     place.advance()
-    with pytest.warns(UserWarning, match="'x' was not observed"):
+    with pytest.warns(UserWarning, match="'x' was not observed at this check"):
         assert not trigger(place)
     assert trigger.count == 0
+
+
+def test_early_stopping_keeps_the_values_before_a_check_without_one() -> None:
+    place = Place(CountingUpdater(4), {})
+    trigger = EarlyStopping("x", patience=1, check_trigger=(2, "iteration"))
+    for value in (1.0, None, 3.0):
+        place.advance({} if value is None else {"x": value})
+        if value is None:
+            with pytest.warns(UserWarning, match="'x' was not observed at this check"):
+                assert not trigger(place)
+            assert trigger.best is None
+        else:
+            assert not trigger(place)
+    place.advance({"x": 5.0})
+    assert not trigger(place)
+    assert trigger.best == 3.0
 
 
 def test_a_latch_shows_an_observation_once() -> None:
@@ -205,6 +241,64 @@ def test_a_latch_shows_an_observation_once() -> None:
         place.advance({"x": value})
         assert not any(trigger(place) for _ in range(5))
     assert inner.best == 2.0
+
+
+def stopping(limit: int | None = None, patience: int = 99) -> EarlyStopping:
+    limit_trigger = None if limit is None else (limit, "iteration")
+    return EarlyStopping("x", patience=patience, check_trigger=(1, "iteration"), max_trigger=limit_trigger)
+
+
+BOUNDS: dict[str, Callable[[int], TriggerSpec]] = {
+    "a pair": lambda bound: (bound, "iteration"),
+    "Until": lambda bound: Until(bound, "iteration"),
+    "Interval": lambda bound: Interval(bound, "iteration"),
+    "ManualSchedule": lambda bound: ManualSchedule(bound, "iteration"),
+    "Time": lambda bound: Time(10 * (bound - 1)),
+    "a function": lambda bound: lambda progress: progress.updater.iteration >= bound,
+    "a limit": stopping,
+    "patience": lambda bound: stopping(patience=bound - 1),
+    "a function as a limit": lambda bound: EarlyStopping(
+        "x",
+        patience=99,
+        check_trigger=(1, "iteration"),
+        max_trigger=lambda progress: progress.updater.iteration >= bound,
+    ),
+    "a limit in a latch": lambda bound: Latch(stopping(bound)),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize(("later", "stops_at"), [(7, 7), (4, 4), (2, 4)])
+def test_a_run_goes_on_that_is_loaded_with_a_later_bound(name: str, later: int, stops_at: int) -> None:
+    place, first, second = Place(CountingUpdater(4), {}), *(get_until(BOUNDS[name](n)) for n in (4, later))
+
+    def run_on(trigger: Trigger) -> int:
+        trigger.initialize(place)
+        while not trigger(place):
+            assert place.updater.iteration < 20
+            place.advance({"x": 1.0})
+            place.elapsed_time += 10.0
+        return place.updater.iteration
+
+    assert run_on(first) == 4
+    for _ in range(2):
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert run_on(second) == stops_at
+        first = second
+    assert [run_on(first), run_on(second)] == [stops_at, stops_at]
+
+
+def test_what_has_fired_stays_fired_where_a_trigger_says_nothing_of_bounds() -> None:
+    class Third(Trigger):
+        def __call__(self, progress: Progress) -> bool:
+            return progress.updater.iteration == 3
+
+    place, first, second = Place(CountingUpdater(4), {}), get_until(Third()), get_until(Third())
+    while not first(place):
+        place.advance()
+    second.load_state_dict(first.state_dict())
+    place.advance()
+    assert second(place)
 
 
 def test_get_trigger() -> None:

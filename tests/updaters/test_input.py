@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from tests.late_copies import LateCopies
 from tests.laws.models import CONVNET, MLP
 from tests.laws.runs import NUM_UPDATES, Placement, cross_entropy, finalized, state_digest, train, updater_for
 from tests.updaters.small import updater_of
@@ -275,3 +276,25 @@ def test_an_update_after_the_end_says_so() -> None:
         with pytest.raises(StopIteration):
             updater.update()
         assert updater.iteration == 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_on_an_accelerator_has_arrived_before_a_cpu_reads_it(accumulate: int) -> None:
+    batches = [(MLP.data()[start : start + 7]) for start in (0, 7, 14)]
+
+    def train_on(data: list[Any]) -> str:
+        model = MLP.model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"loss_fn": cross_entropy, "num_shards": 3, "accumulate": accumulate}
+        with finalized(
+            construct(iterator=ls.IterableBatches(data), model=model, optimizer=optimizer, **options)
+        ) as updater:
+            updater.update()
+        return ls.digest(model)
+
+    wanted = train_on(batches)
+    with LateCopies() as copies:
+        there = [tuple(copies.on_accelerator(field) for field in batch) for batch in batches]
+        assert train_on(there) == wanted
+    assert copies.waits == [True] * len(copies.waits)
+    assert len(copies.waits) == 3 * 2 * accumulate

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep as ls
-from lockstep.updaters.optimizer_step import PER_PARAMETER, step_whole
+from lockstep.updaters.optimizer_step import PER_PARAMETER, StepProgress, step_whole
 from tests.updaters.small import mean_of_output, updater_of
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
@@ -291,7 +291,7 @@ def test_a_step_without_pytorchs_wrappers_is_the_step(kind: type[torch.optim.Opt
         for weight in weights:
             weight.grad = torch.linspace(2.0, -1.0, 12)
         with torch.enable_grad():
-            step_whole(bare)
+            step_whole(bare, StepProgress())
             assert torch.is_grad_enabled()
         plain.step()
     assert torch.equal(*weights)

@@ -238,6 +238,42 @@ def late_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:
     return updater
 
 
+def late_fused_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:
+    """A fused step leaves version counters as they are."""
+    updater = updater_for(CONVNET, Placement(2), num_shards=5, optimizer="fused")
+    updater.get_optimizer("main").register_step_post_hook(trap)
+    return updater
+
+
+def late_data_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:
+    """So does one that writes to `parameter.data`, as optimizers of old do."""
+
+    class Old(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:
+            assert closure is None
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad.data, alpha=-group["lr"])
+
+    model = CONVNET.model()
+    optimizer = Old(model.parameters(), {"lr": 0.05})
+    optimizer.register_step_post_hook(trap)
+    data = ls.BatchIterator(CONVNET.data(), 9, shuffle=True, seed=3)
+    return ls.ParallelUpdater(
+        data, optimizer, model, devices=["cpu", "cpu"], num_shards=4, loss_fn=cross_entropy
+    )
+
+
+def late_own_fused_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:
+    model = CONVNET.model()
+    optimizer = ls.CorrectedMomentumSGD(model.parameters(), lr=0.05, fused=True)
+    optimizer.add_hook(trap, name="trap", timing="post")
+    data = ls.BatchIterator(CONVNET.data(), 9, shuffle=True, seed=3)
+    return ls.ParallelUpdater(
+        data, optimizer, model, devices=["cpu", "cpu"], num_shards=4, loss_fn=cross_entropy
+    )
+
+
 def late_own_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:
     updater = updater_for(CONVNET, Placement(2), num_shards=5, optimizer="corrected")
     optimizer = updater.get_optimizer("main")
@@ -280,7 +316,10 @@ def late_iterator(trap: Callable[..., None]) -> ls.ParallelUpdater:
 
 LATE = {
     "hook": late_hook,
+    "fused hook": late_fused_hook,
+    "data hook": late_data_hook,
     "own hook": late_own_hook,
+    "own fused hook": late_own_fused_hook,
     "scheduler": late_scheduler,
     "iterator": late_iterator,
 }
@@ -322,3 +361,25 @@ def test_an_error_in_the_middle_of_the_weights_is_told_from_others() -> None:
         pytest.raises(ls.LockstepError, match="between the first weight that moved and the last: sprung"),
     ):
         updater.update()
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+def test_an_error_of_a_fused_step_is_told_from_one_before_it(where: str) -> None:
+    """No version counter tells whether a fused kernel has moved the first of two groups."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer = torch.optim.SGD(groups, lr=0.1, fused=True)
+
+    def spoil(*_: Any) -> None:
+        if where == "before":
+            fail()
+        optimizer.param_groups[1]["lr"] = "fast"  # the first group moves, the second raises
+
+    optimizer.register_step_pre_hook(spoil)
+    before = ls.digest(model)
+    with (
+        updater_of(model, optimizer=optimizer) as updater,
+        pytest.raises(ls.LockstepError if where == "within" else RuntimeError, match=r"between|sprung"),
+    ):
+        updater.update()
+    assert (ls.digest(model) == before) == (where == "before")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from lockstep._version import __version__
 from lockstep.cli import run
 
 COMMANDS = (run,)
@@ -29,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     """Make the parser of all commands."""
     purpose = "Synchronous data-parallel training, the same bits on any placement."
     made = argparse.ArgumentParser(prog="lockstep", description=purpose)
+    made.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = made.add_subparsers(required=True, metavar="command")
     for command in COMMANDS:
         command.add_parser(commands)

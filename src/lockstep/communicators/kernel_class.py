@@ -12,7 +12,7 @@ import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch.nn import functional
@@ -87,9 +87,35 @@ def _switches() -> Fields:
     return {
         "default dtype": str(torch.get_default_dtype()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        **_float32_precision(),
         "oneDNN enabled": str(torch.backends.mkldnn.enabled),
     }
+
+
+def _float32_precision() -> Fields:
+    """List the formats in which kernels of CUDA and of oneDNN may multiply float32: "ieee", "tf32" or "bf16".
+
+    ``allow_tf32`` and ``set_float32_matmul_precision`` set these, too, but reading those raises where they
+    cannot say what ``fp32_precision`` was set to. Only "tf32" and "bf16" choose other kernels, so "none"
+    (nothing was set) is "ieee" here: asking for full precision must not tell a rank from one that has it.
+    """
+    backends: Any = torch.backends  # torch does not declare all of these
+    cuda, cudnn, onednn = backends.cuda, backends.cudnn, backends.mkldnn
+    read = {
+        "float32 precision": {"all": backends, "cuDNN": cudnn, "oneDNN": onednn},
+        "float32 matmul precision": {"CUDA": cuda.matmul, "oneDNN": onednn.matmul},
+        "float32 convolution precision": {"cuDNN": cudnn.conv, "oneDNN": onednn.conv},
+        "float32 RNN precision": {"cuDNN": cudnn.rnn, "oneDNN": onednn.rnn},
+    }
+    return {
+        name: ", ".join(f"{owner} {_format_of(each)}" for owner, each in owners.items())
+        for name, owners in read.items()
+    }
+
+
+def _format_of(owner: Any) -> str:
+    precision: str = owner.fp32_precision
+    return "ieee" if precision == "none" else precision
 
 
 def _processor() -> str:
@@ -118,10 +144,9 @@ def _caches() -> str:
 def _gpu(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's gap
-    tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     return (
         f"{properties.name} {properties.major}.{properties.minor}, CUDA {torch.version.cuda}, "
-        f"cuDNN {cudnn}, TF32 {tf32}, benchmark {torch.backends.cudnn.benchmark}"
+        f"cuDNN {cudnn}, benchmark {torch.backends.cudnn.benchmark}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch.optim import Optimizer
@@ -15,6 +15,12 @@ from lockstep.optim import LAMB, SGDW
 from lockstep.optim.hooks import WeightDecay
 from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale
 from lockstep.state import check_keys
+
+SMALLEST: Final = 2.0**-126
+"""The smallest power of two that float32 holds as a normal number."""
+
+LARGEST: Final = 2.0**127
+"""The largest power of two that float32 holds."""
 
 
 class AllReduce(Protocol):
@@ -58,8 +64,10 @@ class DynamicLossScalingUpdater:
             there is no exchange, as in NNabla.
 
     Attributes:
-        minimum: The floor of the scale, which NNabla lacks.
-        maximum: Its ceiling, which NNabla lacks.
+        minimum: The floor of the scale, which NNabla lacks: 2⁻¹⁴, or where the scale begins below that the
+            smallest power of two that float32 holds as a normal number.
+        maximum: Its ceiling, which NNabla lacks: 2²⁴, or where the scale begins above that the largest power
+            of two that float32 holds.
 
     Raises:
         ValueError: A number for the scale is out of range.
@@ -124,11 +132,19 @@ class DynamicLossScalingUpdater:
 
     def _policy(self) -> DynamicLossScale:
         """Give the scale as a value, by the attributes as they are now."""
+        self._make_room()
         bounds = {"minimum": self.minimum, "maximum": self.maximum}
         policy = nnabla_loss_scale(self.scale, self.scaling_factor, self.N, **bounds)
         # NNabla counts from 0; and an interval that was shortened may be over already.
         counted = min(self._counter - 1, policy.interval - 1)
         return replace(policy, finite_updates=max(counted, -policy.uncounted))
+
+    def _make_room(self) -> None:
+        """Let a scale be that lies outside of the default bounds, and move from there as NNabla's does."""
+        if self.scale < self.minimum == DynamicLossScale.minimum:
+            self.minimum = SMALLEST
+        if self.scale > self.maximum == DynamicLossScale.maximum:
+            self.maximum = LARGEST
 
     def _try(self) -> bool:
         """Compute a gradient with new data, and step if it is finite."""

@@ -111,9 +111,10 @@ def _rows(tensor: torch.Tensor, indices: Sequence[int], device: Device) -> torch
 
 def _move(tensor: torch.Tensor, device: Device) -> torch.Tensor:
     """Bring a tensor to the device, without waiting where its memory allows that."""
-    if device is None or torch.device(device) == tensor.device:
+    if device is None or (target := torch.device(device)) == tensor.device:
         return tensor
-    return tensor.to(device, non_blocking=tensor.is_pinned())
+    # Never towards the CPU: the host would read what has not arrived yet.
+    return tensor.to(target, non_blocking=target.type != "cpu" and tensor.is_pinned())
 
 
 def _field(values: Sequence[Any], path: str, device: Device, padding: Any) -> Any:

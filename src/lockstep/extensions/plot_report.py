@@ -150,5 +150,5 @@ def _check_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401, PLC0415 - lazy, and only to see whether it is there
     except ImportError as error:
         raise ImportError(
-            "PlotReport must find matplotlib. Install it: pip install 'lockstep[plot]'."
+            "PlotReport must find matplotlib. Install it: pip install 'lockstep-torch[plot]'."
         ) from error

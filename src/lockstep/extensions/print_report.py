@@ -20,7 +20,8 @@ class PrintReport(Extension):
     """Prints a line for each entry of a `LogReport`, under a heading.
 
     It comes after the log in each iteration, in whatever order the two were hung in, and
-    lifts a `ProgressBar` out of the way of its lines. Of several processes, rank 0 prints.
+    lifts a `ProgressBar` out of the way of its lines. A line can be read as soon as it is printed, through
+    a pipe or in a file also. Of several processes, rank 0 prints.
 
     Args:
         entries: The columns. All that the log has, unless given; when new ones turn up in the log, a
@@ -79,7 +80,10 @@ class PrintReport(Extension):
 
     def _write(self, line: str) -> None:
         # Not plain writing: tqdm takes bars that are on the same screen away first and draws them again.
-        tqdm.write(line.rstrip(), file=self.out or sys.stdout)
+        out = self.out or sys.stdout
+        tqdm.write(line.rstrip(), file=out)
+        # Through a pipe Python gathers some kilobytes, which may be all that a run has to say.
+        out.flush()
 
 
 def _columns(known: tuple[str, ...], entry: LogEntry) -> tuple[str, ...]:

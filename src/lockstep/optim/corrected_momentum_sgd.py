@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lockstep.optim.hooked import HookedOptimizer
-from lockstep.optim.momentum import check_fused, fused_momentum_step, momentum_step
+from lockstep.optim.momentum import check_fused, decayed, fused_momentum_step, momentum_step
+from lockstep.optim.options import scalar
 
 
 class CorrectedMomentumSGD(HookedOptimizer):
     """Step along a velocity that a change of the learning rate leaves alone.
 
-    With weight w, velocity u, gradient g, learning rate η and momentum m::
+    With weight w, velocity u, gradient g (plus λ·w with a weight decay λ), learning rate η and momentum m::
 
         u ← m·u + g
         w ← w - η·u
@@ -26,14 +27,16 @@ class CorrectedMomentumSGD(HookedOptimizer):
 
         v' = m·(η'/η)·v + η'·g = η'·(m·u + g) = η'·u'
 
-    It steps as ``torch.optim.SGD(momentum=m)`` does, to the bit, and adds hooks, counters, Chainer's
-    treatment of missing gradients and a state that refuses strangers. In bfloat16 and float16 on a CPU it has
-    one rounding for all elements (`add_scaled_`), where torch's depends on the number of threads.
+    It steps as ``torch.optim.SGD(momentum=m, weight_decay=λ)`` does, to the bit, and adds hooks, counters,
+    Chainer's treatment of missing gradients and a state that refuses strangers. In bfloat16 and float16 on a
+    CPU it has one rounding for all elements (`add_scaled_`), where torch's depends on the number of threads.
 
     Args:
         params: Parameters, or dicts of groups with options of their own.
         lr: η, at least 0; a tensor spares `torch.compile` a new compilation when it changes.
         momentum: m, in [0, 1).
+        weight_decay: λ, at least 0. λ·w is added to the gradient before it meets the velocity, as in
+            ``torch.optim.SGD``; `SGDW` keeps it out of there.
         missing_grad: "skip" leaves a parameter without gradient alone, "zero" has momentum move it.
         frozen: Whether the parameters stay as they are.
         fused: Whether one kernel does both lines in one pass, as in
@@ -63,6 +66,7 @@ class CorrectedMomentumSGD(HookedOptimizer):
         lr: float | Tensor = 0.01,
         momentum: float = 0.9,
         *,
+        weight_decay: float = 0.0,
         missing_grad: str = "skip",
         frozen: bool = False,
         fused: bool = False,
@@ -70,6 +74,7 @@ class CorrectedMomentumSGD(HookedOptimizer):
         defaults = {
             "lr": lr,
             "momentum": momentum,
+            "weight_decay": weight_decay,
             "missing_grad": missing_grad,
             "frozen": frozen,
             "fused": fused,
@@ -111,9 +116,16 @@ class CorrectedMomentumSGD(HookedOptimizer):
             grads: list[Tensor] = []
             velocities: list[Tensor] = []
             self._init_group(group, weights, grads, velocities)
-            step = fused_momentum_step if group["fused"] else momentum_step
-            for lists in self._by_kind(weights, velocities, grads):
-                step(*lists, lr=group["lr"], momentum=group["momentum"])
+            numbers = {"lr": scalar(group["lr"]), "momentum": group["momentum"]}
+            decay = group["weight_decay"]
+            for some_weights, some_velocities, some_grads in self._by_kind(weights, velocities, grads):
+                if group["fused"]:
+                    fused_momentum_step(
+                        some_weights, some_velocities, some_grads, **numbers, weight_decay=decay
+                    )
+                else:
+                    some_grads = decayed(some_weights, some_grads, decay)  # noqa: PLW2901 - g + λ·w from here on
+                    momentum_step(some_weights, some_velocities, some_grads, **numbers)
 
     def _init_group(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]

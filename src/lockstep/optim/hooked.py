@@ -9,11 +9,13 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from lockstep.errors import OrderError
 from lockstep.optim.hook_list import TIMINGS, HookList, describe
-from lockstep.optim.options import check_options
+from lockstep.optim.load_hooks import migrated, without_pre_hooks
+from lockstep.optim.options import check_names, check_options
 from lockstep.optim.saved_state import check_saved
 from lockstep.optim.scaled import ScaledOptimizer
 
@@ -143,8 +145,9 @@ class HookedOptimizer(ScaledOptimizer):
             param_group: "params" and any of the options; the others are those of the constructor.
 
         Raises:
-            ValueError: An option is out of range.
+            ValueError: An option is out of range, or is none of this optimizer's.
         """
+        check_names(param_group, self.defaults, optimizer=type(self).__name__)
         check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -240,11 +243,14 @@ class HookedOptimizer(ScaledOptimizer):
         return [weight for group in moving for weight in group["params"] if weight.grad is not None]
 
     def fill_missing_grads(self) -> None:
-        """Give zeros to parameters without gradient in groups of ``missing_grad="zero"``."""
+        """Give zeros to parameters without gradient in groups of ``missing_grad="zero"``.
+
+        A parameter of a lazy module has no shape before its first forward, and stays as it is until then.
+        """
         for group in self.param_groups:
             if group["missing_grad"] == "zero" and not group["frozen"]:
                 for weight in group["params"]:
-                    if weight.grad is None and weight.requires_grad:
+                    if weight.grad is None and weight.requires_grad and not is_lazy(weight):
                         weight.grad = torch.zeros_like(weight)
 
     def _move(self, advance: Callable[[], None]) -> None:
@@ -274,16 +280,19 @@ class HookedOptimizer(ScaledOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a saved state; nothing changes if it does not fit.
 
-        Keys that torch's schedulers keep in the groups are taken over.
+        Keys that torch's schedulers keep in the groups are taken over; other unknown ones are refused. Hooks
+        of `register_load_state_dict_pre_hook` get the state first, and what they make of it must fit.
 
         Raises:
             StateError: Something is missing, unknown or of another shape, or comes from other hooks, another
                 kind of loss scale, or an optimizer with masters where this has none.
         """
+        state_dict = migrated(self, state_dict)
         self._check_state_dict(state_dict)
         self._hooks.load_state_dict(state_dict["hooks"])
         plain = {key: state_dict[key] for key in ("state", "param_groups")}
-        with nullcontext() if self._masters is None else self._masters.loading():
+        loading = nullcontext() if self._masters is None else self._masters.loading()
+        with loading, without_pre_hooks(self):
             super().load_state_dict(plain)
         if self._masters is not None:
             self._masters.load_masters(state_dict["masters"])

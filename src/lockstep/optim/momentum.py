@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lockstep.optim.adding import add_scaled_
+from lockstep.strides import laid_out_for
 
 
 @torch.no_grad()
@@ -65,17 +68,22 @@ def fused_momentum_step(
     *,
     lr: float | Tensor,
     momentum: float,
+    weight_decay: float = 0.0,
 ) -> None:
     """Do the work of `momentum_step` in one pass over the memory, by torch's own fused kernel.
+
+    The kernel reads memory from each tensor's first element on and looks at no strides. So what is not dense
+    (a column of a larger tensor), or lies otherwise than its weight, is stepped in a copy.
 
     Shapes: as in `momentum_step`; all tensors are of one dtype and on one device.
 
     Args:
         weights: Changed in place.
         velocities: Changed in place.
-        grads: Left untouched.
+        grads: Left untouched; may be sparse.
         lr: η, at least 0.
         momentum: m, in [0, 1).
+        weight_decay: λ, at least 0; λ·w is added to the gradient first, see `decayed`.
 
     Raises:
         ValueError: The tensors are in half precision on a CPU.
@@ -94,15 +102,39 @@ def fused_momentum_step(
     check_fused(weights[0])
     if torch.compiler.is_compiling():
         # The compiler fuses on its own, and to it the kernel's numbers would be constants.
+        grads = decayed(weights, grads, weight_decay)
         momentum_step(weights, velocities, grads, lr=lr, momentum=momentum)
         return
     if momentum == 0:
-        torch._foreach_copy_(velocities, grads)
+        torch._foreach_copy_(velocities, decayed(weights, grads, weight_decay))
+    numbers: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    if all(map(_lie_alike, weights, velocities, grads)):
+        _run_fused_kernel(weights, velocities, grads, **numbers)
+        return
+    laid_weights = [laid_out_for(weight, weight) for weight in weights]
+    laid_velocities = [laid_out_for(*pair) for pair in zip(weights, velocities, strict=True)]
+    laid_grads = [laid_out_for(weight, _plain(grad)) for weight, grad in zip(weights, grads, strict=True)]
+    _run_fused_kernel(laid_weights, laid_velocities, laid_grads, **numbers)
+    for own, laid in zip([*weights, *velocities], [*laid_weights, *laid_velocities], strict=True):
+        if laid is not own:
+            own.copy_(laid)
+
+
+def _run_fused_kernel(
+    weights: list[Tensor],
+    velocities: list[Tensor],
+    grads: list[Tensor],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    weight_decay: float,
+) -> None:
+    """Step dense tensors that have the strides of their weights."""
     torch._fused_sgd_(
         weights,
         grads,
         velocities if momentum != 0 else [],
-        weight_decay=0.0,
+        weight_decay=weight_decay,
         momentum=momentum,
         lr=lr,
         dampening=0.0,
@@ -110,6 +142,22 @@ def fused_momentum_step(
         maximize=False,
         is_first_step=False,
     )
+
+
+def _lie_alike(weight: Tensor, velocity: Tensor, grad: Tensor) -> bool:
+    """Tell whether all lie row after row, the usual case, at little cost."""
+    return (
+        weight.is_contiguous()
+        and velocity.is_contiguous()
+        and grad.layout is torch.strided
+        and grad.is_contiguous()
+        and not grad.is_neg()
+    )
+
+
+def _plain(grad: Tensor) -> Tensor:
+    """Give a gradient as dense numbers in memory."""
+    return grad.resolve_neg() if grad.layout is torch.strided else grad.to_dense()
 
 
 def check_fused(weight: Tensor) -> None:
@@ -123,6 +171,29 @@ def check_fused(weight: Tensor) -> None:
     """
     if weight.device.type == "cpu" and weight.dtype not in {torch.float32, torch.float64}:
         raise ValueError(f"`fused` must be False for weights on a CPU in half precision, got {weight.dtype}.")
+
+
+@torch.no_grad()
+def decayed(weights: list[Tensor], grads: list[Tensor], weight_decay: float) -> list[Tensor]:
+    """Give the gradients plus λ times the weights, the gradient of λ/2·‖w‖²; themselves where λ is 0.
+
+    Shapes: each list holds P tensors; the p-th of both have one shape, one dtype and one device.
+
+    Args:
+        weights: Left untouched.
+        grads: Left untouched; may be sparse, where the sum is dense.
+        weight_decay: λ, at least 0.
+
+    Determinism: elementwise, so equal bits in give equal bits out, wherever the tensors are cut.
+
+    >>> decayed([torch.tensor([2.0])], [torch.tensor([1.0])], 0.25)
+    [tensor([1.5000])]
+    """
+    if weight_decay == 0:
+        return grads
+    sums = [grad.clone() if grad.layout is torch.strided else grad.to_dense() for grad in grads]
+    add_scaled_(sums, weights, weight_decay)
+    return sums
 
 
 @torch.no_grad()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lockstep.optim.hooked import HookedOptimizer
-from lockstep.optim.momentum import add_to_lr_velocity, lr_momentum_step
+from lockstep.optim.momentum import add_to_lr_velocity, decayed, lr_momentum_step
+from lockstep.optim.options import check_lr_size, scalar
 
 
 class MomentumSGD(HookedOptimizer):
     """Step along a velocity that has the learning rate inside.
 
-    With weight w, velocity v, gradient g, learning rate η and momentum m::
+    With weight w, velocity v, gradient g (plus λ·w with a weight decay λ), learning rate η and momentum m::
 
         v ← m·v + η·g
         w ← w - v
@@ -34,6 +35,8 @@ class MomentumSGD(HookedOptimizer):
         params: Parameters, or dicts of groups with options of their own.
         lr: η, at least 0; with ``correction`` a plain number, for the old one is compared on the host.
         momentum: m, in [0, 1).
+        weight_decay: λ, at least 0. λ·w is added to the gradient before it meets the velocity, as in
+            ``torch.optim.SGD``; `SGDW` keeps it out of there.
         correction: Whether a change of η rescales the velocity.
         missing_grad: "skip" leaves a parameter without gradient alone, "zero" has momentum move it.
         frozen: Whether the parameters stay as they are.
@@ -63,6 +66,7 @@ class MomentumSGD(HookedOptimizer):
         lr: float | Tensor = 0.01,
         momentum: float = 0.9,
         *,
+        weight_decay: float = 0.0,
         correction: bool = False,
         missing_grad: str = "skip",
         frozen: bool = False,
@@ -70,6 +74,7 @@ class MomentumSGD(HookedOptimizer):
         defaults = {
             "lr": lr,
             "momentum": momentum,
+            "weight_decay": weight_decay,
             "correction": correction,
             "missing_grad": missing_grad,
             "frozen": frozen,
@@ -91,6 +96,7 @@ class MomentumSGD(HookedOptimizer):
             TypeError: ``lr`` is a tensor and ``correction`` is asked for.
         """
         options = {**self.defaults, **param_group}
+        check_lr_size(options["lr"])
         if options["correction"] and isinstance(options["lr"], Tensor):
             raise TypeError("`lr` must be a plain number with `correction`, got a tensor.")
         super().add_param_group(param_group)
@@ -107,11 +113,15 @@ class MomentumSGD(HookedOptimizer):
             grads: list[Tensor] = []
             velocities: list[Tensor] = []
             self._init_group(group, weights, grads, velocities)
-            for lists in self._by_kind(weights, velocities, grads):
-                if group["correction"]:
-                    self._corrected_step(*lists, lr=group["lr"], momentum=group["momentum"])
-                else:
-                    lr_momentum_step(*lists, lr=group["lr"], momentum=group["momentum"])
+            step: Any = self._corrected_step if group["correction"] else lr_momentum_step
+            lr = scalar(group["lr"])
+            for some_weights, some_velocities, some_grads in self._by_kind(weights, velocities, grads):
+                some_grads = decayed(some_weights, some_grads, self._coupled_decay(group))  # noqa: PLW2901 - g + λ·w
+                step(some_weights, some_velocities, some_grads, lr=lr, momentum=group["momentum"])
+
+    def _coupled_decay(self, group: Mapping[str, Any]) -> float:
+        """Give the decay that passes through the velocity."""
+        return cast("float", group["weight_decay"])
 
     def _init_group(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]

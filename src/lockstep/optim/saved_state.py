@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import StateError
+from lockstep.optim.options import option_names, unknown_options
 
 
 def check_saved(
@@ -39,10 +40,15 @@ def check_saved(
         raise StateError(
             f"The groups must hold as many parameters as in the saved state ({saved_sizes}), got {sizes}."
         )
-    # Torch adds the last to the defaults, never to a group, once a state was loaded or a part taken.
-    group_keys = {"params", *options} - {"differentiable"}
+    group_keys = {"params"} | option_names(options)
     for index, group in enumerate(groups):
         _check_missing(f"Group {index} of the state", group, group_keys)
+        unknown = unknown_options(group, options)
+        if unknown:
+            raise StateError(
+                f"Group {index} of the state must hold nothing but {sorted(group_keys)} and what torch's "
+                f"schedulers keep there, got {unknown} too."
+            )
     known = {index for group in groups for index in group["params"]}
     strangers = sorted(saved["state"].keys() - known)
     if strangers:

@@ -89,23 +89,26 @@ def steps(milestones: Sequence[int], *, gamma: float = 0.1) -> Factor:
     return lambda count: float(gamma ** bisect_right(milestones, count))
 
 
-def every(updates: int, *, gamma: float = 0.1, final: float = 0.0) -> Factor:
+def every(updates: int, *, gamma: float = 0.1, final: float | None = None) -> Factor:
     """Multiply by ``gamma`` again and again, after the same number of updates.
 
     Args:
         updates: From one change to the next, at least 1.
-        gamma: In [0, 1].
-        final: The least factor.
+        gamma: At least 0.
+        final: The least factor where ``gamma`` is at most 1, the greatest where it is above; None for
+            no bound.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: A number is out of range, or ``final`` lies where ``gamma`` does not lead.
 
     >>> [every(2, gamma=0.5, final=0.3)(count) for count in range(6)]
     [1.0, 1.0, 0.5, 0.5, 0.3, 0.3]
+    >>> [every(2, gamma=2.0)(count) for count in range(6)]
+    [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     """
     _check_at_least("updates", updates, 1)
-    decay = exponential(gamma, final=final)
-    return lambda count: decay(count // updates)
+    power = _bounded_power("gamma", gamma, final)
+    return lambda count: power(count // updates)
 
 
 def exponential(rate: float, *, final: float | None = None) -> Factor:
@@ -117,14 +120,33 @@ def exponential(rate: float, *, final: float | None = None) -> Factor:
             no bound.
 
     Raises:
-        ValueError: The rate is out of range.
+        ValueError: The rate is out of range, or ``final`` lies where it does not lead.
 
     >>> [exponential(0.5, final=0.2)(count) for count in range(4)]
     [1.0, 0.5, 0.25, 0.2]
     """
-    _check_at_least("rate", rate, 0)
-    bound = min if rate > 1 else max
-    return lambda count: float(rate**count) if final is None else bound(float(rate**count), final)
+    return _bounded_power("rate", rate, final)
+
+
+def _bounded_power(name: str, base: float, final: float | None) -> Factor:
+    """Give the powers of a number up to a bound, or down to it."""
+    _check_at_least(name, base, 0)
+    if final is None:
+        return lambda count: float(base**count)
+    _check_finite("final", final)
+    if (final < 1) if base > 1 else (final > 1):
+        rule = "at least 1 where `{}` is above 1" if base > 1 else "at most 1 where `{}` is at most 1"
+        raise ValueError(f"`final` must be {rule.format(name)}, got {final} and {base}.")
+    bound = float(final)
+
+    def factor(count: int) -> float:
+        try:
+            value = float(base**count)
+        except OverflowError:
+            return bound
+        return min(value, bound) if base > 1 else max(value, bound)
+
+    return factor
 
 
 def cosine(updates: int, *, final: float = 0.0) -> Factor:
@@ -132,10 +154,10 @@ def cosine(updates: int, *, final: float = 0.0) -> Factor:
 
     Args:
         updates: After how many updates ``final`` is reached, at least 1.
-        final: The factor at the end.
+        final: The factor at the end; may be negative, or above 1.
 
     Raises:
-        ValueError: ``updates`` is out of range.
+        ValueError: A number is out of range.
 
     References: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2016,
     arXiv:1608.03983, equation 5, without restarts.
@@ -144,6 +166,7 @@ def cosine(updates: int, *, final: float = 0.0) -> Factor:
     [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
     _check_at_least("updates", updates, 1)
+    _check_finite("final", final)
 
     def factor(count: int) -> float:
         done = min(count / updates, 1.0)
@@ -152,7 +175,7 @@ def cosine(updates: int, *, final: float = 0.0) -> Factor:
     return factor
 
 
-def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: float = 0.0) -> Factor:
+def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: float | None = None) -> Factor:
     """Fall from 1 to ``final`` as a power of what is left, and stay there: a line, where power is 1.
 
     With the share p of updates done: final + (1 - final)·(1 - p)^power.
@@ -160,8 +183,8 @@ def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: f
     Args:
         updates: After how many updates ``final`` is reached, at least 1.
         power: Above 0.
-        final: The factor at the end.
-        bound: The least factor, which may be met before the end.
+        final: The factor at the end; may be negative, or above 1.
+        bound: The least factor, which may be met before the end; None for no bound.
 
     Raises:
         ValueError: A number is out of range.
@@ -172,10 +195,14 @@ def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: f
     _check_at_least("updates", updates, 1)
     if not power > 0:
         raise ValueError(f"`power` must be above 0, got {power}.")
+    _check_finite("final", final)
+    least = -math.inf if bound is None else bound
+    if math.isnan(least):
+        raise ValueError(f"`bound` must be a number or None, got {bound}.")
 
     def factor(count: int) -> float:
         left = 1.0 - min(count / updates, 1.0)
-        return max(final + (1.0 - final) * math.pow(left, power), bound)
+        return max(final + (1.0 - final) * math.pow(left, power), least)
 
     return factor
 
@@ -186,7 +213,7 @@ def inverse(gamma: float, *, power: float = 1.0, final: float = 0.0) -> Factor:
     Args:
         gamma: At least 0.
         power: At least 0.
-        final: The least factor.
+        final: The least factor, at most 1.
 
     Raises:
         ValueError: A number is out of range.
@@ -196,6 +223,9 @@ def inverse(gamma: float, *, power: float = 1.0, final: float = 0.0) -> Factor:
     """
     _check_at_least("gamma", gamma, 0)
     _check_at_least("power", power, 0)
+    _check_finite("final", final)
+    if final > 1:
+        raise ValueError(f"`final` must be at most 1, got {final}.")
     return lambda count: max(float((1.0 + gamma * count) ** -power), final)
 
 
@@ -319,6 +349,12 @@ def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
         group["lr"].fill_(lr)
     else:
         group["lr"] = lr
+
+
+def _check_finite(name: str, value: float) -> None:
+    """Refuse an infinity and NaN."""
+    if not math.isfinite(value):
+        raise ValueError(f"`{name}` must be finite, got {value}.")
 
 
 def _check_at_least(name: str, value: float, least: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lockstep.optim.momentum_sgd import MomentumSGD
+from lockstep.optim.options import check_lr_size, scalar
 
 
 class SGDW(MomentumSGD):
@@ -88,6 +90,7 @@ class SGDW(MomentumSGD):
             TypeError: ``lr`` is a tensor and ``correction`` is asked for.
         """
         options = {**self.defaults, **param_group}
+        check_lr_size(options["lr"])
         first = options["lr"] if options["initial_lr"] is None else options["initial_lr"]
         if not 0 <= options["weight_decay"] < 1:
             raise ValueError(f"`weight_decay` must lie in [0, 1), got {options['weight_decay']}.")
@@ -99,6 +102,10 @@ class SGDW(MomentumSGD):
         param_group["initial_lr"] = first.clone() if isinstance(first, Tensor) else first
         super().add_param_group(param_group)
 
+    def _coupled_decay(self, group: Mapping[str, Any]) -> float:  # noqa: ARG002 - none in any group
+        """Give no decay that passes through the velocity: this one stays beside it."""
+        return 0.0
+
     @torch.no_grad()
     def advance(self) -> None:
         """Shrink the weights, then move them one step by their gradients, and do nothing else."""
@@ -106,7 +113,7 @@ class SGDW(MomentumSGD):
         for group in self.param_groups:
             moving = [weight for weight in group["params"] if weight.grad is not None]
             if moving and group["weight_decay"] != 0 and not group["frozen"]:
-                share = group["weight_decay"] * group["lr"] / group["initial_lr"]
+                share = group["weight_decay"] * scalar(group["lr"]) / scalar(group["initial_lr"])
                 # Not times 1 - share, which rounds a small share away.
                 torch._foreach_sub_(moving, torch._foreach_mul(moving, share))  # noqa: SLF001 - torch's multi-tensor kernels have no other name
         super().advance()

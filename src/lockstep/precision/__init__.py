@@ -12,13 +12,12 @@ from lockstep.precision.finite import settled as settled
 from lockstep.precision.finite import unscale_ as unscale_
 from lockstep.precision.finite import unscale_and_look_ as unscale_and_look_
 from lockstep.precision.leaving_out import ChangesOnlyGradients as ChangesOnlyGradients
+from lockstep.precision.leaving_out import cannot_skip as cannot_skip
 from lockstep.precision.leaving_out import left_out_if as left_out_if
-from lockstep.precision.leaving_out import why_it_waits as why_it_waits
 from lockstep.precision.masters import HALF_PRECISION as HALF_PRECISION
 from lockstep.precision.masters import MasterWeights as MasterWeights
 from lockstep.precision.masters import asks_for_closure as asks_for_closure
 from lockstep.precision.moving import MovingScale as MovingScale
-from lockstep.precision.moving import ScaleThen as ScaleThen
 from lockstep.precision.policy import Precision as Precision
 from lockstep.precision.policy import parse_precision as parse_precision
 from lockstep.precision.scaler import HasMasters as HasMasters

@@ -22,8 +22,8 @@ class ChangesOnlyGradients:
     """
 
 
-def why_it_waits(optimizer: Optimizer, masters: MasterWeights | None = None) -> str | None:
-    """Say why the optimizer's next step cannot be left out by a flag on the device; None if it can.
+def cannot_skip(optimizer: Optimizer, masters: MasterWeights | None = None) -> str | None:
+    """Return why the optimizer's next step cannot be left out by a flag on the device; None if it can.
 
     Args:
         optimizer: Its gradients are there.
@@ -31,14 +31,20 @@ def why_it_waits(optimizer: Optimizer, masters: MasterWeights | None = None) -> 
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(1))
-    >>> why_it_waits(torch.optim.AdamW([weight], fused=True))
-    >>> why_it_waits(torch.optim.AdamW([weight]))
+    >>> cannot_skip(torch.optim.AdamW([weight], fused=True))
+    >>> cannot_skip(torch.optim.AdamW([weight]))
     "AdamW takes no flag; torch's fused optimizers (fused=True) do"
     """
     name = type(optimizer).__name__
     if not vars(optimizer).get("_step_supports_amp_scaling", False):
         return f"{name} takes no flag; torch's fused optimizers (fused=True) do"
-    if not all(isinstance(hook, ChangesOnlyGradients) for hook in _hooks(optimizer)):
+    hooks = chain(
+        _global_optimizer_pre_hooks.values(),
+        optimizer._optimizer_step_pre_hooks.values(),
+        optimizer._optimizer_step_post_hooks.values(),
+        _global_optimizer_post_hooks.values(),
+    )
+    if not all(isinstance(hook, ChangesOnlyGradients) for hook in hooks):
         return f"{name} has a hook of its step that may do more than change gradients"
     if isinstance(optimizer, SGD) and _lacks_velocity(optimizer, masters):
         # Left out on the device, the step would leave velocities uninitialised, which move the weights later.
@@ -51,7 +57,7 @@ def left_out_if(optimizer: Optimizer, nonfinite: Tensor) -> Iterator[None]:
     """Have steps of the optimizer change nothing if a flag on the device is above 0.
 
     Args:
-        optimizer: One that `why_it_waits` has nothing to say about.
+        optimizer: One of which `cannot_skip` returns None.
         nonfinite: 0-d, float32; put where torch's fused kernels look for it.
     """
     slots: dict[str, Any] = vars(optimizer)
@@ -60,15 +66,6 @@ def left_out_if(optimizer: Optimizer, nonfinite: Tensor) -> Iterator[None]:
         yield
     finally:
         del slots["found_inf"], slots["grad_scale"]
-
-
-def _hooks(optimizer: Optimizer) -> Iterator[object]:
-    return chain(
-        _global_optimizer_pre_hooks.values(),
-        optimizer._optimizer_step_pre_hooks.values(),
-        optimizer._optimizer_step_post_hooks.values(),
-        _global_optimizer_post_hooks.values(),
-    )
 
 
 def _lacks_velocity(optimizer: SGD, masters: MasterWeights | None) -> bool:

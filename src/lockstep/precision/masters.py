@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lockstep.errors import StateError
 from lockstep.precision.finite import gradients_of
 from lockstep.state import check_keys
+from lockstep.strides import laid_out_for
 
 HALF_PRECISION: Final = frozenset({torch.float16, torch.bfloat16})
 
@@ -136,7 +137,7 @@ class MasterWeights:
             return
         self.refresh()
         for parameter, master in self._masters.items():
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            master.grad = _gradient_for(master, parameter)
 
     def receiver(self, parameter: nn.Parameter) -> nn.Parameter:
         """Say whose ``grad`` a step within `in_place` reads: that of the master, if there is one."""
@@ -184,7 +185,9 @@ class MasterWeights:
         for parameter in ours:
             master = self._masters.get(parameter)
             if master is None or master.shape != parameter.shape or master.device != parameter.device:
-                self._masters[parameter] = nn.Parameter(parameter.detach().float())
+                # Dense, so that fused kernels step it rightly, with the strides of the parameter's gradients.
+                values = laid_out_for(parameter, parameter.detach().float())
+                self._masters[parameter] = nn.Parameter(values)
                 self._cast_state(parameter, torch.float32)
             else:
                 master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
@@ -238,7 +241,7 @@ class MasterWeights:
         here = {
             index: tuple(parameter.shape)
             for index, parameter in enumerate(self._parameters())
-            if parameter.dtype in HALF_PRECISION
+            if parameter.dtype in HALF_PRECISION and not is_lazy(parameter)
         }
         there = {index: tuple(master.shape) for index, master in saved.items()}
         if here != there:
@@ -299,7 +302,7 @@ class MasterWeights:
             self._replace(self._masters)
             self._active = True
         for parameter, master in self._masters.items():
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+            master.grad = _gradient_for(master, parameter)
         return loss
 
     @torch.no_grad()
@@ -320,7 +323,14 @@ class MasterWeights:
         for key, value in remembered.items():
             # torch's optimizers count steps in a tensor, which for a 0-d parameter has its shape.
             if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                remembered[key] = value.to(dtype) if value.is_floating_point() else value
+                remembered[key] = (
+                    laid_out_for(parameter, value.to(dtype)) if value.is_floating_point() else value
+                )
+
+
+def _gradient_for(master: Tensor, parameter: Tensor) -> Tensor | None:
+    """Give a parameter's gradient in float32, with the strides of its master as fused kernels need it."""
+    return None if parameter.grad is None else laid_out_for(master, parameter.grad.float())
 
 
 def asks_for_closure(optimizer: Optimizer) -> bool:

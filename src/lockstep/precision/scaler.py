@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lockstep import nest
 from lockstep.errors import OrderError, StateError
 from lockstep.precision.finite import gradients_of, nonfinite_flag, sent, unscale_
-from lockstep.precision.leaving_out import left_out_if, why_it_waits
+from lockstep.precision.leaving_out import cannot_skip, left_out_if
 from lockstep.precision.masters import HALF_PRECISION, MasterWeights
 from lockstep.precision.moving import MovingScale
 from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_scale
@@ -119,7 +119,7 @@ class LossScaler:
         the first step of a fused SGD with momentum: left out on the device, it would leave the new velocities
         uninitialised, and those move the weights afterwards.
         """
-        return why_it_waits(_inner(optimizer), _masters_of(optimizer)) is None
+        return cannot_skip(_inner(optimizer), _masters_of(optimizer)) is None
 
     def scale(self, loss: Losses) -> Losses:
         """Multiply a loss by the factor, in float32 at least, on the loss's device.
@@ -195,7 +195,7 @@ class LossScaler:
             raise OrderError("`step` must be called once for each optimizer between two calls of `update`.")
         checked.stepped = True
         inner = _inner(optimizer)
-        on_device = why_it_waits(inner, checked.masters) is None
+        on_device = cannot_skip(inner, checked.masters) is None
         if not on_device and bool(checked.nonfinite):
             if checked.masters is not None:
                 checked.masters.drop_gradients()
@@ -220,7 +220,7 @@ class LossScaler:
                 raise OrderError("`update` must follow `step` or `unscale_`, once for each time.")
             flags = [checked.nonfinite for checked in self._checked.values()]
             nonfinite = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        self._scale.follow(sent(nonfinite, self._device))
+        self._scale = self._scale.after(sent(nonfinite, self._device))
         for checked in self._checked.values():
             if checked.masters is not None:
                 checked.masters.drop_gradients()
@@ -238,7 +238,7 @@ class LossScaler:
         Raises:
             StateError: Keys are missing or unknown, or it is of another class of scale.
         """
-        self._scale.value = self.restored(state)
+        self._scale = MovingScale(self.restored(state))
         self._checked.clear()
 
     def restored(self, state: Mapping[str, Any]) -> LossScale:

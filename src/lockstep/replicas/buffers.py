@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lockstep.precision import sent
 from lockstep.replicas.buffer_sums import BufferSum, combine_known
@@ -52,8 +53,6 @@ class ReplicaBuffers:
         """The names under which a buffer may be put, those without one included; empty for a model without any."""
         self._start: Tensors = []
         self._clean = [False] * len(self._slots)
-        self.unpackable: str | None = None
-        """The name of a buffer that the host has to look at, even if nobody wants to; or None."""
         self._packed: list[Pack] = []
         self._packed_kinds: Sequence[object] = []
 
@@ -73,9 +72,9 @@ class ReplicaBuffers:
         ]
         self._clean = [False] * len(self._slots)
         sources = [source for slot in self._sources if (source := slot.get()) is not None]
-        self.unpackable = next((slot.name for slot in self._sources if not _is_packable(slot.get())), None)
         # The same answer at every place, for it is the original that is asked.
-        if self.unpackable is None and (unread or any(source.device.type != "cpu" for source in sources)):
+        unread = unread or any(source.device.type != "cpu" for source in sources)
+        if unread and all(map(can_be_packed, sources)):
             return PackedSum.begun(first, self._start, self._packs())
         return BufferSum.begun(first, len(self._slots))
 
@@ -102,19 +101,32 @@ class ReplicaBuffers:
         # Until `take` has looked: the shard may fail on the way.
         self._clean = [False] * len(self._slots)
 
-    def renew(self) -> None:
+    def renew(self, trained: Sequence[int] = ()) -> list[torch.Tensor]:
         """Do what `restore` does with tensors that are new, because graphs refer to those of earlier shards.
 
         A graph that is kept for a later backward may have saved a buffer. Written in place, the buffer would
         make that backward fail, or wrong where a kernel writes past the version counter.
+
+        Args:
+            trained: The numbers of the buffers that require a gradient.
+
+        Returns:
+            For each of these, the leaf in which a backward leaves it.
         """
         fresh = {
             id(own): start.clone()
             for own, start in zip(self._own, self._start, strict=True)
             if own is not None and start is not None
         }
+        leaves = [fresh[id(self._own[index])].requires_grad_() for index in trained]
+        for index, leaf in zip(trained, leaves, strict=True):
+            source = self._sources[index].get()
+            if source is not None and not source.is_leaf:
+                # Forward may write to it as it may to the original.
+                fresh[id(self._own[index])] = leaf.clone()
         for slot, own in self.bound:
             slot.put(fresh.get(id(own), own))
+        return leaves
 
     def take(self, shard: int, weight: float, into: AnyBufferSum) -> None:
         """Add what a shard made of the buffers.
@@ -137,6 +149,15 @@ class ReplicaBuffers:
             not may_differ and value is own
             for may_differ, value, own in zip(changed, left, self._own, strict=True)
         ]
+
+
+def unpackable(model: nn.Module) -> str | None:
+    """Return the name of a buffer that the host has to look at after every shard; None if there is none."""
+    for slot in buffer_slots(model):
+        buffer = slot.get()
+        if buffer is not None and not is_lazy(buffer) and not can_be_packed(buffer):
+            return slot.name
+    return None
 
 
 def combine(
@@ -162,10 +183,6 @@ def combine(
         return
     known = [each for each in sums if isinstance(each, BufferSum)]
     combine_known(known, slots, weight=weight, unless=unless)
-
-
-def _is_packable(buffer: torch.Tensor | None) -> bool:
-    return buffer is None or can_be_packed(buffer)
 
 
 def _brought(value: torch.Tensor, slot: Slot, start: torch.Tensor) -> torch.Tensor:

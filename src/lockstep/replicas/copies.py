@@ -1,13 +1,14 @@
 """Copy a model for a device, and notice what happens to the original afterwards.
 
 On the device where the model lives, a copy shares the memory of its parameters and has everything else
-of its own: gradients, buffers, plain attributes. Elsewhere its parameters are copies, to be refreshed.
+of its own: gradients, buffers, plain attributes. Elsewhere its parameters are copies; see `replicas.sending`.
 The model itself is never run, so nothing of it changes before an update is applied.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
 from types import MethodType
@@ -29,7 +30,9 @@ HOOKS = (
 )
 
 
-def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
+def copy_model(
+    model: nn.Module, device: torch.device, shares_memory: Callable[[nn.Parameter], bool] | None = None
+) -> nn.Module:
     """Copy a model for one device, with the memory of its parameters shared where it lives there.
 
     Ties between parameters, between modules and between buffers stay as they are. A hook that is an
@@ -39,6 +42,8 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
     Args:
         model: Left untouched.
         device: Where the copy shall run.
+        shares_memory: Returns for a parameter whether the copy is to compute with its memory; by default it
+            does with those on its device.
 
     Raises:
         ValueError: A parameter has no shape yet, or is written by forward.
@@ -52,9 +57,10 @@ def copy_model(model: nn.Module, device: torch.device) -> nn.Module:
                 f"`model` must have parameters of known shapes, got an uninitialised {name!r}. "
                 "Run the model once on a sample first."
             )
-        memo[id(parameter)] = _copy_parameter(parameter, device)
+        shares = parameter.device == device if shares_memory is None else shares_memory(parameter)
+        memo[id(parameter)] = _copy_parameter(parameter, device, shares=shares)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to(device, copy=True)
+        memo[id(buffer)] = buffer.detach().to(buffer.device if buffer.is_meta else device, copy=True)
     for weight in _computed_weights(model):
         memo[id(weight)] = weight.detach().to(device, copy=True)
     modules = {id(module) for module in model.modules()}
@@ -102,9 +108,9 @@ def _refuse_writers(model: nn.Module) -> None:
             )
 
 
-def _copy_parameter(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Share memory and version counter with a parameter on this device, or copy it from another."""
-    values = parameter.detach() if parameter.device == device else parameter.detach().to(device)
+def _copy_parameter(parameter: nn.Parameter, device: torch.device, *, shares: bool) -> nn.Parameter:
+    """Share memory and version counter with a parameter, or copy it to a device."""
+    values = parameter.detach() if shares else parameter.detach().to(device, copy=True)
     copied = nn.Parameter(values, requires_grad=parameter.requires_grad)
     copied.__dict__.update(parameter.__dict__)
     return copied
@@ -139,8 +145,8 @@ def _parts(hook: object) -> list[object]:
 class ModelWatch:
     """Notice changes of a model that its copies would not see.
 
-    Values of parameters and buffers are not looked at here: parameters share memory or are refreshed by
-    version, buffers are copied before each shard. What is noticed: attributes set to another object (also
+    Values of parameters and buffers are not looked at here: parameters share memory or are sent before each
+    use, buffers are copied before each shard. What is noticed: attributes set to another object (also
     ``train()`` and ``eval()``), modules, parameters, buffers or hooks added, replaced or removed, a
     parameter frozen, or moved to other memory (``model.double()``, ``parameter.data = …``). What is not:
     a list or dict that an attribute held before and that was changed in place.

@@ -23,7 +23,8 @@ from lockstep.replicas.nccl import BroadcastingSet
 from lockstep.replicas.one_graph import attached_forward
 from lockstep.replicas.passes import Passes
 from lockstep.replicas.replica_set import ReplicaSet, Timeout
-from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, read_inputs
+from lockstep.replicas.scatter import BatchDim, Inputs, argument_names, named_inputs, read_inputs
+from lockstep.replicas.trained_buffers import trained_buffers
 from lockstep.replicas.wrapping import Wrapping
 
 
@@ -128,7 +129,6 @@ class DataParallel(Wrapping):
         self._buffer_rule: BufferRule = buffers
         self._running: Running | None = None
         self._flat: Flattened | None = None
-        self._seen_version = 0
         self._monitor: Monitor | None = None
         self.place_on(devices, workloads)
 
@@ -179,14 +179,17 @@ class DataParallel(Wrapping):
         main = self.devices[0]
         if torch.is_grad_enabled() and not self.parallel_backward:
             trained = [each for each in self.module.parameters() if each.requires_grad]
-            forward = attached_forward(running.passes, inputs, trained, self, flat=self._flat)
+            buffers = trained_buffers(self.module)
+            forward = attached_forward(running.passes, inputs, trained, buffers, self, flat=self._flat)
             return forward.outputs.nest(forward.outputs.merged(main, attached=True))
         with _own_saved_tensors():
             forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
-        trained = [each for _, each in forward.parameters] if forward.has_graph else []
-        if not trained and not any(inputs.wanted):
+        named = forward.parameters if forward.has_graph else []
+        if not named and not any(inputs.wanted):
             return forward.outputs.nest(forward.outputs.merged(main))
-        return forward.outputs.nest(Link(running.passes, forward, trained, main, self._flat).outputs())
+        return forward.outputs.nest(
+            Link(running.passes, forward, [each for _, each in named], main, self._flat).outputs()
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -199,10 +202,8 @@ class DataParallel(Wrapping):
         return self._follow().replicas.replicas
 
     def sync_parameters(self) -> None:
-        """Copy the parameters to replicas on other memory, after writes that torch does not count."""
-        running = self._follow()
-        running.replicas.refresh()
-        running.replicas.sync_parameters()
+        """Copy the parameters to replicas with memory of their own; every forward does it by itself."""
+        self._follow().replicas.refresh()
 
     def flat_parameters(self) -> FlatParameters:
         """Lay the parameters end to end in one tensor, and keep them so from now on.
@@ -255,11 +256,6 @@ class DataParallel(Wrapping):
         if self._running is None or self._running.replicas.model is not self.module:
             self._running = self._start()
         running = self._running
-        if self._flat is not None and self._flat.tensors.values._version != self._seen_version:
-            # Writes to the flat tensor are not counted by the parameters, which are views of it.
-            running.replicas.refresh()
-            running.replicas.sync_parameters()
-            self._seen_version = self._flat.tensors.values._version
         self._prepare_threads(running)
         return running
 
@@ -275,7 +271,6 @@ class DataParallel(Wrapping):
         parameters = list(self.module.parameters())
         if self._flat is None or not self._flat.holds(parameters):
             self._flat = Flattened(parameters)
-            self._seen_version = self._flat.tensors.values._version
         return self._flat
 
     def _prepare_threads(self, running: Running) -> None:
@@ -298,7 +293,7 @@ class DataParallel(Wrapping):
         return read_inputs(
             args,
             kwargs,
-            names,
+            list(named_inputs(args, kwargs, names)),
             self._dims(names, args, kwargs),
             wanted=lambda _, tensor: keeps_graph and tensor.requires_grad,
         )

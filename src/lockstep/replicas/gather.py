@@ -53,14 +53,28 @@ class Outputs:
             attached: With the graphs behind them, which they are without by default.
         """
         chosen = self.shards if shards is None else shards
-        parts = [[each.tensors[index] for each in chosen] for index in range(len(self.dims))]
-        return [
-            _together(each if attached else [part.detach() for part in each], dim, chosen, device)
-            for each, dim in zip(parts, self.dims, strict=True)
+        together = []
+        for index, dim in enumerate(self.dims):
+            parts = []
+            for each in chosen:
+                tensor = each.tensors[index]
+                parts.append(tensor if attached else tensor.detach())
+            together.append(_together(parts, dim, chosen, device))
+        return together
+
+    def by_device(
+        self, devices: Sequence[torch.device], done: Sequence[Sequence[ShardForward]]
+    ) -> list[list[torch.Tensor | None]]:
+        """Return for each output a list with one tensor per device, None for a device that had no shard."""
+        parts = [
+            self.merged(device, each) if each else None for device, each in zip(devices, done, strict=True)
         ]
+        return [[None if part is None else part[index] for part in parts] for index in range(len(self.dims))]
 
     def nest(self, parts: Sequence[Any]) -> Any:
         """Put one thing for each output into containers like those that the model returned."""
+        if isinstance(self.shards[0].returned, torch.Tensor):
+            return parts[0]
         rest = iter(parts)
         return nest.map_tensors(lambda _: next(rest), self.shards[0].returned)
 
@@ -95,8 +109,9 @@ def read_outputs(shards: Sequence[ShardForward], num_samples: int, output_dim: B
             f"`model` must return at least one tensor, got a {type(shards[0].returned).__name__}."
         )
     names = [path for path, _ in found]
-    given = given_dims(output_dim, names, "output_dim")
-    dims = [_output_dim(path, tensor, dim) for (path, tensor), dim in zip(found, given, strict=True)]
+    dims = given_dims(output_dim, names, "output_dim")
+    for index, (path, tensor) in enumerate(found):
+        dims[index] = _output_dim(path, tensor, dims[index])
     outputs = Outputs(names, dims, list(shards), num_samples)
     for each in shards:
         _check_samples(outputs, each)

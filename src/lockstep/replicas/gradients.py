@@ -7,13 +7,14 @@ it the part of each device. Where somebody else has changed ``parameter.grad`` s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 
+from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
 
 GradMode: TypeAlias = Literal["write", "add", "null"]
@@ -22,10 +23,10 @@ GradMode: TypeAlias = Literal["write", "add", "null"]
 def read_grad_modes(
     model: nn.Module, grad_mode: GradMode | Mapping[str, GradMode], fixed: Iterable[str]
 ) -> dict[str, GradMode]:
-    """Say for each parameter what becomes of its gradient.
+    """Say for each parameter, and each buffer that may have one, what becomes of its gradient.
 
     Args:
-        model: Its parameters, by any of the names they have.
+        model: Its parameters and buffers, by any of the names they have.
         grad_mode: One word for all, or words by name; "write" for a parameter that is not named.
         fixed: Names of parameters without a gradient, unless `grad_mode` names them.
 
@@ -35,8 +36,8 @@ def read_grad_modes(
     """
     if isinstance(fixed, str):
         raise TypeError(f"`fixed` must be names in a list, got the string {fixed!r}.")
-    first = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
-    names = {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+    first = {tensor: name for name, tensor in reversed(list(_differentiable(model)))}
+    names = {name: first[tensor] for name, tensor in _differentiable(model, remove_duplicate=False)}
     by_name = grad_mode if isinstance(grad_mode, Mapping) else {}
     default: GradMode = "write" if isinstance(grad_mode, Mapping) else checked_mode(grad_mode, "grad_mode")
     modes: dict[str, GradMode] = dict.fromkeys(first.values(), default)
@@ -45,6 +46,14 @@ def read_grad_modes(
     for name, word in by_name.items():
         modes[_known(name, names, "grad_mode")] = checked_mode(word, f"grad_mode[{name!r}]")
     return modes
+
+
+def _differentiable(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, then the buffers that can require a gradient, with their names."""
+    yield from model.named_parameters(remove_duplicate=remove_duplicate)
+    for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
+        if buffer.is_floating_point() or buffer.is_complex():
+            yield name, buffer
 
 
 def checked_mode(word: object, argument: str) -> GradMode:
@@ -78,7 +87,7 @@ class _Kept:
     parts: Tensors
     adds: bool
 
-    def holds(self, parameter: nn.Parameter) -> bool:
+    def holds(self, parameter: torch.Tensor) -> bool:
         """Tell whether nobody has changed the sum since."""
         return self.total is parameter.grad and self.version == self.total._version
 
@@ -87,9 +96,9 @@ class _Kept:
 class GradientStore:
     """The gradients of parameters, summed and by device; groups that share parameters share one."""
 
-    _kept: dict[nn.Parameter, _Kept] = field(default_factory=dict)
+    _kept: dict[torch.Tensor, _Kept] = field(default_factory=dict)
 
-    def put(self, parameter: nn.Parameter, total: torch.Tensor | None, parts: Tensors, *, add: bool) -> None:
+    def put(self, parameter: torch.Tensor, total: torch.Tensor | None, parts: Tensors, *, add: bool) -> None:
         """Take in what a backward gave for one parameter.
 
         Args:
@@ -98,12 +107,15 @@ class GradientStore:
             parts: The part of each device, likewise; one of them may be the very tensor of the sum.
             add: Add to what is there; else what is there is replaced.
         """
-        before: Tensors = self.parts(parameter, len(parts)) if add else [None for _ in parts]
         if total is not None:
             if total.dtype != parameter.dtype or total.device != parameter.device:
                 total = total.to(parameter)
-            total = hooked(parameter, total)
+            if parameter._backward_hooks:
+                total = hooked(parameter, total)
+            if total.layout is torch.strided and total.stride() != parameter.stride():
+                total = laid_out_for(parameter, total)
         if add and parameter.grad is not None:
+            before = self.parts(parameter, len(parts))
             if total is not None:
                 with torch.no_grad():
                     parameter.grad.add_(total)
@@ -117,7 +129,7 @@ class GradientStore:
         else:
             self._kept[parameter] = _Kept(parameter.grad, parameter.grad._version, parts, add)
 
-    def parts(self, parameter: nn.Parameter, num_devices: int) -> Tensors:
+    def parts(self, parameter: torch.Tensor, num_devices: int) -> Tensors:
         """Give the part of each device; None where there is none."""
         kept = self._kept.get(parameter)
         if kept is None or not kept.holds(parameter):
@@ -130,7 +142,7 @@ class GradientStore:
             if not kept.adds or not kept.holds(parameter):
                 del self._kept[parameter]
 
-    def clear(self, parameter: nn.Parameter) -> None:
+    def clear(self, parameter: torch.Tensor) -> None:
         """Forget the gradient of one parameter."""
         parameter.grad = None
         self._kept.pop(parameter, None)
@@ -143,7 +155,7 @@ def _sum(old: torch.Tensor | None, new: torch.Tensor | None, total: torch.Tensor
     return old.add_(new)
 
 
-def hooked(parameter: nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
+def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Run the hooks that a user registered on a parameter on its gradient, once for the whole batch.
 
     Args:

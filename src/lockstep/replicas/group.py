@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -18,59 +19,59 @@ from lockstep.replicas.devices import Devices
 from lockstep.replicas.gradients import GradientStore, GradMode, read_grad_modes
 from lockstep.replicas.input_gradients import NO_GRADIENTS, InputGradients, read_input_modes
 from lockstep.replicas.interrupts import Interrupts
-from lockstep.replicas.last_passes import LastPasses
+from lockstep.replicas.measuring import Updatable, portions
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.output_gradients import read_output_grads
 from lockstep.replicas.parameters import read_parameters, share_parameters, write_parameters
 from lockstep.replicas.passes import Backward, Forward, Passes, schedule
-from lockstep.replicas.replica_set import Timeout
+from lockstep.replicas.replica_set import ReplicaSet, Timeout
 from lockstep.replicas.scatter import BatchDim, check_dims
+from lockstep.replicas.shape_inference import infer, refuse_shapes
+from lockstep.replicas.signature import Signature
+from lockstep.replicas.trained_buffers import refuse_computed_buffers, trained_buffers
 from lockstep.tree import Tensors
 
 
-class ReplicaGroup(LastPasses):
+class ReplicaGroup(ReplicaSet):
     """One model on several devices: forward and backward of a batch that is split over them.
 
-    A batch is cut into shards, the devices run their shards at the same time, and what comes out is put
-    together again: sample k of the batch is at place k of every output. Gradients are those of one device
-    for any split. A replica on the device where the model lives shares the memory of its parameters, one
-    elsewhere holds a copy that follows every write; see `ReplicaSet`.
+    A batch is cut into shards, the devices run their shards at the same time, and the results are put together
+    again: sample k of the batch is entry k of every output. Gradients are those of one device for any split. A
+    replica on the device where the model lives shares the memory of its parameters; one elsewhere holds a copy,
+    which receives the values before every use.
 
-    Without `num_shards` each device has one shard, sized by its workload: by the largest remainder, ties to
-    the earlier device, none empty while there are samples for all; where there are fewer samples than
-    devices, the others rest. With `num_shards` the batch is cut into that many shards of equal size (the
-    first ones a sample longer), which are assigned by workload; then devices and workloads leave all bits as
-    they are.
+    Without `num_shards` each device has one shard, sized by its workload: by the largest remainder, ties to the
+    earlier device, none empty while there are samples for all. With `num_shards` the batch is cut into that many
+    shards of equal size (the first ones a sample longer), which are assigned by workload; then devices and
+    workloads change no bit.
 
     Args:
-        model: Called on each replica: a batch that is a tuple or list gives its arguments by position, a
-            dict by name, anything else is the only one. It stays where it is, and is never run itself.
-        devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed.
-        workloads: Relative speeds of the devices, positive and finite; equal ones by default.
+        model: The model. It stays where it is and is never run itself. Each replica is called with the entries
+            of a tuple or list by position, of a dict by name, or with anything else as the only argument.
+        devices: ``"auto"`` for every GPU, or else every core; or names of devices, which may repeat.
+        workloads: The relative speeds of the devices, positive and finite; equal by default.
         batch_dim: The dimension that counts samples: one for all inputs, or one for each by the name of the
-            argument or the path in it (``"pair[0]"``), 0 where none is given. None: the input is given whole
-            to every shard, and its gradient is the sum over shards; not for all inputs at once, for
-            then nothing is split.
-        output_dim: The same for outputs, by the key of a dict or ``"output[0]"``; by default that of the
-            inputs where it is one number, else 0. None: the output is one value for the whole batch, and put
-            together as the mean over shards weighted by their samples. An output without dimensions always
-            is.
-        grad_mode: What backward does to ``parameter.grad``: "write" replaces it, "add" adds to it, "null"
-            does not compute it; one word for all, inputs included, or words by parameter.
-        fixed: Names of parameters without a gradient, unless `grad_mode` names them.
-        input_grads: Whether backward also gives the gradients of inputs (of `data`, where labels are bound),
-            written or added as `grad_mode` says, if that is one word; or "write", "add" or "null" by input,
-            named as in `batch_dim`, where an input that is not named has none.
-        device_grads: Whether the part of each device is kept beside the sum, for ``gradients(merge=False)``;
-            they take the memory of a gradient for each device.
+            argument or the path in it (``"pair[0]"``), 0 where none is given. With None the input is given whole
+            to every shard, and its gradient is the sum over shards; at least one input must be split.
+        output_dim: The same for outputs, by the key of a dict or ``"output[0]"``; by default that of the inputs
+            where it is one number, else 0. With None, and always for an output without dimensions, the output is
+            the mean over shards, weighted by their samples.
+        grad_mode: ``"write"`` replaces ``parameter.grad``, ``"add"`` adds to it, ``"null"`` does not compute it;
+            one word for all, inputs included, or words by parameter (or by buffer that requires a gradient).
+        fixed: The names of parameters without a gradient, unless `grad_mode` names them.
+        input_grads: Whether backward also computes the gradients of inputs (of `data`, where labels are bound),
+            written or added as `grad_mode` says, if that is one word; or ``"write"``, ``"add"`` or ``"null"`` by
+            input, named as in `batch_dim`, where an input that is not named has none.
+        device_grads: Whether the part of each device is kept beside the sum, for ``gradients(merge=False)``; this
+            takes the memory of a gradient for each device.
         training: Whether this group trains. One that does not keeps no graphs and has no gradients.
-        num_shards: Shards a batch, or None for one a device.
-        buffers: The rule by which the buffers of shards become the model's: "mean" or "first".
-        shared_group: Use the parameters and buffers of this group's model wherever names agree: the same
-            memory and the same gradients. Outputs stay each group's own.
-        timeout: Seconds after which a device still at work counts as hung; the first one then has a thread of
-            its own too. ``"auto"``: half an hour for the threads of the others, while the calling thread
-            is not watched. None for never.
+        num_shards: The number of shards of a batch, or None for one per device.
+        buffers: The rule by which the buffers of shards become the model's: ``"mean"`` or ``"first"``.
+        shared_group: A group whose model's parameters and buffers are used wherever names agree: the same memory
+            and the same gradients. Outputs stay each group's own.
+        timeout: The number of seconds after which a device that is still at work counts as hung; the first one
+            then has a thread of its own too. ``"auto"`` is half an hour for the threads of the other devices,
+            while the calling thread is not watched. None waits without end.
 
     Raises:
         TypeError: The model is no module or cannot be copied, `fixed` is a string, or a dimension no number.
@@ -115,17 +116,16 @@ class ReplicaGroup(LastPasses):
         if output_dim == "batch_dim":
             output_dim = batch_dim if isinstance(batch_dim, int) else 0
         check_dims(output_dim, "output_dim")
-        super().__init__(
-            model,
-            devices,
-            workloads=workloads,
-            timeout=timeout,
-            batch_dim=batch_dim,
-            training=training,
-            input_modes=read_input_modes(input_grads, grad_mode),
-        )
+        super().__init__(model, devices, workloads=workloads, timeout=timeout)
+        check_shapes = partial(refuse_shapes, model, training=training)
+        self._signature = Signature(model.forward, batch_dim, check_shapes)
+        self._trains = training
+        self._input_modes = read_input_modes(input_grads, grad_mode)
+        self._forward: Forward | None = None
+        self._merged: list[torch.Tensor] = []
+        self._input_gradients: InputGradients | None = None
         self._modes = read_grad_modes(model, grad_mode, fixed)
-        self._frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
+        self.frozen = frozenset(name for name, mode in self._modes.items() if mode == "null")
         if shared_group is not None:
             share_parameters(model, shared_group.model)
         self._store: GradientStore = GradientStore() if shared_group is None else shared_group._store  # noqa: SLF001 - shared on purpose
@@ -210,12 +210,17 @@ class ReplicaGroup(LastPasses):
                 used on.
             ReplicaInterrupt: Ctrl-C came while devices were at work; likewise.
             TypeError: The model returned something that cannot be put together.
-            ValueError: The batch does not fit what was bound, or `batch_dim`, or outputs do not fit it.
+            ValueError: The batch does not fit what was bound, or `batch_dim`, or outputs do not fit it; or a
+                buffer that requires a gradient was computed from other tensors.
         """
         modes = self._input_modes if torch.is_grad_enabled() else NO_GRADIENTS
         inputs = self._signature.read(batch, modes)
         self._drop_forward()
         if self._trains and torch.is_grad_enabled():
+            for buffer in self.model.buffers():
+                if buffer.requires_grad:
+                    refuse_computed_buffers(self.model)
+                    break
             self._store.make_room()
         with nullcontext() if self._trains else torch.no_grad():
             forward = self._passes.forward(
@@ -231,8 +236,8 @@ class ReplicaGroup(LastPasses):
     def backward(self, output_grads: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward on all devices, and write or add the gradients.
 
-        The sum over devices is then in ``parameter.grad`` of the model, where an optimizer finds it; hooks on
-        parameters see it once.
+        The sum over devices is then in ``parameter.grad`` of the model, where an optimizer finds it, and in
+        ``buffer.grad`` of buffers that require a gradient; hooks on parameters see it once.
 
         Args:
             output_grads: The gradient of what forward returned, in the same containers, None where nothing
@@ -250,14 +255,96 @@ class ReplicaGroup(LastPasses):
             raise OrderError(
                 "A group made with training=False has no gradients; make one with training=True."
             )
-        forward = self._last()
+        forward = self._forward or self._last()
         grads = read_output_grads(forward.outputs, self._merged, output_grads)
         backward = self._passes.backward(forward, grads, retain_graph=retain_graph)
         with Interrupts():
             self._keep(forward, backward)
 
+    def outputs(self, *, merge: bool = True) -> list[Any]:
+        """Return the outputs of the last forward.
+
+        Args:
+            merge: One tensor for each output; else for each output a list with one tensor per device, None
+                where the device had no samples.
+
+        Raises:
+            OrderError: There was no forward.
+        """
+        forward = self._last()
+        return list(self._merged) if merge else forward.outputs.by_device(self.devices, forward.done)
+
+    def output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the name and shape of each output, of the whole batch: the last forward's, or the next one's.
+
+        Before the first forward, and after a `reshape`, they follow from the bound shapes: a copy of the
+        model is run on tensors without values, or, where it looks at values, on zeros. No state, random
+        number or buffer changes by that, and no hook of yours is called.
+
+        Raises:
+            OrderError: There was no forward, and inputs are not bound or do not tell.
+        """
+        bound = self._signature.bound
+        if self._forward is None and bound is not None:
+            found = infer(self.model, bound, training=self._trains)
+            if found.shapes is not None:
+                return found.shapes
+        names = self._last().outputs.names
+        return [(name, tuple(tensor.shape)) for name, tensor in zip(names, self._merged, strict=True)]
+
+    def input_grads(self, *, merge: bool = True) -> list[Any]:
+        """Return the gradients of inputs that the last backward gave, in the order of the call.
+
+        Args:
+            merge: One tensor for each input, on its device; else for each input a list with one per device.
+                None stands for an input without a gradient: whole numbers, labels, and what backward did
+                not reach.
+
+        Raises:
+            OrderError: They were not asked for, or there was no backward.
+        """
+        if not self._input_modes.wanted:
+            raise OrderError(
+                "Gradients of inputs are there with input_grads=True, and a `grad_mode` not 'null'."
+            )
+        if self._input_gradients is None:
+            raise OrderError("Gradients of inputs must follow a backward.")
+        return self._input_gradients.merged() if merge else self._input_gradients.by_device(self.devices)
+
+    def update_metric(
+        self, metric: Updatable, labels: Any, *, per_device: bool = False, pad: int = 0
+    ) -> None:
+        """Update a metric with the outputs of the last forward: ``metric.update(outputs, labels)``.
+
+        Args:
+            metric: Anything with `update`, also of torchmetrics.
+            labels: A tensor or nest with one entry for each sample, cut as the bound labels are.
+            per_device: Whether there is one call for each device with its own samples; else one for all, so
+                that the result is that of one device whatever the metric counts.
+            pad: The number of samples at the end of the batch that are padding, which is not counted; an
+                output that is one value for all samples comes as it is.
+
+        Raises:
+            OrderError: There was no forward.
+            ValueError: Labels are for another number of samples, or `pad` leaves none; nothing was counted.
+        """
+        forward = self._last()
+        read = self._signature.read_labels(labels, forward.inputs.num_samples)
+        for outputs, target in portions(forward, self.devices, read, per_device=per_device, pad=pad):
+            metric.update(outputs, target)
+
+    def _last(self) -> Forward:
+        if self._forward is None:
+            raise OrderError("A forward must come first.")
+        return self._forward
+
+    def _drop_forward(self) -> None:
+        """Let go of the last forward, so that its graph and the next one's are never there together."""
+        self._forward = None
+        self._merged = []
+
     def gradients(self, *, merge: bool = True) -> dict[str, Any]:
-        """Give the gradients of parameters by name.
+        """Give the gradients of parameters, and of buffers that require one, by name.
 
         Args:
             merge: The sum over devices, ``parameter.grad``; else a list with the part of each device, None
@@ -267,7 +354,8 @@ class ReplicaGroup(LastPasses):
         Raises:
             OrderError: Parts are asked for, and were not to be kept.
         """
-        named = self.model.named_parameters()
+        buffers = [(buffer.name, buffer.tensor) for buffer in trained_buffers(self.model)]
+        named: list[tuple[str, torch.Tensor]] = [*self.model.named_parameters(), *buffers]
         if merge:
             return {name: parameter.grad for name, parameter in named}
         if not self._keeps_parts:
@@ -275,9 +363,10 @@ class ReplicaGroup(LastPasses):
         return {name: self._store.parts(parameter, len(self.devices)) for name, parameter in named}
 
     def zero_grad(self) -> None:
-        """Forget the gradients of parameters and inputs."""
-        for parameter in self.model.parameters():
-            self._store.clear(parameter)
+        """Forget the gradients of parameters, buffers and inputs."""
+        leaves = [buffer for buffer in self.model.buffers() if buffer.is_leaf]
+        for tensor in (*self.model.parameters(), *leaves):
+            self._store.clear(tensor)
         self._input_gradients = None
 
     def get_parameters(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -333,8 +422,9 @@ class ReplicaGroup(LastPasses):
         kept = range(len(self.devices)) if self._keeps_parts else ()
         parts = [backward.device_total(place) for place in kept]
         totals = backward.total(keep=self._keeps_parts)
-        for index, (name, parameter) in enumerate(forward.parameters):
-            own: Tensors = [part[index] if part else None for part in parts]
-            self._store.put(parameter, totals[index], own, add=self._modes.get(name) == "add")
+        nothing: Tensors = [None] * len(totals)
+        by_parameter = zip(*[part or nothing for part in parts], strict=True) if parts else [()] * len(totals)
+        for (name, parameter), total, own in zip(forward.parameters, totals, by_parameter, strict=True):
+            self._store.put(parameter, total, list(own), add=self._modes.get(name) == "add")
         gradients = InputGradients(forward.inputs, forward.shards, backward.inputs)
         self._input_gradients = gradients.plus(self._input_gradients, self._input_modes)

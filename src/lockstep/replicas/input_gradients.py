@@ -40,6 +40,8 @@ class InputModes:
         Raises:
             ValueError: A name fits no path.
         """
+        if not self.words:
+            return dict.fromkeys(paths, self.others)
         found = by_longest_name(self.words, [*paths, *absent], "input_grads", default=self.others)
         return dict(zip(paths, found, strict=False))
 
@@ -97,6 +99,11 @@ class InputGradients:
         shards = self.shards[place]
         return [self._together(index, shards, device) for index in range(len(self.inputs.tensors))]
 
+    def by_device(self, devices: Sequence[torch.device]) -> list[Tensors]:
+        """Return for each input a list with the gradient of what each device was given."""
+        parts = [self.of_device(place, device) for place, device in enumerate(devices)]
+        return [list(each) for each in zip(*parts, strict=True)]
+
     def plus(self, earlier: InputGradients | None, modes: InputModes) -> InputGradients:
         """Add those of an earlier backward to inputs whose word is "add".
 
@@ -104,6 +111,8 @@ class InputGradients:
             earlier: Counts if its inputs were cut into parts of the same shapes.
             modes: The words, which fit the inputs.
         """
+        if not modes.words and modes.others != "add":
+            return self
         words = modes.by_path(self.inputs.names, absent=modes.words)
         adds = [words[name] == "add" for name in self.inputs.names]
         if not any(adds):

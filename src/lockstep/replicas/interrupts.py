@@ -53,8 +53,15 @@ class Interrupts(HeldSignal):
     def __init__(self) -> None:
         self._open = False
         self._thread = get_ident()
-        self.window = Window(self)
-        """Entered by any thread around what may be interrupted; of effect in the main thread."""
+
+    @property
+    def window(self) -> Window:
+        """A context manager, entered by any thread around what may be interrupted; of effect in the main one.
+
+        It is made anew for every caller: kept here, it would be a reference cycle, and every forward and
+        backward would leave garbage that only the cycle collector frees.
+        """
+        return Window(self)
 
     def switch(self, *, opened: bool) -> None:
         """Open or shut the window, if this is the thread that gets signals; deliver what is held."""
@@ -82,15 +89,15 @@ class Window:
         interrupts: What holds it outside.
     """
 
-    __slots__ = ("_interrupts",)
+    __slots__ = ("_switch",)
 
     def __init__(self, interrupts: Interrupts) -> None:
-        self._interrupts = interrupts
+        self._switch = interrupts.switch
 
     def __enter__(self) -> None:
-        self._interrupts.switch(opened=True)
+        self._switch(opened=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._interrupts.switch(opened=False)
+        self._switch(opened=False)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.errors import OrderError
 from lockstep.replicas.flat_parameters import Flattened
@@ -23,14 +22,14 @@ class Link:
     Attributes:
         passes: What runs backward.
         forward: The forward that was run.
-        parameters: The model's, those that ask for a gradient, in the order of the replicas'.
+        parameters: The model's parameters and buffers that ask for a gradient, as the forward's.
         device: Where the output is put together.
         flat: Keeps the gradients end to end; None where they need not lie so.
     """
 
     passes: Passes
     forward: Forward
-    parameters: list[nn.Parameter]
+    parameters: list[torch.Tensor]
     device: torch.device
     flat: Flattened | None
 

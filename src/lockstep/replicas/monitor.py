@@ -210,6 +210,7 @@ class Monitor:
         """
         out = sys.stdout if file is None else file
         out.writelines(f"{row}\n" for row in self.toc())
+        out.flush()  # a pipe's reader watches the run while it goes on
 
     def state_dict(self) -> dict[str, Any]:
         """Give the count of steps."""

@@ -1,7 +1,8 @@
 """Run shards on replicas within one autograd graph, whose gradients can be differentiated again.
 
-Each shard computes with aliases of the model's parameters instead of its replica's own, and with views of the
-inputs. Backward is then autograd's, in one thread; the sum over the aliases is ours, in the tree's order.
+Each shard computes with aliases of the model's parameters instead of its replica's own, with copies of the
+buffers that require a gradient, and with views of the inputs. Backward is then autograd's, in one thread; the
+sum over the aliases is ours, in the tree's order.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from lockstep.replicas.flat_parameters import Flattened
 from lockstep.replicas.passes import Forward, Passes, schedule
 from lockstep.replicas.replica_passes import ShardObserver
 from lockstep.replicas.scatter import Inputs, Piece
+from lockstep.replicas.slots import all_slots, buffer_slots
+from lockstep.replicas.trained_buffers import TrainedBuffer
 from lockstep.tree import PartialSum, total
 
 
@@ -55,14 +58,22 @@ class Aliases(torch.autograd.Function):
         ctx: Any,
         devices: Sequence[torch.device],
         flat: Flattened | None,
-        *parameters: nn.Parameter,
+        num_parameters: int,
+        *parameters: torch.Tensor,
     ) -> Any:
-        """Give all aliases of the first shard, then of the second, each on its shard's device."""
+        """Give all aliases of the first shard, then of the second, each on its shard's device.
+
+        What comes after so many parameters is a buffer, to which a shard may write: it is copied.
+        """
         ctx.set_materialize_grads(False)
         ctx.flat = flat
         ctx.devices = [parameter.device for parameter in parameters]
         copies = {device: [each.detach().to(device) for each in parameters] for device in set(devices)}
-        return tuple(each.detach() for device in devices for each in copies[device])
+        return tuple(
+            each.detach() if index < num_parameters else each.clone()
+            for device in devices
+            for index, each in enumerate(copies[device])
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -80,7 +91,7 @@ class Aliases(torch.autograd.Function):
             )
             for start in range(0, len(grads), size)
         ]
-        return None, None, *total(partials)
+        return None, None, None, *total(partials)
 
 
 class Attached:
@@ -88,6 +99,7 @@ class Attached:
 
     Args:
         parameters: The model's, those that ask for a gradient.
+        buffers: Likewise.
         devices: Of each shard, by index.
         inner: Another watch, entered within; None for none.
         flat: Keeps the gradients end to end; None where they need not lie so.
@@ -96,14 +108,20 @@ class Attached:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
+        buffers: Sequence[TrainedBuffer],
         devices: Mapping[int, torch.device],
         inner: ShardObserver | None,
         flat: Flattened | None,
     ) -> None:
         aliases: tuple[torch.Tensor, ...] = Aliases.apply(  # type: ignore[no-untyped-call]  # torch's gap
-            list(devices.values()), flat, *parameters
+            list(devices.values()),
+            flat,
+            len(parameters),
+            *parameters,
+            *(buffer.tensor for buffer in buffers),
         )
-        size = len(parameters)
+        size = len(parameters) + len(buffers)
+        self._buffers = [buffer.index for buffer in buffers]
         self._aliases = {
             shard: aliases[number * size : (number + 1) * size] for number, shard in enumerate(devices)
         }
@@ -113,7 +131,8 @@ class Attached:
     def forward(self, place: int, shard: Shard, replica: nn.Module) -> Iterator[None]:
         """Put the aliases in the places of the replica's parameters for a while."""
         own = [parameter for parameter in replica.parameters() if parameter.requires_grad]
-        alias_of = {id(each): alias for each, alias in zip(own, self._aliases[shard.index], strict=True)}
+        aliases = self._aliases[shard.index]
+        alias_of = {id(each): alias for each, alias in zip(own, aliases[: len(own)], strict=True)}
         slots = [
             (module._parameters, name, parameter)
             for module in replica.modules()
@@ -124,9 +143,25 @@ class Attached:
             for parameters, name, parameter in slots:
                 stack.callback(parameters.__setitem__, name, parameter)
                 parameters[name] = alias_of[id(parameter)]  # type: ignore[assignment]  # any tensor computes
+            stack.enter_context(self._copied_buffers(replica, aliases[len(own) :]))
             if self._inner is not None:
                 stack.enter_context(self._inner.forward(place, shard, replica))
             yield
+
+    @contextmanager
+    def _copied_buffers(self, replica: nn.Module, copies: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Put copies of trained buffers in their places; what a shard leaves there loses its graph."""
+        slots = buffer_slots(replica) if copies else []
+        copy_of = {id(slots[index].get()): each for index, each in zip(self._buffers, copies, strict=True)}
+        replaced = [slot for slot in all_slots(replica) if id(slot.get()) in copy_of] if copies else []
+        for slot in replaced:
+            slot.put(copy_of[id(slot.get())])
+        try:
+            yield
+        finally:
+            for slot in replaced:
+                left = slot.get()
+                slot.put(None if left is None else left.detach())
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Do nothing: backward is autograd's own."""
@@ -147,6 +182,7 @@ def attached_forward(
     passes: Passes,
     inputs: Inputs,
     parameters: Sequence[nn.Parameter],
+    buffers: Sequence[TrainedBuffer],
     placed: Placed,
     *,
     flat: Flattened | None,
@@ -157,6 +193,7 @@ def attached_forward(
         passes: What runs it.
         inputs: The batch.
         parameters: The model's, those that ask for a gradient.
+        buffers: Likewise.
         placed: How and where it is run.
         flat: Keeps the gradients end to end; None where they need not lie so.
     """
@@ -165,7 +202,7 @@ def attached_forward(
         shard.index: device for run, device in zip(shards, placed.devices, strict=True) for shard in run
     }
     inner = passes.watch
-    passes.watch = Attached(parameters, devices, inner, flat)
+    passes.watch = Attached(parameters, buffers, devices, inner, flat)
     try:
         return passes.forward(AttachedInputs.of(inputs), num_shards=placed.num_shards, output_dim=placed.dim)
     finally:

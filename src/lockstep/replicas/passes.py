@@ -11,9 +11,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from itertools import chain
+from operator import attrgetter
+from typing import Final
 
 import torch
-from torch import nn
 
 from lockstep import plan
 from lockstep.errors import OrderError
@@ -29,8 +31,11 @@ from lockstep.replicas.shard_runner import ShardRunner
 from lockstep.replicas.shard_streams import ShardStreams
 from lockstep.replicas.slots import Slot, buffer_slots
 from lockstep.replicas.strays import check_no_leaked_graphs
-from lockstep.replicas.summing import TreeSum, gather
-from lockstep.tree import ShardSum, Tensors
+from lockstep.replicas.summing import TreeSum
+from lockstep.replicas.trained_buffers import TrainedBuffer, trained_buffers
+from lockstep.tree import PartialSum, ShardSum, Tensors
+
+SHARD_OF: Final = attrgetter("shard")
 
 
 @dataclass(slots=True)
@@ -45,7 +50,8 @@ class Forward:
         settings: Under which the threads computed.
         replicas: Where they ran.
         parameters: The model's parameters that ask for a gradient, with their names, in the order of the
-            replicas'.
+            replicas', and after them its buffers that do.
+        trained_buffers: The numbers of these buffers.
         has_graph: Whether backward can be run.
         done: What each shard left behind, by device.
     """
@@ -56,7 +62,8 @@ class Forward:
     mode: Mode
     settings: ThreadSettings
     replicas: list[ShardRunner]
-    parameters: list[tuple[str, nn.Parameter]]
+    parameters: list[tuple[str, torch.Tensor]]
+    trained_buffers: list[int]
     has_graph: bool
     done: list[list[ShardForward]] = field(default_factory=list)
     outputs: Outputs = field(init=False)
@@ -68,8 +75,8 @@ class Backward:
     """What a backward gave.
 
     Attributes:
-        parameters: For each device the sums over its shards, one entry for each parameter that asks for a
-            gradient, in the order of the model's; half precision as float32.
+        parameters: For each device the sums over its shards, one entry for each of `Forward.parameters`; half
+            precision as float32.
         inputs: For each shard, by index, the gradient of its part of each input.
         tree_sum: Adds up, in the replicas' threads.
     """
@@ -89,11 +96,10 @@ class Backward:
         Args:
             keep: Leave the sums of the devices as they are; else they are added to in place.
         """
-        partials = [each for place in self.parameters for each in place.partials]
-        device = next((each.device for sums in partials for each in sums.tensors if each is not None), None)
-        if device is None:
-            return partials[0].tensors
-        return self.tree_sum.total(gather(partials, device), keep=keep)
+        partials: list[PartialSum] = []
+        for place in self.parameters:
+            partials += place.partials
+        return self.tree_sum.total(partials, keep=keep)
 
 
 class Passes:
@@ -111,7 +117,7 @@ class Passes:
         # Two threads of the user's take turns; one may come back in, from a hook.
         self._lock = threading.RLock()
         self._replicas: list[ShardRunner] = []
-        self._parameters: list[tuple[str, nn.Parameter]] = []
+        self._parameters: list[tuple[str, torch.Tensor]] = []
         self._tree_sum = TreeSum(replicas, [])
         self._slots: list[Slot] = []
         self._looked_for_strays = False
@@ -150,6 +156,9 @@ class Passes:
         """
         with self._lock, Interrupts() as interrupts, ComputeMode(self._settings()) as settings:
             self._follow()
+            buffers: Sequence[TrainedBuffer] = ()
+            if self._slots and settings.grad and not inputs.attached:
+                buffers = trained_buffers(self._set.model, self._slots, frozen=self._set.frozen)
             forward = Forward(
                 inputs,
                 schedule(inputs.num_samples, num_shards, tuple(self._set.workloads)),
@@ -157,7 +166,10 @@ class Passes:
                 Mode.wanted(self._set.model, training=training),
                 settings,
                 self._replicas,
-                self._parameters,
+                [*self._parameters, *[(buffer.name, buffer.tensor) for buffer in buffers]]
+                if buffers
+                else self._parameters,
+                [buffer.index for buffer in buffers] if buffers else [],
                 has_graph=settings.grad,
             )
 
@@ -165,14 +177,15 @@ class Passes:
             sums = self._streams.compute(
                 run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards)
             )
-            in_order = [each for place in forward.done for each in place]
+            in_order = list(chain.from_iterable(forward.done))
             _check_complete(len(in_order), forward.shards)
             if forward.has_graph and not inputs.attached and not self._looked_for_strays:
-                own = {id(parameter): name for name, parameter in self._parameters}
+                own = {id(parameter): name for name, parameter in forward.parameters}
                 check_no_leaked_graphs(in_order[0].tensors, own)
                 self._looked_for_strays = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
-            self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)
+            if self._slots:
+                self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)
             return forward
 
     def backward(
@@ -211,6 +224,8 @@ class Passes:
             )
 
         with self._lock, Interrupts() as interrupts, ComputeMode(self._settings()) as settings:
+            if forward.replicas is self._replicas:
+                self._set.sync_for_backward()
             tasks = self._streams.compute(
                 run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards)
             )
@@ -258,6 +273,7 @@ class Passes:
     ) -> list[AnyBufferSum]:
         """Run forward on all devices from a calling thread that is in the state for it."""
         tasks: list[ForwardTask | None] = [None] * len(forward.shards)
+        window = interrupts.window
 
         def work(place: int) -> None:
             runner, shards = forward.replicas[place], forward.shards[place]
@@ -265,15 +281,20 @@ class Passes:
                 forward.inputs,
                 forward.mode,
                 self.watch,
-                interrupts.window,
+                window,
                 settings.grad,
                 runner.buffers.begin(shards[0].index if shards else 0),
+                forward.trained_buffers,
             )
-            runner.run([(shard, None) for shard in shards], task, self._streams)
+            runner.run(zip(shards, shards, strict=True), task, self._streams)
 
-        self._set.run(work, settings=settings, at_once=at_once, waiting=interrupts.window)
-        forward.done = [[] if task is None else task.done for task in tasks]
-        return [task.buffers for task in tasks if task is not None]
+        self._set.run(work, settings=settings, at_once=at_once, waiting=window)
+        forward.done, sums = [], []
+        for task in tasks:
+            forward.done.append([] if task is None else task.done)
+            if task is not None:
+                sums.append(task.buffers)
+        return sums
 
     def _backward(
         self,
@@ -286,30 +307,25 @@ class Passes:
         at_once: bool,
     ) -> list[BackwardTask]:
         """Run backward on all devices from a calling thread that is in the state for it."""
-        tasks = [
-            BackwardTask(
-                partial(forward.outputs.grads_of, grads=output_grads),
-                forward.mode,
-                self.watch,
-                interrupts.window,
-                retain_graph,
-                ShardSum(done[0].shard.index if done else 0),
-            )
-            for done in forward.done
-        ]
+        window = interrupts.window
+        grads_of = partial(forward.outputs.grads_of, grads=output_grads)
+        tasks: list[BackwardTask] = []
+        for done in forward.done:
+            sums = ShardSum(done[0].shard.index if done else 0)
+            tasks.append(BackwardTask(grads_of, forward.mode, self.watch, window, retain_graph, sums))
 
         def work(place: int) -> None:
-            done = [(each.shard, each) for each in forward.done[place]]
-            forward.replicas[place].run(done, tasks[place], self._streams)
+            done = forward.done[place]
+            shards = zip(map(SHARD_OF, done), done, strict=True)
+            forward.replicas[place].run(shards, tasks[place], self._streams)
 
-        self._set.run(work, settings=settings, at_once=at_once, waiting=interrupts.window)
+        self._set.run(work, settings=settings, at_once=at_once, waiting=window)
         return tasks
 
     @torch.no_grad()
     def _combine(self, sums: Sequence[AnyBufferSum], weight: float) -> None:
         """Make what the shards made of the buffers the model's."""
-        if self._slots:
-            combine(sums, self._slots, weight=weight)
+        combine(sums, self._slots, weight=weight)
 
 
 @lru_cache(maxsize=64)

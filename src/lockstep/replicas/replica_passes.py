@@ -42,6 +42,7 @@ class ShardForward:
         leaves: One entry an input: where backward leaves its gradient, None where none is wanted.
         returned: What the replica returned, with the graph behind it if one was kept.
         tensors: The tensors in that, in order.
+        buffers: Where backward leaves the gradients of buffers that require one.
         position: How far the shard's stream was drawn from; None where no graph was kept.
     """
 
@@ -49,6 +50,7 @@ class ShardForward:
     leaves: list[torch.Tensor | None]
     returned: Any
     tensors: list[torch.Tensor]
+    buffers: list[torch.Tensor]
     position: list[torch.Tensor] | None
 
 
@@ -98,6 +100,7 @@ class ForwardTask:
         window: Entered while the model runs: there an interrupt may be raised.
         keeps_graph: Whether graphs are kept for a later backward.
         buffers: What the shards make of the buffers.
+        trained_buffers: The numbers of the buffers that require a gradient.
         done: What each shard left behind.
     """
 
@@ -107,12 +110,21 @@ class ForwardTask:
     window: AbstractContextManager[None]
     keeps_graph: bool
     buffers: AnyBufferSum
+    trained_buffers: Sequence[int] = ()
     done: list[ShardForward] = field(default_factory=list)
     phase: ClassVar[str] = "forward"
+
+    def put_back_buffers(self, runner: ShardRunner) -> list[torch.Tensor]:
+        """Let a shard start from the model's buffers; return those that gradients are left in."""
+        if self.keeps_graph:
+            return runner.buffers.renew(self.trained_buffers)
+        runner.buffers.restore()
+        return []
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:  # noqa: ARG002 - the shard says it all
         """Run the model on a shard."""
         replica = runner.replica
+        leaves = self.put_back_buffers(runner) if runner.buffers.bound else []
         with (
             NOTHING if self.mode.training is None else self.mode.applied(replica),
             NOTHING if self.observer is None else self.observer.forward(runner.place, shard, replica),
@@ -124,7 +136,9 @@ class ForwardTask:
             except Exception as error:
                 raise runner.error("forward", shard, error) from error
             position = stream_position(runner.device) if self.keeps_graph else None
-        self.done.append(ShardForward(shard, piece.leaves, returned, nest.tensors(returned), position))
+        self.done.append(
+            ShardForward(shard, piece.leaves, returned, nest.tensors(returned), leaves, position)
+        )
         if runner.buffers.bound:
             # A single shard's buffers are taken as they are: x * n / n is not always x.
             alone = len(shard.samples) == self.inputs.num_samples
@@ -141,7 +155,7 @@ class BackwardTask:
         observer: Told of each backward, if anything is.
         window: Entered while backward runs: there an interrupt may be raised.
         retain_graph: Whether backward is to be possible once more.
-        sums: The sum of the parameters' gradients, those in half precision as float32.
+        sums: The sum of the gradients of parameters and trained buffers, those in half precision as float32.
         inputs: By shard the gradient of each input; None where there is none.
     """
 
@@ -153,7 +167,6 @@ class BackwardTask:
     sums: ShardSum
     inputs: dict[int, Tensors] = field(default_factory=dict)
     phase: ClassVar[str] = "backward"
-    keeps_graph: ClassVar[bool] = False
 
     def run(self, runner: ShardRunner, shard: Shard, given: ShardForward, /) -> None:
         """Run backward on a shard whose forward is given."""
@@ -171,7 +184,7 @@ class BackwardTask:
                         runner.backward(shard, tensors, gradients, retain_graph=self.retain_graph)
             finally:
                 self.inputs[shard.index] = _take(given.leaves)
-        self.sums.push(shard.index, _widened(runner.take_gradients()))
+        self.sums.push(shard.index, _widened(runner.take_gradients() + _take(given.buffers)))
 
 
 def _paired(

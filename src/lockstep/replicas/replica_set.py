@@ -19,6 +19,7 @@ from lockstep.replicas.copies import ModelWatch, copy_model
 from lockstep.replicas.devices import Devices, device_context, parse_devices
 from lockstep.replicas.memory import keep_freed_memory
 from lockstep.replicas.progress import DeviceProgress
+from lockstep.replicas.sending import Sending
 from lockstep.replicas.settings import ComputeMode, InheritedSettings, ThreadSettings
 from lockstep.replicas.worker import Worker
 
@@ -35,10 +36,11 @@ class ReplicaSet:
     """Copies of one model on several devices, with a persistent worker thread each.
 
     A replica on the device where the model lives shares the memory of its parameters; one elsewhere
-    holds a copy that `sync_parameters` refreshes. The model itself is never run. The first replica works
-    in the calling thread, every other one in its own, under the caller's settings (grad mode, autocast,
-    default dtype and device, denormals) and one intra-op thread. On CPUs under Linux the process keeps the
-    memory it frees from the first work on, unless the environment says otherwise; see `replicas.memory`.
+    holds a copy, which receives all values before every use, however they were written. The model itself
+    is never run. The first replica works in the calling thread, every other one in its own, under the
+    caller's settings (grad mode, autocast, default dtype and device, denormals) and one intra-op thread. On
+    CPUs under Linux the process keeps the memory it frees from the first work on, unless the environment says
+    otherwise; see `replicas.memory`.
 
     Args:
         model: Stays where it is; ``model.to(devices[0])`` first where it shall be trained on a GPU.
@@ -88,14 +90,13 @@ class ReplicaSet:
         """Whether work may be done in other threads, which have to know the caller's settings."""
         places = range(len(self.devices))
         self._one_by_one = [places[place : place + 1] for place in places]
-        self._frozen = frozenset(frozen)
+        self.frozen = frozenset(frozen)
+        """Names of what requires no gradient on the replicas."""
         self.progress = DeviceProgress(self.devices)
         """What the devices are doing."""
         self._replicas: list[nn.Module] = []
         self._watch: ModelWatch | None = None
-        self._parameters: list[nn.Parameter] = []
-        self._one_memory = True
-        self._versions: list[int] = []
+        self._sending = Sending([], [])
         self._workers: list[Worker] = []
         self._closed = False
 
@@ -145,46 +146,53 @@ class ReplicaSet:
         """
         if self._closed:
             raise self._is_closed()
-        if self._watch is None or self._watch.changed():
+        if (
+            self._watch is None
+            or self._watch.changed()
+            or (self._sending.is_needed and not self._sending.fits())
+        ):
             if "cpu" in self.device_types:
                 keep_freed_memory()
-            self._replicas = [self._copy(device) for device in self.devices]
-            self._parameters = list(self.model.parameters())
-            self._one_memory = all(
-                parameter.device == device for device in self.devices for parameter in self._parameters
-            )
+            # Made in inference mode, the copies could not be trained later.
+            with torch.inference_mode(mode=False):
+                self._replicas = [self._copy(place) for place in range(len(self.devices))]
+            self._sending = Sending(list(self.model.parameters()), self._replicas)
             self._watch = ModelWatch(self.model)
-            self._versions = self._parameter_versions()
             return True
-        if not self._one_memory and self._versions != (versions := self._parameter_versions()):
+        if self._sending.is_needed:
             self.sync_parameters()
-            self._versions = versions
         return False
 
-    def _copy(self, device: torch.device) -> nn.Module:
-        """Copy the model, with what is frozen."""
-        replica = copy_model(self.model, device)
+    def _shares_memory(self, place: int, parameter: torch.Tensor) -> bool:
+        """Return whether the replica at a place computes with the memory of a parameter of the model itself.
+
+        Args:
+            place: The number of the replica's device.
+            parameter: One of the model's.
+        """
+        return parameter.is_meta or parameter.device == self.devices[place]
+
+    def _copy(self, place: int) -> nn.Module:
+        """Copy the model for one place, with what is frozen."""
+        replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place))
         for name, parameter in replica.named_parameters():
-            if name in self._frozen:
+            if name in self.frozen:
                 parameter.requires_grad_(False)
         return replica
 
-    @torch.no_grad()
     def sync_parameters(self) -> None:
-        """Copy the model's parameters to replicas on other memory; rarely needed, `refresh` sees writes."""
-        for replica in self._replicas:
-            pairs = [
-                (copied, parameter)
-                for copied, parameter in zip(replica.parameters(), self._parameters, strict=True)
-                if copied.device != parameter.device
-            ]
-            if pairs:
-                copies, originals = zip(*pairs, strict=True)
-                torch._foreach_copy_(copies, originals)
+        """Copy the model's parameters to replicas with memory of their own; `refresh` does it every time."""
+        self._sending.send()
 
-    def _parameter_versions(self) -> list[int]:
-        """Give the parameters' version counters, which count every write."""
-        return [parameter._version for parameter in self._parameters]
+    def sync_for_backward(self) -> None:
+        """Copy the model's parameters as `sync_parameters` does, unless they have been moved to other memory.
+
+        The graph of a forward refers to the replicas' parameters. So a backward finds what was written to the
+        model since then, on every device alike, or raises if autograd has counted the write. Parameters that
+        were given other memory (``parameter.data = ...``) leave a graph that exists with the old one.
+        """
+        if self._sending.is_needed and self._sending.fits():
+            self.sync_parameters()
 
     def run(
         self,
@@ -317,6 +325,7 @@ class ReplicaSet:
         for worker in workers:
             worker.close()
         self._replicas = []
+        self._sending = Sending([], [])
         self._watch = None
 
     def release(self) -> None:

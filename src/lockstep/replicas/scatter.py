@@ -63,7 +63,8 @@ class Inputs:
 
     def cut(self, samples: range, device: torch.device) -> Piece:
         """Give the arguments for a run of samples, as views where they lie on this device already."""
-        pieces = []
+        pieces: list[torch.Tensor] = []
+        leaves: list[torch.Tensor | None] = []
         for tensor, dim, wanted in zip(self.tensors, self.dims, self.wanted, strict=True):
             piece = tensor.detach()
             if dim is not None and len(samples) != self.num_samples:
@@ -71,16 +72,18 @@ class Inputs:
             if piece.device != device:
                 piece = piece.to(device)
             pieces.append(piece.requires_grad_() if wanted else piece)
+            leaves.append(pieces[-1] if wanted else None)
+        if not self.kwargs and all(map(torch.is_tensor, self.args)):
+            return Piece(tuple(pieces), {}, leaves)
         rest: Iterator[torch.Tensor] = iter(pieces)
         args, kwargs = nest.map_tensors(lambda _: next(rest), (self.args, self.kwargs))
-        leaves = [piece if wanted else None for piece, wanted in zip(pieces, self.wanted, strict=True)]
         return Piece(args, kwargs, leaves)
 
 
 def read_inputs(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    names: Sequence[str],
+    found: Sequence[tuple[str, torch.Tensor]],
     batch_dim: BatchDim,
     *,
     wanted: Callable[[str, torch.Tensor], bool],
@@ -92,7 +95,7 @@ def read_inputs(
     Args:
         args: Arguments by position.
         kwargs: Arguments by name.
-        names: What the positions are called.
+        found: The inputs among them with their paths, as `named_inputs` yields them.
         batch_dim: The dimensions.
         wanted: Says for the path of an input, and the input, whether a gradient is wanted.
         absent: Paths that `batch_dim` may name beside those of this call.
@@ -102,16 +105,16 @@ def read_inputs(
         ValueError: No input is cut, one lacks its dimension, two differ in length, there is no sample, or
             `batch_dim` names an input that there is not.
     """
-    found = list(named_inputs(args, kwargs, names))
-    paths = [path for path, _ in found]
-    tensors = [tensor for _, tensor in found]
-    given = given_dims(batch_dim, [*paths, *absent], "batch_dim")
-    dims = [
-        None if dim is None else positive_dim(path, tensor, dim)
-        for (path, tensor), dim in zip(found, given, strict=False)
-    ]
+    paths, tensors = [], []
+    for path, tensor in found:
+        paths.append(path)
+        tensors.append(tensor)
+    dims = given_dims(batch_dim, [*paths, *absent], "batch_dim")[: len(paths)]
+    for index, dim in enumerate(dims):
+        if dim is not None:
+            dims[index] = positive_dim(paths[index], tensors[index], dim)
     num_samples = count_samples(paths, tensors, dims, argument)
-    asked = [wanted(path, tensor) for path, tensor in found]
+    asked = list(map(wanted, paths, tensors))
     return Inputs(tuple(args), dict(kwargs), paths, tensors, dims, asked, num_samples)
 
 
@@ -145,7 +148,9 @@ def with_numbers(names: Sequence[str], num_args: int) -> list[str]:
     >>> with_numbers(["x"], 2)
     ['x', 'args[1]']
     """
-    return [*names[:num_args], *(f"args[{index}]" for index in range(len(names), num_args))]
+    if num_args <= len(names):
+        return list(names[:num_args])
+    return [*names, *[f"args[{index}]" for index in range(len(names), num_args)]]
 
 
 def positional_names(forward: Callable[..., Any]) -> list[str]:

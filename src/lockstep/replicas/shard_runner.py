@@ -30,11 +30,7 @@ class ShardTask(Protocol):
 
     @property
     def phase(self) -> str:
-        """What a shard begins with, ``"forward"`` or ``"backward"``; a forward starts from the model's buffers."""
-
-    @property
-    def keeps_graph(self) -> bool:
-        """Whether graphs outlive the shard, so that the buffers they refer to must not be written to again."""
+        """What a shard begins with: ``"forward"`` or ``"backward"``."""
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
         """Do the work of one shard, inside its random stream.
@@ -67,7 +63,7 @@ class ShardRunner:
     buffers: ReplicaBuffers
 
     def run(self, work: Iterable[tuple[Shard, Any]], task: ShardTask, streams: ShardStreams) -> None:
-        """Run a task on shards one after another, each from the same buffers and in its own random stream.
+        """Run a task on shards one after another, each in its own random stream.
 
         Shards that follow a request to stop are left out.
 
@@ -83,11 +79,6 @@ class ShardRunner:
         for shard, given in work:
             if not self.replicas.progress.proceed(self.place, phase, shard):
                 return
-            if self.buffers.bound and phase == "forward":
-                if task.keeps_graph:
-                    self.buffers.renew()
-                else:
-                    self.buffers.restore()
             try:
                 with streams.open(shard, self.device):
                     task.run(self, shard, given)

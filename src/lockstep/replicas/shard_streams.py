@@ -145,7 +145,8 @@ def _device_stream(device: torch.device, seed: int) -> Iterator[None]:
 
 def stream_position(device: torch.device) -> list[torch.Tensor]:
     """Tell how far the calling thread has drawn from the stream of the shard it computes on a device."""
-    position = [torch.get_rng_state()]
+    generator = torch.default_generator if THREAD.generator is None else THREAD.generator
+    position = [generator.get_state()]
     if device.type == "cuda":
         position.append(torch.cuda.get_rng_state(device))
     return position
@@ -153,6 +154,7 @@ def stream_position(device: torch.device) -> list[torch.Tensor]:
 
 def resume_stream(position: Sequence[torch.Tensor], device: torch.device) -> None:
     """Go on in the open stream of a shard from such a position."""
-    torch.set_rng_state(position[0])
+    generator = torch.default_generator if THREAD.generator is None else THREAD.generator
+    generator.set_state(position[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(position[1], device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import itemgetter
+from typing import Any, Final
 
 import torch
 
@@ -26,6 +27,8 @@ from lockstep.replicas.scatter import (
     read_inputs,
     with_numbers,
 )
+
+PATH_OF: Final = itemgetter(0)
 
 
 class Signature:
@@ -92,13 +95,14 @@ class Signature:
                 rule = f"must hold the inputs that are bound ({len(names)})"
                 raise ValueError(f"`batch` {rule}, got {len(args)}.")
             self.bound.check(named_inputs(args, kwargs, names))
-        words = modes.by_path([path for path, _ in named_inputs(args, kwargs, names)], absent)
+        found = list(named_inputs(args, kwargs, names))
+        words = modes.by_path(list(map(PATH_OF, found)), absent)
 
         def wanted(path: str, tensor: torch.Tensor) -> bool:
             numbers = tensor.is_floating_point() or tensor.is_complex()
             return numbers and words[path] != "null" and (self.bound is None or path in self.bound.data)
 
-        return read_inputs(args, kwargs, names, self._batch_dim, wanted=wanted, absent=absent)
+        return read_inputs(args, kwargs, found, self._batch_dim, wanted=wanted, absent=absent)
 
     def read_labels(self, labels: Any, num_samples: int) -> Inputs:
         """Read labels: along the dimensions of those that are bound, else along the first one.
@@ -112,7 +116,7 @@ class Signature:
         read = read_inputs(
             args,
             kwargs,
-            names,
+            list(named_inputs(args, kwargs, names)),
             self._batch_dim if bound else 0,
             wanted=lambda *_: False,
             absent=[] if self.bound is None else self.bound.paths,

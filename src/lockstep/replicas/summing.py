@@ -42,18 +42,21 @@ class TreeSum:
         self.side_by_side = on_cpus and sum(sizes) >= SIDE_BY_SIDE
         """Whether elementwise work on all parameters is worth more than one thread."""
         self._slices = plan.slices(sizes, num_devices) if self.side_by_side else []
+        self._several = len(set(replicas.devices)) > 1
 
     def total(self, partials: Sequence[PartialSum], *, keep: bool) -> Tensors:
         """Sum partial sums of all devices.
 
         Args:
-            partials: In ascending order of shards, all on one device.
+            partials: In ascending order of shards.
             keep: Whether to leave the partial sums as they are; else they are added to in place.
 
         Returns:
             The sum, one entry for each parameter: None where no shard had one, a partial sum where it is the
             only one.
         """
+        if self._several:
+            partials = gather(partials, self._replicas.devices[0])
         if len(partials) == 1:
             return partials[0].tensors
         if not (self.side_by_side and self._can_be_cut(partials)):
@@ -80,13 +83,15 @@ class TreeSum:
         """Sum partial sums of all devices and finish the sum, slice by slice while it is in the caches.
 
         Args:
-            partials: In ascending order of shards, all on one device; changed in place.
+            partials: In ascending order of shards; changed in place.
             finish: Called with the sums of each slice.
             settings: What the calling thread computes under.
 
         Returns:
             The finished sum, one entry for each parameter, and what `finish` told of each slice.
         """
+        if self._several:
+            partials = gather(partials, self._replicas.devices[0])
         if not (self.side_by_side and self._can_be_cut(partials)):
             sums = total(partials)
             return sums, [finish_whole(sums, finish)]
@@ -122,11 +127,9 @@ def finish_whole(sums: Tensors, finish: Finish[Told]) -> Told:
 
 
 def gather(partials: Sequence[PartialSum], device: torch.device) -> list[PartialSum]:
-    """Return partial sums of all devices on one of them; those that are there stay as they are."""
+    """Return partial sums on one device; those that are there stay as they are."""
     return [
-        partial
-        if all(tensor is None or tensor.device == device for tensor in partial.tensors)
-        else PartialSum(
+        PartialSum(
             partial.shard, [None if tensor is None else sent(tensor, device) for tensor in partial.tensors]
         )
         for partial in partials

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -42,7 +43,7 @@ class Wrapping(nn.Module):
         """Change the tensors as the network around asks, all but their device."""
 
         def stay(tensor: torch.Tensor) -> torch.Tensor:
-            changed = fn(tensor)
+            changed = _change(tensor, fn)
             return changed if changed.device == tensor.device else tensor.to(changed.dtype)
 
         super()._apply(stay, recurse)  # type: ignore[no-untyped-call]  # torch's gap
@@ -51,10 +52,30 @@ class Wrapping(nn.Module):
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any
     ) -> None:
-        """Give the saved names the prefix by which the wrapped module, which loads next, looks for them."""
+        """Give the saved names the prefix by which the wrapped module, which loads next, looks for them.
+
+        Hooks of `register_load_state_dict_pre_hook` come before: they know the saved names.
+        """
         self.loading_prefix = prefix
+        hooks = self._load_state_dict_pre_hooks
+        for hook in hooks.values():
+            hook(state_dict, prefix, *arguments)
         _rename(state_dict, prefix, prefix + INNER)
-        super()._load_from_state_dict(state_dict, prefix, *arguments)
+        self._load_state_dict_pre_hooks = OrderedDict()
+        try:
+            super()._load_from_state_dict(state_dict, prefix, *arguments)
+        finally:
+            self._load_state_dict_pre_hooks = hooks
+
+
+def _change(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return what a function makes of a tensor; of one on "meta" that cannot leave it, at least the dtype."""
+    try:
+        return fn(tensor)
+    except RuntimeError:
+        if not tensor.is_meta:
+            raise
+        return fn(torch.empty((0,), dtype=tensor.dtype, device="cpu"))
 
 
 def _drop_prefix(

@@ -150,9 +150,16 @@ class shard_stream:  # noqa: N801 - reads as a verb where it is used, like torch
     def __enter__(self) -> None:
         if _INSTALLATION.library is None:
             raise OrderError("A `StreamOverride` must be installed before a `shard_stream` is entered.")
-        THREAD.push(self._seed)
+        depth = THREAD.depth
+        if depth == len(THREAD.generators):
+            THREAD.generators.append(torch.Generator())
+        generator = THREAD.generators[depth]
+        generator.manual_seed(self._seed)
+        THREAD.depth = depth + 1
+        THREAD.generator = generator
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        THREAD.pop()
+        THREAD.depth = depth = THREAD.depth - 1
+        THREAD.generator = THREAD.generators[depth - 1] if depth else None

@@ -12,27 +12,15 @@ class ThreadStreams(threading.local):
 
     Attributes:
         generator: The innermost open stream of the calling thread; None where none is open.
+        generators: One for each level, open or not.
+        depth: How many are open.
     """
 
     generator: torch.Generator | None = None
 
     def __init__(self) -> None:
-        self._generators: list[torch.Generator] = []  # made once a level, then seeded anew
-        self._depth = 0
-
-    def push(self, seed: int) -> None:
-        """Open a stream inside those that are open."""
-        if self._depth == len(self._generators):
-            self._generators.append(torch.Generator())
-        generator = self._generators[self._depth]
-        generator.manual_seed(seed)
-        self._depth += 1
-        self.generator = generator
-
-    def pop(self) -> None:
-        """Close the innermost stream and go back to the one around it."""
-        self._depth -= 1
-        self.generator = self._generators[self._depth - 1] if self._depth else None
+        self.generators: list[torch.Generator] = []  # made once a level, then seeded anew
+        self.depth = 0
 
 
 # One for the process, because what reads it is: torch's kernels and the functions of `torch.random`.

@@ -21,12 +21,16 @@ class EarlyStopping(Trigger):
     starts again; otherwise, and for NaN, the count grows. It fires at a check that finds the
     count at `patience` or more.
 
+    As in Chainer, a check needs a value that is observed right then: one that finds none warns and is left
+    out, and the values before it count at the next. A run that is loaded with a later limit or with more
+    patience goes on.
+
     Args:
         monitor: The name of the observed value, such as ``"validation/main/loss"``.
         patience: How many checks without improvement are borne, at least 1.
         mode: Whether ``"min"`` or ``"max"`` is better; ``"auto"`` takes ``"max"`` for a name with
             ``accuracy`` in it, else ``"min"``.
-        check_trigger: When to check. A check without any value since the last one warns and is left out.
+        check_trigger: When to check; at updates at which the value is observed.
         max_trigger: The limit; None for none.
 
     Raises:
@@ -69,13 +73,17 @@ class EarlyStopping(Trigger):
         """Take the value in, check if it is time to, and say whether to stop."""
         if self.monitor in progress.observation:
             self._average.update(progress.observation[self.monitor])
-        impatient = self._check(progress) and self._judge()
+        impatient = self._check(progress) and self._judge(observed=self.monitor in progress.observation)
         return self._limit(progress) or impatient
 
     def initialize(self, progress: Progress) -> None:
         """Start the checks and the limit."""
         self._check.initialize(progress)
         self._limit.initialize(progress)
+
+    def stays_fired(self, progress: Progress) -> bool:
+        """Say whether patience has run out, or the limit is reached."""
+        return self._count >= self.patience or self._limit.stays_fired(progress)
 
     def state_dict(self) -> dict[str, object]:
         """Return the best mean, the count, the values since the last check, and both triggers' states."""
@@ -97,10 +105,11 @@ class EarlyStopping(Trigger):
         self._best, self._count = state["best"], state["count"]
         self._average, self._check, self._limit = average, check, limit
 
-    def _judge(self) -> bool:
-        if self._average.empty:
+    def _judge(self, *, observed: bool) -> bool:
+        if not observed:
             warnings.warn(
-                f"{self.monitor!r} was not observed since the last check for early stopping.", stacklevel=3
+                f"{self.monitor!r} was not observed at this check for early stopping, which is left out.",
+                stacklevel=3,
             )
             return False
         mean = self._average.compute()

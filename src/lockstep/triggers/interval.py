@@ -49,6 +49,10 @@ class Interval(Trigger):
         if self._previous is None:
             self._previous = position(progress, self.unit)
 
+    def stays_fired(self, progress: Progress) -> bool:
+        """Say whether a period is completed."""
+        return completed(position(progress, self.unit), self.period) > 0
+
     def state_dict(self) -> dict[str, object]:
         """Return the position of the last call."""
         return {"previous": self._previous}

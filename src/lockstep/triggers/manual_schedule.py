@@ -41,6 +41,10 @@ class ManualSchedule(Trigger):
         if self._previous is None:
             self._previous = position(progress, self.unit)
 
+    def stays_fired(self, progress: Progress) -> bool:
+        """Say whether a point is passed."""
+        return reached(position(progress, self.unit), self.points[0])
+
     @property
     def finished(self) -> bool:
         """Whether the last point has been passed."""

@@ -26,6 +26,10 @@ class Call(Trigger):
         """Return the function's answer."""
         return self.function(progress)
 
+    def stays_fired(self, progress: Progress) -> bool:
+        """Return the function's answer, which depends on nothing else."""
+        return self.function(progress)
+
 
 def get_trigger(spec: TriggerSpec) -> Trigger:
     """Return the trigger that a short form stands for.

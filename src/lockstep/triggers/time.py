@@ -37,6 +37,10 @@ class Time(Trigger):
         self._next += self.seconds
         return True
 
+    def stays_fired(self, progress: Progress) -> bool:
+        """Say whether the first appointment has passed."""
+        return progress.elapsed_time > self.seconds
+
     def state_dict(self) -> dict[str, object]:
         """Return the next appointment."""
         return {"next": self._next}

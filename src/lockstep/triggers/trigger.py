@@ -53,6 +53,17 @@ class Trigger(ABC):
         """Whether it can never fire again."""
         return False
 
+    def stays_fired(self, progress: Progress) -> bool:  # noqa: ARG002 - by default whatever the progress
+        """Say whether a trigger that ended a run, as a loaded state tells, ends it by its own options too.
+
+        Asked before the first update that follows a load. One whose options are a bound answers by these, so
+        that a run goes on which is loaded with a later bound; by default what has fired stays fired.
+
+        Args:
+            progress: The run as it was when the trigger fired; left untouched, as the trigger is.
+        """
+        return True
+
     def state_dict(self) -> dict[str, object]:
         """Return what the next answer depends on, as numbers, text, None, and lists and dicts of these."""
         return {}
@@ -73,5 +84,9 @@ class Never(Trigger):
     """Never fires."""
 
     def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - whatever the progress
+        """Return False."""
+        return False
+
+    def stays_fired(self, progress: Progress) -> bool:  # noqa: ARG002 - as above
         """Return False."""
         return False

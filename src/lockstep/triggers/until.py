@@ -36,12 +36,17 @@ class Until(Trigger):
         """Say whether the bound is reached."""
         return reached(position(progress, self.unit), self.bound)
 
+    def stays_fired(self, progress: Progress) -> bool:
+        """Say whether the bound is reached."""
+        return self(progress)
+
 
 class Latch(Trigger):
     """Asks another trigger at most once per iteration, and stays fired once it has fired.
 
     So a run that has ended stays ended, and one that is interrupted and goes on does not show
-    the same observation twice to a trigger that averages.
+    the same observation twice to a trigger that averages. A run that is loaded with a later bound
+    goes on: see `Trigger.stays_fired`.
 
     Args:
         trigger: Who is asked.
@@ -50,15 +55,23 @@ class Latch(Trigger):
     def __init__(self, trigger: Trigger) -> None:
         self.trigger = trigger
         self._fired = False
+        self._loaded = False
         self._asked_at: int | None = None
 
     def __call__(self, progress: Progress) -> bool:
         """Say whether the other trigger has ever fired."""
         iteration = progress.updater.iteration
+        if self._loaded:
+            self._fired = self._fired and self.trigger.stays_fired(progress)
+            self._loaded = False
         if not self._fired and iteration != self._asked_at:
             self._fired = self.trigger(progress)
             self._asked_at = iteration
         return self._fired
+
+    def stays_fired(self, progress: Progress) -> bool:
+        """Say whether the other trigger does."""
+        return self.trigger.stays_fired(progress)
 
     def initialize(self, progress: Progress) -> None:
         """Start the other trigger."""
@@ -78,6 +91,7 @@ class Latch(Trigger):
         check_keys(state, ("fired", "asked_at", "trigger"), of="Latch")
         self.trigger.load_state_dict(state["trigger"])
         self._fired, self._asked_at = state["fired"], state["asked_at"]
+        self._loaded = True
 
 
 def get_until(spec: TriggerSpec) -> Trigger:

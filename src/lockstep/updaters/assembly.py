@@ -18,6 +18,7 @@ from lockstep.updaters.alike import Alikeness, Differing
 from lockstep.updaters.balance import PlaceTimes
 from lockstep.updaters.commit import Committer
 from lockstep.updaters.coordinator import Coordinator, LocalCoordinator
+from lockstep.updaters.deferred import Deferral
 from lockstep.updaters.description import described
 from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.fitting import check_fit, chosen_scale, fixed_workloads
@@ -28,7 +29,6 @@ from lockstep.updaters.rank_reduction import join_ranks
 from lockstep.updaters.recipe import Recipe
 from lockstep.updaters.retry import OverflowRetry
 from lockstep.updaters.training import Training
-from lockstep.updaters.waiting import Waiting
 
 LOG = logging.getLogger("lockstep")
 
@@ -48,7 +48,7 @@ class Parts:
         engine: Makes the stages of an update that change nothing.
         retry: Says what follows a gradient that is not finite.
         committer: Makes the last stage.
-        sync: Decides whether the overflow check stays on the device.
+        deferral: Decides whether the overflow check stays on the device.
         followers: Modules that take over the weights after every update.
     """
 
@@ -60,7 +60,7 @@ class Parts:
     engine: GradientEngine
     retry: OverflowRetry
     committer: Committer
-    sync: Waiting
+    deferral: Deferral
     followers: Followers
 
 
@@ -139,8 +139,7 @@ def assemble(
             "num_shards is not given: %d shards, one a device; other devices give other bits.",
             engine.shards_a_batch,
         )
-    committer = Committer(engine, training, auto_new_epoch=recipe.auto_new_epoch)
-    sync = Waiting(recipe.on_overflow, communicator, training, engine, committer)
+    deferral = Deferral(recipe.on_overflow, communicator.size, training)
     return Parts(
         recipe,
         arranged,
@@ -148,8 +147,8 @@ def assemble(
         communicator,
         LocalCoordinator() if ranks is None else ranks.coordinator,
         engine,
-        OverflowRetry(engine, training, recipe, sync),
-        committer,
-        sync,
+        OverflowRetry(engine, training, recipe, deferral),
+        Committer(engine, training, deferral, auto_new_epoch=recipe.auto_new_epoch),
+        deferral,
         Followers(group.model, arranged.followers),
     )

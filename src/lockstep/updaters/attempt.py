@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from lockstep.plan import Shard
-from lockstep.precision import MovingScale, ScaleThen, first_flagged, first_nonfinite, nonfinite_flags
+from lockstep.precision import MovingScale, first_nonfinite, nonfinite_flags
 from lockstep.replicas.buffers import AnyBufferSum
 from lockstep.tree import Tensors
+from lockstep.updaters.deferred import Check, DeferredCheck, FiniteCheck
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import ShardReport, UpdateResult
 from lockstep.updaters.shard_gradients import DeviceGradients, GradientTask
@@ -39,49 +40,10 @@ class GradientRequest:
     look: Callable[[Shard, Tensors, ShardReport], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class FiniteCheck:
-    """Whether a gradient is finite, as the host knows it.
-
-    Attributes:
-        nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
-        flag: Nothing that the device would have to look at.
-    """
-
-    nonfinite: str | None = None
-    flag: None = None
-
-
-class DeferredCheck:
-    """Whether a gradient is finite, on the device until somebody looks.
-
-    Args:
-        names: The names of the parameters that have a gradient.
-        flags: One float32 for each name, 1 where the gradient is not finite, else 0.
-
-    >>> check = DeferredCheck(["weight", "bias"], torch.tensor([0.0, 1.0]))
-    >>> check.flag, check.nonfinite
-    (tensor(1.), 'bias')
-    """
-
-    def __init__(self, names: Sequence[str], flags: torch.Tensor) -> None:
-        self._names = names
-        self._flags = flags
-        self.flag = flags.amax()
-        """Above 0 if the gradient is not finite: 0-d, on its device."""
-
-    @cached_property
-    def nonfinite(self) -> str | None:
-        """The first parameter whose gradient is not finite, or None; waits for the device."""
-        return first_flagged(self._names, self._flags)
-
-
 FINITE: Final = FiniteCheck()
 
 
-def check_finite(
-    names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]
-) -> FiniteCheck | DeferredCheck:
+def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]) -> Check:
     """Name the parameter whose gradient is not finite, if there is one; where nobody looked, read nothing.
 
     Args:
@@ -135,8 +97,8 @@ class Attempt:
     """
 
     request: GradientRequest
-    scale: ScaleThen
-    first_scale: ScaleThen
+    scale: MovingScale
+    first_scale: MovingScale
     given_batches: Sequence[Any] = ()
     once: bool = False
     is_final: bool = False
@@ -155,7 +117,7 @@ class Attempt:
     samples: int = 0
     reports: Sequence[ShardReport] = ()
     complete: bool = True
-    check: FiniteCheck | DeferredCheck = FINITE
+    check: Check = FINITE
     handed_over: bool = False
 
     @property
@@ -169,49 +131,36 @@ class Attempt:
         return self.check.nonfinite or self.nonfinite_before
 
     @property
-    def movable(self) -> bool:
-        """Whether there is a finite gradient to step by; one whose `flag` says otherwise steps by nothing."""
+    def applied(self) -> bool | torch.Tensor:
+        """Whether weights move by it, for its gradient is finite; a tensor where only the device knows."""
         if self.check.flag is not None:
-            return True
+            return self.check.flag == 0
         return self.check.nonfinite is None and bool(self.reports)
 
-    def read(self) -> None:
-        """Look at a check that was left on the device."""
-        self.check = FiniteCheck(self.check.nonfinite)
-
-    def result(self, *, applied: bool) -> UpdateResult:
+    def result(self, *, applied: bool | torch.Tensor) -> UpdateResult:
         """Return what the user is told, who may look at it whenever; it keeps no gradient alive."""
-        check = self.check
-        if check.flag is None:
-            return UpdateResult(
-                applied=applied,
-                tries=self.tries,
-                loss_scale=float(self.task.loss_scale),
-                nonfinite=check.nonfinite or self.nonfinite_before,
-                reports=self.reports,
-            )
+        check, before = self.check, self.nonfinite_before
         return UpdateResult(
-            applied=lambda: applied and check.nonfinite is None,
+            applied=partial(bool, applied),
             tries=self.tries,
             loss_scale=partial(float, self.task.loss_scale),
-            nonfinite=lambda: check.nonfinite,
+            nonfinite=lambda: check.nonfinite or before,
             reports=self.reports,
         )
 
-    def move(self, scale: MovingScale) -> None:
-        """Choose the loss scale that follows.
+    def following(self, scale: MovingScale) -> MovingScale:
+        """Return the loss scale that follows.
 
         Args:
             scale: The updater's; another than `first_scale` where a second gradient was computed between this
                 one and its step. Then an overflow still lowers it, and success does not raise it.
         """
         if self.check.flag is not None:
-            scale.follow(self.check.flag, given=self.first_scale)
-        elif self.reports and not scale.now.is_fixed:
-            used = self.scale.value
-            following = used.after(finite=self.check.nonfinite is None)
-            if scale.now is self.first_scale or scale.value is self.first_scale.value:
-                if following is not used or self.scale is not scale.now:
-                    scale.value = following
-            elif following.factor < scale.value.factor:
-                scale.value = following
+            return scale.after(self.check.flag, given=self.first_scale)
+        if not self.reports or scale.is_fixed:
+            return scale
+        following, now = self.scale.value.after(finite=self.check.nonfinite is None), scale.value
+        may_rise = now is self.first_scale.value
+        if following is now or not (may_rise or following.factor < now.factor):
+            return scale
+        return MovingScale(following)

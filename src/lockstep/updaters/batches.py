@@ -10,6 +10,7 @@ import torch
 from lockstep import nest
 from lockstep.data import Samples
 from lockstep.plan import Shard
+from lockstep.precision import sent
 
 Converter: TypeAlias = Callable[[Sequence[Any], torch.device], Any]
 """Called as ``converter(samples, device)``; returns the arrays of a shard on that device."""
@@ -45,7 +46,8 @@ def shard_arrays(batch: Any, shard: Shard, device: torch.device, converter: Conv
         mine = tensor if len(part) == tensor.size(0) else tensor[part.start : part.stop : part.step]
         # Kernels may round differently where elements lie apart.
         mine = mine if part.step == 1 else mine.contiguous()
-        return mine if mine.device == device else mine.to(device, non_blocking=True)
+        # Towards the CPU this waits: the host would read what has not arrived yet.
+        return sent(mine, device)
 
     return nest.map_tensors(rows, batch)
 

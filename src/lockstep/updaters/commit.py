@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import nn
 
-from lockstep.precision import why_it_waits
 from lockstep.replicas.buffers import combine
 from lockstep.replicas.gradients import hooked
 from lockstep.replicas.settings import ThreadSettings
+from lockstep.strides import laid_out_for
 from lockstep.updaters.attempt import Attempt
-from lockstep.updaters.counting import AppliedUpdates
+from lockstep.updaters.deferred import Deferral
 from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.epochs import Epochs, raised
 from lockstep.updaters.names import MAIN, Names
@@ -28,10 +28,14 @@ class Committer:
     Args:
         engine: Made them.
         training: What they move.
+        deferral: Says whether a check that was left on the device is read after all.
         auto_new_epoch: Whether optimizers that count epochs are told of them.
     """
 
-    def __init__(self, engine: GradientEngine, training: Training, *, auto_new_epoch: bool) -> None:
+    def __init__(
+        self, engine: GradientEngine, training: Training, deferral: Deferral, *, auto_new_epoch: bool
+    ) -> None:
+        self._deferral = deferral
         self._engine = engine
         self._training = training
         self._steps = {
@@ -61,7 +65,13 @@ class Committer:
             target = self._receiver(parameter) if masters else parameter
             # A half-precision parameter without a master is nobody's; its gradient comes in float32 all the
             # same.
-            target.grad = gradient if gradient is None else gradient.to(target.dtype)
+            if gradient is not None:
+                gradient = gradient.to(target.dtype)  # noqa: PLW2901 - stands in for it
+                if gradient.layout is torch.strided and gradient.stride() != target.stride():
+                    # What came from other ranks or out of a hook may lie otherwise than the weight, which fused
+                    # kernels do not notice.
+                    gradient = laid_out_for(target, gradient)  # noqa: PLW2901 - see above
+            target.grad = gradient
         attempt.handed_over = True
 
     def _receiver(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -87,46 +97,46 @@ class Committer:
         if not attempt.handed_over:
             self.hand_over(attempt)
         if attempt.check.flag is not None:
-            self._read_if_needed(names, attempt)
+            attempt.check = self._deferral.read_if_needed(attempt.check, names)
         if len(names) > 1:
             return self._commit_several(names, attempt, settings, drawn)
-        movable = attempt.movable
-        late = self._apply(names, attempt, settings) if movable else []
-        late += self._count(movable, drawn, attempt.check.flag)
-        attempt.move(self._training.scale)
+        applied = attempt.applied
+        late = [] if applied is False else self._apply(names, attempt, settings)
+        late += self._count(applied, drawn)
+        self._training.scale = attempt.following(self._training.scale)
         for error in late:
             raise error
-        return attempt.result(applied=movable)
+        return attempt.result(applied=applied)
 
     def _commit_several(
         self, names: Names, attempt: Attempt, settings: ThreadSettings, drawn: Mapping[str, int]
     ) -> UpdateResult:
         """Move the weights of several optimizers: of all, or after an exception of none."""
-        savepoint = self._training.save()
+        savepoint, applied = self._training.save(), attempt.applied
         try:
-            _raise_first(self._apply(names, attempt, settings) if attempt.movable else [])
-            self.count_or_undo(attempt.movable, drawn, attempt.check.flag)
+            _raise_first([] if applied is False else self._apply(names, attempt, settings))
+            self.count_or_undo(applied, drawn)
         except BaseException:
             savepoint.restore()
             raise
-        attempt.move(self._training.scale)
-        return attempt.result(applied=attempt.movable)
+        self._training.scale = attempt.following(self._training.scale)
+        return attempt.result(applied=applied)
 
-    def step(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> None:
+    def step(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> bool | torch.Tensor:
         """Move the weights without counting, and raise at once what user code raises.
 
         Whoever calls this puts everything back after an exception.
+
+        Returns:
+            Whether weights have moved; a tensor where only the device knows.
         """
         if attempt.check.flag is not None:
-            self._read_if_needed(names, attempt)
-        if attempt.movable:
+            attempt.check = self._deferral.read_if_needed(attempt.check, names)
+        applied = attempt.applied
+        if applied is not False:
             _raise_first(self._apply(names, attempt, settings))
-        attempt.move(self._training.scale)
-
-    def _read_if_needed(self, names: Names, attempt: Attempt) -> None:
-        """Look at a deferred check where an optimizer has come to need it since, such as by a new hook."""
-        if self.why_it_waits(names) is not None:
-            attempt.read()
+        self._training.scale = attempt.following(self._training.scale)
+        return applied
 
     def _apply(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> list[BaseException]:
         """Step, then make the new buffers state.
@@ -154,9 +164,7 @@ class Committer:
                 late += raised(scheduler.step)
         return late
 
-    def _count(
-        self, applied: bool, drawn: Mapping[str, int], unless: torch.Tensor | None = None
-    ) -> list[BaseException]:
+    def _count(self, applied: bool | torch.Tensor, drawn: Mapping[str, int]) -> list[BaseException]:
         """Count the update, move past its batches, begin the epochs that follow them.
 
         Returns:
@@ -165,13 +173,7 @@ class Committer:
         self._engine.watch.doing = "end"
         training = self._training
         training.iteration += 1
-        if applied:
-            applied_before = training.applied
-            training.applied = (
-                AppliedUpdates(applied_before.known + 1, applied_before.unread)
-                if unless is None
-                else applied_before.one_more(unless=unless)
-            )
+        training.applied = training.applied + applied
         iterator = training.iterators[MAIN]
         before = iterator.epoch
         late: list[BaseException] = []
@@ -183,38 +185,23 @@ class Committer:
         begun = iterator.epoch - before
         return late + self._epochs.begin(begun) if begun else late
 
-    def count_or_undo(
-        self, applied: bool, drawn: Mapping[str, int], unless: torch.Tensor | None = None
-    ) -> None:
+    def count_or_undo(self, applied: bool | torch.Tensor, drawn: Mapping[str, int]) -> None:
         """Count an update, or raise what user code raised and count nothing.
 
         Args:
-            applied: Whether it moved any weights.
+            applied: Whether it moved any weights; a tensor where only the device knows.
             drawn: How many batches to move past, by the iterator's name.
-            unless: 0-d, on a device; above 0 where it moved none after all.
         """
         training = self._training
         before = {name: training.iterators[name].state_dict() for name in drawn}
         counters = training.iteration, training.applied
         try:
-            _raise_first(self._count(applied, drawn, unless))
+            _raise_first(self._count(applied, drawn))
         except BaseException:
             training.iteration, training.applied = counters
             for name, state in before.items():
                 training.iterators[name].load_state_dict(state)
             raise
-
-    def why_it_waits(self, names: Names) -> str | None:
-        """Say why the step of these optimizers has to wait for the verdict on their gradient; None if not."""
-        training = self._training
-        for name in names:
-            optimizer = training.optimizers[name]
-            why = why_it_waits(optimizer, training.masters.get(name))
-            if why is not None:
-                return why
-            if any(scheduler.optimizer is optimizer for scheduler in training.schedulers.values()):
-                return "a scheduler that counts applied updates counts on the host"
-        return None
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:

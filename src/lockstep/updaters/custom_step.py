@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from lockstep.errors import OrderError
-from lockstep.precision import ScaleThen, sent
+from lockstep.precision import MovingScale
 from lockstep.streams import DefaultStream, stream_seed
 from lockstep.updaters.assembly import Parts
 from lockstep.updaters.attempt import Attempt, GradientRequest
@@ -31,7 +32,7 @@ class CustomStepState:
         computed: The gradients that no optimizer has stepped by, by the optimizers they are for.
         computations: How many gradients were computed.
         results: What each of them measured, with the optimizers it was for.
-        moved: What the optimizers stepped by.
+        applied: Whether any optimizer stepped; a tensor where only the device knows.
     """
 
     context: StepContext
@@ -39,39 +40,21 @@ class CustomStepState:
     computed: dict[Names, Attempt] = field(default_factory=dict)
     computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
-    moved: list[Attempt] = field(default_factory=list)
+    applied: bool | torch.Tensor = False
 
-    @property
-    def unless(self) -> torch.Tensor | None:
-        """Above 0 if every step was left out after all: 0-d, on a device; None where the host knows."""
-        flags = [each.check.flag for each in self.moved]
-        known = [flag for flag in flags if flag is not None]
-        if not known or len(known) < len(flags):
-            return None
-        return torch.stack([sent(flag, known[0].device) for flag in known]).amin()
-
-    def result(self, scale: ScaleThen) -> UpdateResult:
+    def result(self, scale: MovingScale) -> UpdateResult:
         """Put together what the computations measured: all of them, and each optimizer's.
 
         Args:
             scale: The loss scale before.
         """
-        found = [result for _, result in self.results]
         labels = dict.fromkeys("+".join(names) for names, _ in self.results)
         parts = {
             label: _merged([result for names, result in self.results if "+".join(names) == label], scale)
             for label in labels
         }
-        merged = _merged(found, scale)
-        moved, unless = bool(self.moved), self.unless
-        return UpdateResult(
-            applied=lambda: moved and (unless is None or not bool(unless)),
-            tries=merged.tries,
-            loss_scale=lambda: merged.loss_scale,
-            nonfinite=lambda: merged.nonfinite,
-            reports=merged.reports,
-            parts=parts if len(parts) > 1 else {},
-        )
+        found = [result for _, result in self.results]
+        return _merged(found, scale, applied=self.applied, parts=parts if len(parts) > 1 else {})
 
 
 class CustomStep:
@@ -110,7 +93,7 @@ class CustomStep:
         self._computed = {}
         with self._coordinator.telling():
             batch = training.iterator.peek()
-        scale = training.scale.now
+        scale = training.scale
         context.savepoint = savepoint = training.save()
         self.state = state = CustomStepState(context, Counter({MAIN: 1}))
         try:
@@ -120,11 +103,11 @@ class CustomStep:
                 self._coordinator.agree(
                     {"update": training.iteration, "computation": "end"}, context.interrupts
                 )
-            self._committer.count_or_undo(bool(state.moved), state.drawn, state.unless)
+            self._committer.count_or_undo(state.applied, state.drawn)
         except BaseException:
             context.interrupts.hold()
             savepoint.restore()
-            training.scale.now = scale
+            training.scale = scale
             raise
         finally:
             self.state = None
@@ -192,10 +175,9 @@ class CustomStep:
                 return result
         attempt = _pop(state.computed, names)
         state.context.interrupts.check()
-        self._committer.step(names, attempt, state.context.settings)
-        if attempt.movable:
-            state.moved.append(attempt)
-        return attempt.result(applied=attempt.movable)
+        applied = self._committer.step(names, attempt, state.context.settings)
+        state.applied = state.applied | applied
+        return attempt.result(applied=applied)
 
     def forget(self) -> None:
         """Forget gradients that were computed and not applied."""
@@ -234,7 +216,13 @@ def _pop(computed: dict[Names, Attempt], names: Names) -> Attempt:
     return computed.pop(names)
 
 
-def _merged(results: Sequence[UpdateResult], scale: ScaleThen) -> UpdateResult:
+def _merged(
+    results: Sequence[UpdateResult],
+    scale: MovingScale,
+    *,
+    applied: bool | torch.Tensor = False,
+    parts: Mapping[str, UpdateResult] | None = None,
+) -> UpdateResult:
     """Take several computations as one: reports of all, the last loss scale, the most tries."""
 
     def last_bad() -> str | None:
@@ -242,9 +230,10 @@ def _merged(results: Sequence[UpdateResult], scale: ScaleThen) -> UpdateResult:
         return bad[-1] if bad else None
 
     return UpdateResult(
-        applied=False,
+        applied=partial(bool, applied),
         tries=max((result.tries for result in results), default=0),
         loss_scale=lambda: results[-1].loss_scale if results else scale.value.factor,
         nonfinite=last_bad,
         reports=[report for result in results for report in result.reports],
+        parts=parts,
     )

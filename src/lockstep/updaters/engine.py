@@ -15,7 +15,8 @@ from lockstep.plan import Shard
 from lockstep.precision import first_nonfinite
 from lockstep.replicas.shard_streams import ShardStreams
 from lockstep.replicas.strays import check_no_leaked_gradients, refuse_accumulate_hook
-from lockstep.replicas.summing import TreeSum, finish_whole, gather
+from lockstep.replicas.summing import TreeSum, finish_whole
+from lockstep.replicas.trained_buffers import refuse_trained_buffers
 from lockstep.streams import ONE_BORROWER
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters import lazy
@@ -68,12 +69,9 @@ class GradientEngine:
         self._timing = timing
         self._policy = recipe.policy
         self._streams = ShardStreams(self.group.devices, turn=ONE_BORROWER)
-        self._on_several_devices = len(set(self.group.devices)) > 1
         self.layout = Layout(TreeSum(self.group, []))
         """The model as of the last attempt; empty before the first."""
         self._is_stale = True
-        self.reads_weights = False
-        """Whether weights of the last losses were tensors, which the host waited for."""
         self.look_for_shapes()
 
     def look_for_shapes(self) -> None:
@@ -162,6 +160,8 @@ class GradientEngine:
         for parameter in self.layout.parameters:
             if parameter._post_accumulate_grad_hooks:
                 refuse_accumulate_hook(self.layout.named)
+        if self.layout.slots:
+            refuse_trained_buffers(self.group.model, self.layout.slots)
 
     def _initialise(self, attempt: Attempt, context: StepContext) -> None:
         """Give shapes and values to parameters that lack them, by the first shard of the first batch."""
@@ -220,7 +220,6 @@ class GradientEngine:
         attempt.devices = devices  # type: ignore[assignment]  # every device has put its own there
         if timing is not None:
             self.group.workloads = timing.workloads(self.group.workloads)
-        self.reads_weights = attempt.task.reads_weights
 
     def reduce(self, attempt: Attempt, context: StepContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the summed weight.
@@ -262,8 +261,6 @@ class GradientEngine:
             attempt.reports += device.reports
             attempt.buffers.append(device.buffers)
             attempt.samples += device.samples
-        if self._on_several_devices:
-            partials = gather(partials, self.group.devices[0])
         attempt.gradients, attempt.finite = layout.tree_sum.finished(
             partials or [PartialSum(0, [None] * len(layout.parameters))],
             task.finish(attempt.reports),
@@ -311,15 +308,6 @@ class GradientEngine:
         }
 
     @property
-    def why_it_waits(self) -> str | None:
-        """Why the last attempt read something though nobody asked for a verdict; None if it did not."""
-        if self.reads_weights:
-            return "the weight of a Loss is a tensor, which tells whether its shard takes part"
-        runners = self.layout.runners
-        unpackable = runners[0].buffers.unpackable if runners else None
-        return None if unpackable is None else f"the buffer {unpackable!r} is no plain run of numbers"
-
-    @property
     def shards_a_batch(self) -> int:
         """How many shards a batch is cut into."""
         if self.recipe.num_shards is not None:
@@ -364,7 +352,7 @@ class GradientEngine:
                 loss = report.loss.item()
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
-        scale = self.training.scale.now
+        scale = self.training.scale
         attempt = Attempt(GradientRequest(request.loss_fn, look=look), scale, scale)
         self.take(attempt)
         self.plan(attempt, context)

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from lockstep.communicators import Communicator
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
+from lockstep.replicas.trained_buffers import refuse_trained_buffers
+from lockstep.updaters.fused import check_dense
 from lockstep.updaters.networks import Arrangement
 from lockstep.updaters.recipe import Recipe, check_choice
 
@@ -33,7 +35,10 @@ def check_fit(
     """
     check_closures(optimizers)
     check_ownership(optimizers, arranged.networks)
+    refuse_trained_buffers(arranged.module)
     recipe.policy.check_model(arranged.module)
+    for optimizer in optimizers.values():
+        check_dense(optimizer, has_masters=recipe.policy.held_dtype is not None)
     if takes_steps:
         recipe.check_own_steps()
     elif recipe.loss_fn is None and arranged.several:
@@ -131,8 +136,13 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
     """Refuse optimizers over parameters of other models, or over those of each other.
 
     Raises:
-        ValueError: A parameter is in no model, or in two optimizers.
+        ValueError: A parameter is in no model, or in two optimizers; or it is a buffer of a model.
     """
+    buffers = {
+        id(buffer): name if len(networks) == 1 else f"{network}.{name}"
+        for network, module in networks.items()
+        for name, buffer in module.named_buffers()
+    }
     names = {
         id(parameter): name if len(networks) == 1 else f"{network}.{name}"
         for network, module in networks.items()
@@ -143,6 +153,11 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
         label = "`optimizer`" if len(optimizers) == 1 else f"`optimizer[{owner!r}]`"
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
+                if id(parameter) in buffers and id(parameter) not in names:
+                    raise ValueError(
+                        f"{label} must hold parameters of `model` only, got its buffer "
+                        f"{buffers[id(parameter)]!r} in group {index}. Register it as an nn.Parameter."
+                    )
                 if id(parameter) not in names:
                     shape = "unknown shape" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
                     raise ValueError(

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.plan import ALIGNMENT
+from lockstep.strides import gradient_strides
 from lockstep.tree import Tensors
 
 
@@ -15,7 +16,8 @@ class FlatGradients:
     """One tensor for the gradients of all parameters, and a view of it for each.
 
     Each parameter begins at a multiple of `ALIGNMENT` elements, where kernels meet the same vector lanes as
-    in a tensor of its own; what lies between is zero.
+    in a tensor of its own; what lies between is zero. A view has the strides that autograd gives a gradient:
+    the elements of a channels_last weight's gradient follow each other as the weight's do.
 
     Args:
         parameters: All on one device.
@@ -37,7 +39,7 @@ class FlatGradients:
         sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters]
         self.tensor = torch.zeros(sum(sizes), device=devices.pop(), dtype=dtype)
         self._views = [
-            part[: parameter.numel()].view(parameter.shape)
+            part.as_strided(parameter.shape, gradient_strides(parameter))
             for part, parameter in zip(torch.split(self.tensor, sizes), parameters, strict=True)
         ]
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from lockstep.streams import DefaultStream, stream_seed
 from lockstep.updaters.lanes import INITIALISATION, lane
+from lockstep.updaters.savepoint import with_metadata
 
 
 def is_uninitialised(model: nn.Module) -> bool:
@@ -63,7 +64,9 @@ def _keep_buffers(buffers: dict[torch.Tensor, torch.Tensor], module: nn.Module, 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
     """Give a model's state; None stands for what has no shape yet."""
-    return {name: None if is_lazy(value) else value for name, value in model.state_dict().items()}
+    state = model.state_dict()
+    plain = {name: None if is_lazy(value) else value for name, value in state.items()}
+    return with_metadata(plain, state)
 
 
 def load_state(model: nn.Module, state: dict[str, Any]) -> None:
@@ -72,8 +75,5 @@ def load_state(model: nn.Module, state: dict[str, Any]) -> None:
     Raises:
         RuntimeError: PyTorch's, where names or shapes differ.
     """
-    own = model.state_dict()
-    without_shape = {name for name, value in state.items() if value is None}
-    model.load_state_dict(
-        {name: own[name] if name in without_shape and name in own else value for name, value in state.items()}
-    )
+    shaped = {name: UninitializedParameter() if value is None else value for name, value in state.items()}
+    model.load_state_dict(with_metadata(shaped, state))

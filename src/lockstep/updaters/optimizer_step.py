@@ -5,8 +5,11 @@ PyTorch runs the hooks of a step inside `step()` only, so a step in parts must r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -29,11 +32,27 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import MasterWeights, left_out_if
+from lockstep.updaters.fused import settle_layout
+
+VERSION: Final = attrgetter("_version")
 
 PER_PARAMETER: Final = frozenset(
     {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
 )
 """Optimizers whose step of one parameter reads nothing of another."""
+
+
+@dataclass(slots=True)
+class StepProgress:
+    """How far a step has come.
+
+    Attributes:
+        has_begun: Whether its arithmetic has begun.
+        is_done: Whether it has moved all weights.
+    """
+
+    has_begun: bool = False
+    is_done: bool = False
 
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
@@ -45,16 +64,51 @@ def can_step_in_parts(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, HookedOptimizer) or type(optimizer) in PER_PARAMETER
 
 
-def step_whole(optimizer: Optimizer) -> None:
+def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
     """Take the step as any loop would.
 
     PyTorch opens a range for its profiler around each, at a third of the time in which a small model is
     stepped; where nobody profiles and no hook waits, the class's step is all there is to it.
+
+    Args:
+        optimizer: What steps.
+        progress: Told how far it has come.
     """
     if type(optimizer) in PER_PARAMETER and not _is_watched(optimizer):
+        progress.has_begun = True
         _bare_step(optimizer)
+        progress.is_done = True
+    elif isinstance(optimizer, HookedOptimizer):
+
+        def advance() -> None:
+            progress.has_begun = True
+            optimizer.advance()
+            progress.is_done = True
+
+        optimizer.step(advance=advance)
     else:
-        optimizer.step()
+        with _marking_hooks(optimizer, progress):
+            optimizer.step()
+
+
+@contextmanager
+def _marking_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[None]:
+    """Take note of a step's arithmetic by hooks: after all that precede it, before all that follow it."""
+
+    def begin(*_: Any) -> None:
+        progress.has_begun = True
+
+    def end(*_: Any) -> None:
+        progress.is_done = True
+
+    before = optimizer.register_step_pre_hook(begin)
+    after = optimizer.register_step_post_hook(end)
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
 
 
 def _is_watched(optimizer: Optimizer) -> bool:
@@ -70,7 +124,10 @@ def _is_watched(optimizer: Optimizer) -> bool:
 
 
 def step_in_parts(
-    optimizer: Optimizer, parts: Sequence[frozenset[int]], run: Callable[[Callable[[int], None]], None]
+    optimizer: Optimizer,
+    parts: Sequence[frozenset[int]],
+    run: Callable[[Callable[[int], None]], None],
+    progress: StepProgress,
 ) -> None:
     """Take one step in parts at the same time; hooks and schedulers see one whole step.
 
@@ -78,19 +135,28 @@ def step_in_parts(
         optimizer: One that `can_step_in_parts`.
         parts: For each place, the parameters it steps, by ``id``; together all of them.
         run: Runs a function of the place's index on all places at once.
+        progress: Told how far the step has come.
 
     Determinism: the bits of `step_whole`, for parameters are never cut.
     """
     if isinstance(optimizer, HookedOptimizer):
         own = [optimizer.part(_groups(optimizer, part)) for part in parts]
-        optimizer.step(advance=lambda: run(lambda place: own[place].advance()))
+
+        def advance() -> None:
+            progress.has_begun = True
+            run(lambda place: own[place].advance())
+            progress.is_done = True
+
+        optimizer.step(advance=advance)
         return
     args: tuple[Any, ...] = (optimizer,)
     kwargs: dict[str, Any] = {}
     for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
         hook(optimizer, args, kwargs)
     views = [_view(optimizer, part) for part in parts]
+    progress.has_begun = True
     run(lambda place: _bare_step(views[place]))
+    progress.is_done = True
     for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
         hook(optimizer, args, kwargs)
     if "step" in vars(optimizer):
@@ -185,29 +251,54 @@ class OptimizerStep:
 
     def _step(self, places: int, run: Run) -> BaseException | None:
         """Do the work of `step` on what is in the optimizer's groups now."""
-        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        versions = [parameter._version for parameter in parameters]
+        parameters: list[torch.Tensor] = []
+        fused = False
+        for group in self._optimizer.param_groups:
+            parameters += group["params"]
+            fused = fused or bool(group.get("fused"))
+        if fused:
+            settle_layout(self._optimizer)
+        versions = list(map(VERSION, parameters))
+        progress = StepProgress()
         try:
             if places > 1 and can_step_in_parts(self._optimizer):
                 self._deal(parameters, places)
-                step_in_parts(self._optimizer, self._parts, run)
+                step_in_parts(self._optimizer, self._parts, run, progress)
             else:
-                step_whole(self._optimizer)
+                step_whole(self._optimizer, progress)
         except BaseException as error:
-            moved = [
-                parameter._version != version
-                for parameter, version in zip(parameters, versions, strict=True)
-                if parameter.grad is not None
-            ]
-            if not any(moved):
-                raise
-            if not all(moved):
-                raise LockstepError(
-                    f"The step of {type(self._optimizer).__name__} raised {type(error).__name__} between the "
-                    f"first weight that moved and the last: {error}. Load a saved state."
-                ) from error
-            return error
+            if self._has_moved(error, progress, parameters, versions):
+                return error
+            raise
         return None
+
+    def _has_moved(
+        self,
+        error: BaseException,
+        progress: StepProgress,
+        parameters: Sequence[torch.Tensor],
+        versions: Sequence[int],
+    ) -> bool:
+        """Return whether all weights had moved before an error, and not none.
+
+        Raises:
+            LockstepError: The error came in between.
+        """
+        moved = [
+            parameter._version != version
+            for parameter, version in zip(parameters, versions, strict=True)
+            if parameter.grad is not None
+        ]
+        if progress.is_done or (moved and all(moved)):
+            return True
+        # Fused kernels leave version counters alone, so some weights may have moved unnoticed.
+        fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        if any(moved) or (progress.has_begun and fused):
+            raise LockstepError(
+                f"The step of {type(self._optimizer).__name__} raised {type(error).__name__} between the "
+                f"first weight that moved and the last: {error}. Load a saved state."
+            ) from error
+        return False
 
     def _deal(self, parameters: list[torch.Tensor], places: int) -> None:
         """Deal the parameters to the places, again where the optimizer has others than before."""

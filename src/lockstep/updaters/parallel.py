@@ -229,7 +229,9 @@ class ParallelUpdater(Updater):
                 # Nothing of the training state has changed up to here: an error or Ctrl-C leaves the state of
                 # the last update, and the batch is still the iterator's next. From here on Ctrl-C waits.
                 parts.coordinator.commit(context.interrupts)
-                result = parts.committer.commit(names, attempt, context.settings, drawn={MAIN: attempt.taken})
+                result = parts.committer.commit(
+                    names, attempt, context.settings, drawn={MAIN: attempt.passed + len(attempt.batches)}
+                )
             if parts.followers.modules:
                 parts.followers.follow()
         return result
@@ -324,7 +326,7 @@ class ParallelUpdater(Updater):
     @property
     def applied_updates(self) -> int:
         """How many of them moved the weights."""
-        return self._training.applied.count
+        return self._training.applied_updates
 
     @property
     def loss_scale(self) -> LossScale:
@@ -378,7 +380,7 @@ class ParallelUpdater(Updater):
         by whoever looks at its result, at `applied_updates`, `loss_scale` or `state_dict`. A step function
         that looks at nothing is no reason either. Tensors as weights of losses are one, from the first on.
         """
-        return self._parts.sync.why()
+        return self._parts.deferral.reason(tuple(self._training.optimizers))
 
     def finalize(self) -> None:
         """End the replicas' threads and the iterators' workers; another update would begin them anew."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import NonFiniteError
-from lockstep.precision import ScaleThen
+from lockstep.precision import MovingScale
 from lockstep.updaters.attempt import Attempt, GradientRequest
+from lockstep.updaters.deferred import Deferral
 from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.names import Names
 from lockstep.updaters.recipe import Recipe
 from lockstep.updaters.training import Training
-from lockstep.updaters.waiting import Waiting
 
 
 class OverflowRetry:
@@ -22,11 +23,13 @@ class OverflowRetry:
         engine: Knows whether there is another batch.
         training: Has the loss scale that the first attempt is made with.
         recipe: Says what the user has chosen.
-        sync: Decides whether the overflow check stays on the device.
+        deferral: Decides whether the overflow check stays on the device.
     """
 
-    def __init__(self, engine: GradientEngine, training: Training, recipe: Recipe, sync: Waiting) -> None:
-        self._sync = sync
+    def __init__(
+        self, engine: GradientEngine, training: Training, recipe: Recipe, deferral: Deferral
+    ) -> None:
+        self._deferral = deferral
         self._engine = engine
         self._training = training
         self._recipe = recipe
@@ -42,9 +45,9 @@ class OverflowRetry:
             batches: What it is of, if the attempt is not to take the iterator's.
             once: Whether this attempt is the last, whatever comes of it.
         """
-        if self._recipe.on_overflow == "skip" and not once:
-            request = self._sync.deferred(request, names)
-        scale = self._training.scale.now
+        if self._recipe.on_overflow == "skip" and not once and self._deferral.defers(names):
+            request = replace(request, deferred=True)
+        scale = self._training.scale
         return Attempt(request, scale, scale, given_batches=batches, once=once or request.deferred)
 
     def after(self, attempt: Attempt) -> Attempt:
@@ -56,6 +59,7 @@ class OverflowRetry:
         Raises:
             NonFiniteError: No attempt is left, and `on_exhausted` is ``"raise"``.
         """
+        self._deferral.reads_weights = attempt.task.reads_weights
         if not attempt.complete:  # the same again: shards were left out
             attempt.complete = True
             return attempt
@@ -75,7 +79,7 @@ class OverflowRetry:
             return attempt
         return Attempt(
             attempt.request,
-            ScaleThen(lower),
+            MovingScale(lower),
             attempt.first_scale,
             given_batches=attempt.given_batches,
             tries=attempt.tries + 1,

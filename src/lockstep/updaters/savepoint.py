@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lockstep.optim.load_hooks import without_pre_hooks
 from lockstep.precision import MasterWeights
 
 
@@ -59,7 +61,8 @@ class Savepoint:
 
 def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """Load an optimizer's own state, each tensor in the dtype it had."""
-    optimizer.load_state_dict(saved)
+    with without_pre_hooks(optimizer):
+        optimizer.load_state_dict(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # Loading casts to the dtype of the parameter, where state in float32 would lose bits.
     for index, parameter in enumerate(parameters):
@@ -80,10 +83,22 @@ def _copied(value: Any, copies: dict[Hashable, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return _copied_tensor(value, copies)
     if isinstance(value, Mapping):
-        return {key: _copied(part, copies) for key, part in value.items()}
+        parts = {key: _copied(part, copies) for key, part in value.items()}
+        return with_metadata(parts, value)
     if type(value) is list or type(value) is tuple:
         return type(value)(_copied(part, copies) for part in value)
     return copy.deepcopy(value)
+
+
+def with_metadata(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a state the versions of its modules that another has: by them they know what to migrate."""
+    # An attribute that torch gives to what `state_dict` returns.
+    metadata = getattr(source, "_metadata", None)
+    if metadata is None:
+        return state
+    named = OrderedDict(state)
+    named._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]  # noqa: SLF001
+    return named
 
 
 def _copied_tensor(value: torch.Tensor, copies: dict[Hashable, torch.Tensor]) -> torch.Tensor:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import StateError
+from lockstep.precision import MovingScale
 from lockstep.state import check_keys
 from lockstep.updaters import lazy
-from lockstep.updaters.counting import AppliedUpdates
+from lockstep.updaters.registered import Registered
 from lockstep.updaters.savepoint import copied
 from lockstep.updaters.training import Training
 
@@ -33,7 +34,7 @@ def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
         "num_shards": num_shards,
         "seed": seed,
         "iteration": training.iteration,
-        "applied_updates": training.applied.count,
+        "applied_updates": training.applied_updates,
         "loss_scale": training.loss_scale.state_dict(),
         "iterators": {name: each.state_dict() for name, each in training.iterators.items()},
         "optimizers": {name: each.state_dict() for name, each in training.steppables().items()},
@@ -54,21 +55,25 @@ def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int,
 
     Raises:
         StateError: Keys are missing or unknown, or it is the state of another number of shards or seed.
+
+    Hooks of `register_load_state_dict_pre_hook`, of modules and of optimizers, get a state before it is
+    checked against the names and shapes of their owner, so they may bring an older one up to date.
     """
     _check_state(state, _parts(training, num_shards=num_shards, seed=seed))
     loss_scale = training.loss_scale.restored(state["loss_scale"])
     iterators = {name: each.state_dict() for name, each in training.iterators.items()}
-    savepoint = training.save()
+    savepoint, registered = training.save(), Registered(training.group.model)
     try:
         _load_parts(training, state)
     except BaseException:
+        registered.restore()
         savepoint.restore()
         for name, before in iterators.items():
             training.iterators[name].load_state_dict(before)
         raise
-    training.scale.value = loss_scale
+    training.scale = MovingScale(loss_scale)
     training.iteration = state["iteration"]
-    training.applied = AppliedUpdates(state["applied_updates"])
+    training.applied = state["applied_updates"]
 
 
 def _load_parts(training: Training, state: Mapping[str, Any]) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
 from lockstep.updaters.result import ShardReport
 
 NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+NO_NAMES: Final[Mapping[str, Any]] = MappingProxyType({})
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 
@@ -121,7 +123,6 @@ class DeviceGradients:
     reports: list[ShardReport] = field(default_factory=list)
     samples: int = 0
     phase: ClassVar[str] = FORWARD
-    keeps_graph: ClassVar[bool] = False
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
         """Compute the gradient of a shard and add it to those before; one of weight 0 takes no part.
@@ -137,7 +138,9 @@ class DeviceGradients:
             ValueError: It returned a loss that cannot be used.
         """
         task = self.task
-        args, kwargs = call_arguments(given)
+        if runner.buffers.bound:
+            runner.buffers.restore()
+        args, kwargs = (given, NO_NAMES) if type(given) is tuple else call_arguments(given)
         task.watch.doing = FORWARD
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.

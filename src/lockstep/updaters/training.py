@@ -14,7 +14,6 @@ from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, MasterWeights, MovingScale
 from lockstep.replicas.replica_set import ReplicaSet
-from lockstep.updaters.counting import AppliedUpdates
 from lockstep.updaters.names import MAIN, Names, look_up
 from lockstep.updaters.savepoint import Savepoint
 
@@ -33,7 +32,7 @@ class Training:
         scale: The loss scale of the next try, wherever its numbers are.
         masters: What optimizers move in the place of parameters in half precision; by the optimizer's name.
         iteration: How many updates are done.
-        applied: Counts those of them that moved the weights.
+        applied: How many of those moved the weights; a tensor where only the device knows.
     """
 
     group: ReplicaSet
@@ -45,12 +44,18 @@ class Training:
     scale: MovingScale
     masters: dict[str, MasterWeights] = field(default_factory=dict)
     iteration: int = 0
-    applied: AppliedUpdates = field(default_factory=AppliedUpdates)
+    applied: int | torch.Tensor = 0
 
     @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the next try; waits for the device if it is there."""
         return self.scale.value
+
+    @property
+    def applied_updates(self) -> int:
+        """How many updates moved the weights; waits for the device if they are counted there."""
+        self.applied = int(self.applied)
+        return self.applied
 
     @property
     def iterator(self) -> Iterator:

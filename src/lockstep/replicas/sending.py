@@ -1,0 +1,70 @@
+"""Keep the parameters of replicas that have memory of their own equal to the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+Layout: TypeAlias = "tuple[int, torch.dtype, torch.Size, tuple[int, ...]]"
+
+
+class Sending:
+    """Copy a model's parameters to the replicas that do not share their memory.
+
+    Whether a parameter has changed cannot be told without reading it: a fused optimizer, a write to
+    ``parameter.data`` and a custom operator leave its version counter as it was. So all values are sent every
+    time. The version counters of the copies change only where the model's have changed: a send that brings
+    the values that are there already must not invalidate the graph of an earlier forward, and a write that
+    autograd would refuse for the model must be refused for its replicas as well.
+
+    Args:
+        parameters: The model's.
+        replicas: Copies of the model; their parameters are in the same order.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], replicas: Sequence[nn.Module]) -> None:
+        self._pairs = [
+            (copied, parameter)
+            for replica in replicas
+            for copied, parameter in zip(replica.parameters(), parameters, strict=True)
+            if copied.device != parameter.device or copied.data_ptr() != parameter.data_ptr()
+        ]
+        self.is_needed = bool(self._pairs)
+        """Whether there is a replica with memory of its own."""
+        self._layouts = self._current_layouts()
+        self._versions = self._current_versions()
+
+    def fits(self) -> bool:
+        """Return whether the parameters still have the memory, dtypes, shapes and strides they had."""
+        return self._current_layouts() == self._layouts
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Copy all values."""
+        if self._pairs:
+            copies, originals = zip(*self._pairs, strict=True)
+            # Unlike `detach`, `data` has a version counter of its own, so the copies keep theirs.
+            torch._foreach_copy_([copied.data for copied in copies], originals)
+            self.count_writes()
+
+    def count_writes(self) -> None:
+        """Increment the version counters of the copies whose original's counter has changed."""
+        versions = self._current_versions()
+        if versions != self._versions:
+            torch.autograd.graph.increment_version(
+                [
+                    copied
+                    for (copied, _), before, now in zip(self._pairs, self._versions, versions, strict=True)
+                    if before != now
+                ]
+            )
+            self._versions = versions
+
+    def _current_layouts(self) -> list[Layout]:
+        return [(each.data_ptr(), each.dtype, each.shape, each.stride()) for _, each in self._pairs]
+
+    def _current_versions(self) -> list[int]:
+        return [original._version for _, original in self._pairs]
