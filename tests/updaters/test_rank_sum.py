@@ -13,15 +13,16 @@ from torch import nn
 import lockstep as ls
 from lockstep.communicators import PendingSum, Table
 from lockstep.tree import Tensors
-from lockstep.updaters import rank_sum
-from lockstep.updaters.inline import SMALL
+from lockstep.updaters import rank_reduction, rank_sum
+from lockstep.updaters.inline import SMALL, SMALL_BETWEEN_MACHINES
 from lockstep.updaters.overlap import PATIENCE
 from lockstep.updaters.rank_sum import Heuristics
 from tests.laws.runs import finalized, state_digest
 
 NUM_UPDATES = PATIENCE + 4
-WIDTHS = {"small": 5, "large": 600}
-"""Hidden units of models whose gradients fit into a message, and do not."""
+WIDTHS = {"small": 5, "medium": 180, "large": 600}
+"""Hidden units of models whose gradients fit into any message, into those within a machine, and into none."""
+SIZES = ["small", "large"]
 SWITCHES = [Heuristics(early, inline) for early, inline in product([False, True], repeat=2)]
 DEVICES = [1, 2]
 
@@ -79,7 +80,7 @@ def with_all_switches() -> Found:
     torch.set_num_threads(1)
     found: Found = {}
     with pytest.MonkeyPatch.context() as patch:
-        for size, num_devices, heuristics in product(WIDTHS, DEVICES, SWITCHES):
+        for size, num_devices, heuristics in product(SIZES, DEVICES, SWITCHES):
             patch.setattr(rank_sum, "DEFAULTS", heuristics)
             communicator = Counting()
             bits = trained(size, num_devices, communicator)
@@ -92,18 +93,18 @@ def ranks(request: pytest.FixtureRequest) -> list[Found]:
     return ls.launch(with_all_switches, request.param)
 
 
-@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize("size", SIZES)
 def test_no_bit_depends_on_a_heuristic(size: str, ranks: list[Found]) -> None:
     alone = trained(size, 1)
     for found in ranks:
         differing = [key for key, (bits, _) in found.items() if key[0] == size and bits != alone]
         assert not differing
-        assert len(found) == len(WIDTHS) * len(DEVICES) * len(SWITCHES)
+        assert len(found) == len(SIZES) * len(DEVICES) * len(SWITCHES)
 
 
 @pytest.mark.parametrize("heuristics", SWITCHES)
 @pytest.mark.parametrize("num_devices", DEVICES)
-@pytest.mark.parametrize("size", WIDTHS)
+@pytest.mark.parametrize("size", SIZES)
 def test_each_heuristic_is_used_if_it_is_switched_on(
     size: str, num_devices: int, heuristics: Heuristics, ranks: list[Found]
 ) -> None:
@@ -119,5 +120,26 @@ def test_each_heuristic_is_used_if_it_is_switched_on(
         assert +ways == Counter(expected)
 
 
-def test_a_large_model_is_large() -> None:
-    assert 4 * WIDTHS["large"] ** 2 > SMALL
+def between_machines() -> dict[str, tuple[tuple[str, str], Counter[str]]]:
+    torch.set_num_threads(1)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_sum, "DEFAULTS", Heuristics(early_sending=False))
+        patch.setattr(rank_reduction, "machine", lambda: str(ls.find_communicator().rank))
+        for size in WIDTHS:
+            communicator = Counting()
+            found[size] = trained(size, 1, communicator), communicator.ways
+    return found
+
+
+def test_between_machines_only_very_small_gradients_travel_in_the_message() -> None:
+    for found in ls.launch(between_machines, 2):
+        assert {size: ways["inline"] > 0 for size, (_, ways) in found.items()} == {
+            "small": True,
+            "medium": False,
+            "large": False,
+        }
+
+
+def test_models_are_as_large_as_they_are_called() -> None:
+    assert SMALL_BETWEEN_MACHINES < 4 * WIDTHS["medium"] ** 2 < SMALL // 4 < SMALL < 4 * WIDTHS["large"] ** 2

@@ -18,7 +18,7 @@ import torch
 from lockstep.communicators import Communicator, Contribution, Table
 from lockstep.replicas.summing import gather
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.inline import InlineGradients
+from lockstep.updaters.inline import SMALL, SMALL_BETWEEN_MACHINES, InlineGradients
 from lockstep.updaters.overlap import EarlySend, Overlap, Prediction
 from lockstep.updaters.shares import RankShare
 
@@ -48,14 +48,16 @@ class RankSum:
     Args:
         communicator: Joins the ranks.
         heuristics: See `Heuristics`.
+        one_machine: Whether all ranks are on one machine.
     """
 
-    def __init__(self, communicator: Communicator, heuristics: Heuristics) -> None:
+    def __init__(self, communicator: Communicator, heuristics: Heuristics, *, one_machine: bool) -> None:
         self._communicator = communicator
         self._early = Overlap(communicator) if heuristics.early_sending else None
-        self._inline = (
-            InlineGradients(communicator.rank, communicator.size) if heuristics.inline_gradients else None
-        )
+        self._inline = None
+        if heuristics.inline_gradients:
+            limit = SMALL if one_machine else SMALL_BETWEEN_MACHINES
+            self._inline = InlineGradients(communicator.rank, communicator.size, limit)
         self._no_table = Table(communicator.size)
         self._like: Sequence[torch.Tensor] = ()
         self._key: str | None = None
