@@ -39,14 +39,11 @@ class Assignment:
 
     def variables(self) -> dict[str, str]:
         """Write it down as torchrun does, so that whatever reads that finds its place."""
-        place = {
-            "RANK": self.rank,
-            "LOCAL_RANK": self.rank,
-            "WORLD_SIZE": self.size,
-            "LOCAL_WORLD_SIZE": self.size,
-        }
         return {
-            **{name: str(number) for name, number in place.items()},
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.size),
+            "LOCAL_WORLD_SIZE": str(self.size),
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "GROUP_WORLD_SIZE": "1",
