@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from lockstep.launch.agent import Run, run
@@ -34,27 +33,17 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument(
         "-n", "--num-processes", default="auto", help="on this machine; auto: one a GPU, else one a core"
     )
-    parser.add_argument(
-        "--nnodes", dest="nodes", default="1", help="machines; 2:4 for from two to four (default: 1)"
-    )
-    parser.add_argument(
-        "--rdzv", dest="rendezvous", default="", metavar="HOST:PORT", help="where several machines meet"
-    )
-    parser.add_argument(
-        "--local-addr", dest="address", default="", help="where other machines reach this one"
-    )
-    parser.add_argument(
-        "--rdzv-id", dest="run_id", default="lockstep", help="a name that the machines of one run share"
-    )
+    parser.add_argument("--nnodes", default="1", help="machines; 2:4 for from two to four (default: 1)")
+    parser.add_argument("--rdzv", default="", metavar="HOST:PORT", help="where several machines meet")
+    parser.add_argument("--local-addr", default="", help="where other machines reach this one")
+    parser.add_argument("--rdzv-id", default="lockstep", help="a name that the machines of one run share")
     parser.add_argument(
         "--max-restarts", type=int, default=0, help="of all processes after a failure (default: 0)"
     )
     parser.add_argument(
         "--timeout", type=float, default=60.0, help="seconds a rank waits for another (default: 60)"
     )
-    parser.add_argument(
-        "-m", "--module", dest="as_module", action="store_true", help="the script is the name of a module"
-    )
+    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
     parser.set_defaults(call=lambda options: _call(parser, options))
@@ -62,7 +51,18 @@ def add_parser(commands: Subparsers) -> None:
 
 def _call(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
-        settings = Run(**{field.name: getattr(options, field.name) for field in fields(Run)})
+        settings = Run(
+            options.script,
+            options.arguments,
+            num_processes=options.num_processes,
+            nodes=options.nnodes,
+            rendezvous=options.rdzv,
+            address=options.local_addr,
+            run_id=options.rdzv_id,
+            max_restarts=options.max_restarts,
+            timeout=options.timeout,
+            as_module=options.module,
+        )
     except ValueError as error:
         parser.error(str(error))
     return run(settings)

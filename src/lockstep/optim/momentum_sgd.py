@@ -49,6 +49,7 @@ class MomentumSGD(ForeachOptimizer):
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
     equation 10 and the remark on momentum correction. Chainer's optimizer of this name keeps -v.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = MomentumSGD([weight], lr=0.5, momentum=0.5, correction=True)
     >>> for lr in (0.5, 0.25):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lockstep.optim.momentum_sgd import MomentumSGD
-from lockstep.optim.options import scalar
+from lockstep.optim.options import check_lr_size, scalar
 
 
 class SGDW(MomentumSGD):
@@ -95,14 +95,15 @@ class SGDW(MomentumSGD):
         param_group["initial_lr"] = first.clone() if isinstance(first, Tensor) else first
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
+        check_lr_size(options["lr"])
+        first = _first_lr(options)
         if not 0 <= options["weight_decay"] < 1:
             raise ValueError(f"`weight_decay` must lie in [0, 1), got {options['weight_decay']}.")
-        super()._check_options(options)
-        first = _first_lr(options)
         if not 0 < first < math.inf:
             raise ValueError(
                 f"`initial_lr` must be finite and above 0, got {first}. The decay is λ times lr / initial_lr."
             )
+        super()._check_options(options)
 
     def _coupled_decay(self, group: Mapping[str, Any]) -> float:  # noqa: ARG002 - none in any group
         """Give no decay that passes through the velocity: this one stays beside it."""
