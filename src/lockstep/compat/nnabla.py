@@ -110,7 +110,12 @@ class DynamicLossScalingUpdater:
 
         What `data_feeder` or `loss` raise goes through; the scale stays where it has stepped down to.
         """
-        return any(self._try() for _ in range(self.max_tries))
+        tries = 0
+        while tries < self.max_tries:
+            if self._try():
+                return True
+            tries += 1
+        return False
 
     def state_dict(self) -> dict[str, float]:
         """Give the scale and the count of good updates since it last changed."""
