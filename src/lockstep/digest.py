@@ -198,14 +198,11 @@ def _walk_tensor(tensor: torch.Tensor, path: Path) -> Iterator[Entry]:
 
 def _quantized_parts(tensor: torch.Tensor) -> dict[str, Any]:
     """Take a quantized tensor apart: integers alone do not say which numbers they stand for."""
+    integers = tensor.int_repr()
     if tensor.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}:
-        return {
-            "int_repr": tensor.int_repr(),
-            "scale": tensor.q_scale(),
-            "zero_point": tensor.q_zero_point(),
-        }
+        return {"int_repr": integers, "scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
     return {
-        "int_repr": tensor.int_repr(),
+        "int_repr": integers,
         "axis": tensor.q_per_channel_axis(),
         "scales": tensor.q_per_channel_scales(),
         "zero_points": tensor.q_per_channel_zero_points(),

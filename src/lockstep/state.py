@@ -1,8 +1,10 @@
-"""Refuse a saved state that does not fit, by the names of the keys that are missing or unknown."""
+"""Save and load what objects hold, and refuse a saved state with missing or unknown keys by their names."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
 
 from lockstep.errors import StateError
 
@@ -35,3 +37,46 @@ def check_keys(state: Mapping[str, object], keys: Iterable[str], *, of: str) -> 
 
 def _quoted(keys: list[str]) -> str:
     return ", ".join(repr(key) for key in keys)
+
+
+class Stateful:
+    """A class whose state is the attributes that it names.
+
+    A subclass lists in `_saved` the keys of its state; the value of a key is the attribute of that name with
+    an underscore in front. An attribute that is `Stateful` itself is saved as its own state.
+
+    >>> class Counter(Stateful):
+    ...     _saved = ("count",)
+    ...     _count = 0
+    >>> counter = Counter()
+    >>> counter.load_state_dict({"count": 3})
+    >>> counter.state_dict()
+    {'count': 3}
+    """
+
+    _saved: ClassVar[tuple[str, ...]] = ()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what it holds, as numbers, text, None, tensors, and lists and dicts of these."""
+        values = {key: getattr(self, f"_{key}") for key in self._saved}
+        return {
+            key: part.state_dict() if isinstance(part, Stateful) else part for key, part in values.items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a saved state; all of it or, after an error, nothing.
+
+        Raises:
+            StateError: A key is missing or unknown, here or in a part.
+        """
+        check_keys(state, self._saved, of=type(self).__name__)
+        loaded: dict[str, Any] = {}
+        for key in self._saved:
+            part = getattr(self, f"_{key}")
+            if isinstance(part, Stateful):
+                loaded[key] = copy.deepcopy(part)
+                loaded[key].load_state_dict(state[key])
+            else:
+                loaded[key] = state[key]
+        for key, value in loaded.items():
+            setattr(self, f"_{key}", value)

@@ -216,9 +216,7 @@ class _Prepare:
 
 def _names(devices: Device | Sequence[Device]) -> list[str | torch.device]:
     """Read one device or several."""
-    if isinstance(devices, int | str | torch.device):
-        return [_name(devices)]
-    return [_name(each) for each in devices]
+    return [_name(each) for each in ([devices] if isinstance(devices, int | str | torch.device) else devices)]
 
 
 def _name(device: Device) -> str | torch.device:

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lockstep.data.cursor import Cursor, LastBatch, Order, hashed, shuffled, take
-from lockstep.data.iterator import Iterator, Wanted
-from lockstep.data.load_ahead import load_ahead
+from lockstep.data.iterator import RecountingIterator, Wanted
+from lockstep.data.prefetch import load_ahead
 from lockstep.data.sample_streams import SampleStreams, draws_nothing
 from lockstep.data.samples import MapDataset, Samples
 from lockstep.errors import StateError
@@ -22,7 +22,7 @@ OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"
 
 
 @final
-class BatchIterator(Iterator):
+class BatchIterator(RecountingIterator):
     """Batches of a dataset, in an order that follows from the seed alone.
 
     A batch is a `Samples`: its samples are loaded when somebody reads them, and a slice of it loads
@@ -114,12 +114,11 @@ class BatchIterator(Iterator):
         self._wanted: Wanted | None = None
         self._num_advanced = 0
         self._cursor = Cursor(0, 0, self._first_order())
-        self._previous_epoch_detail: float | None = None
-        self._is_new_epoch = False
 
     def reset(self) -> None:
         """Go back to the first batch of epoch 0, and ask the order sampler for its order again."""
-        self._go_to(Cursor(0, 0, self._first_order()), previous_epoch_detail=None, is_new_epoch=False)
+        self._go_to(Cursor(0, 0, self._first_order()))
+        self._previous_epoch_detail, self._is_new_epoch = None, False
 
     def peek(self, ahead: int = 0) -> Samples:
         """Give the batch that comes after ``ahead`` others, without moving.
@@ -161,20 +160,6 @@ class BatchIterator(Iterator):
         self._previous_epoch_detail = start.epoch_detail
         self._is_new_epoch = self._cursor.epoch > start.epoch
 
-    def __next__(self) -> Samples:
-        """Give the next batch and move past it.
-
-        At the end ``previous_epoch_detail`` catches up with ``epoch_detail``, as in the original:
-        this call passed nothing, so no trigger finds anything between the two.
-        """
-        try:
-            batch = self.peek()
-        except StopIteration:
-            self._previous_epoch_detail = self.epoch_detail
-            raise
-        self.advance()
-        return batch
-
     def read_only(self, wanted: Wanted) -> None:
         """Let workers load only the samples of each batch that this process will read; see `Iterator`."""
         self.finalize()
@@ -195,16 +180,6 @@ class BatchIterator(Iterator):
         """The number of epochs passed, plus the share of the dataset that lies behind in this one."""
         return self._cursor.epoch_detail
 
-    @property
-    def previous_epoch_detail(self) -> float | None:
-        """``epoch_detail`` before the last advance; None before the first."""
-        return self._previous_epoch_detail
-
-    @property
-    def is_new_epoch(self) -> bool:
-        """Whether the last advance reached the end of an epoch."""
-        return self._is_new_epoch
-
     def finalize(self) -> None:
         """Stop the workers and forget what they loaded; a further batch would start them again."""
         # In this order, an interrupt in between leaves a supply that goes on where the batches end.
@@ -222,8 +197,7 @@ class BatchIterator(Iterator):
             "seed": self.seed,
             "epoch": self._cursor.epoch,
             "position": self._cursor.position,
-            "previous_epoch_detail": self._previous_epoch_detail,
-            "is_new_epoch": self._is_new_epoch,
+            **self._last_advance(),
         }
         if self.order_sampler is not None:
             state["order"] = torch.as_tensor(self._cursor.order).clone()
@@ -244,11 +218,8 @@ class BatchIterator(Iterator):
         except (TypeError, ValueError, RuntimeError) as error:
             raise StateError(f"Cannot load the state of a BatchIterator: {error}") from error
         self.seed = state_dict["seed"]
-        self._go_to(
-            cursor,
-            previous_epoch_detail=state_dict["previous_epoch_detail"],
-            is_new_epoch=state_dict["is_new_epoch"],
-        )
+        self._go_to(cursor)
+        self._load_last_advance(state_dict)
 
     def _saved_cursor(self, state: Mapping[str, Any]) -> Cursor:
         """Read a saved place, and refuse what does not fit this iterator."""
@@ -260,35 +231,28 @@ class BatchIterator(Iterator):
         if position > last:
             rule = f"must lie in 0..{last}, for there are {self._num_samples} samples and a batch must follow"
             raise ValueError(f"`position` {rule}, got {position}.")
-        if not isinstance(state["previous_epoch_detail"], float | None):
-            rule = "must be a float or None"
-            raise TypeError(f"`previous_epoch_detail` {rule}, got {state['previous_epoch_detail']!r}.")
-        if not isinstance(state["is_new_epoch"], bool):
-            raise TypeError(f"`is_new_epoch` must be a bool, got {state['is_new_epoch']!r}.")
+        self._check_last_advance(state)
         if self.order_sampler is not None:
             return Cursor(epoch, position, self._checked_order(state["order"], "order"))
         return Cursor(epoch, position, self._own_order(epoch, seed))
 
-    def _go_to(self, cursor: Cursor, *, previous_epoch_detail: float | None, is_new_epoch: bool) -> None:
+    def _go_to(self, cursor: Cursor) -> None:
         """Stand at a place, with nothing planned."""
         self.finalize()
         self._plan.clear()
         self._cursor = cursor
-        self._previous_epoch_detail = previous_epoch_detail
-        self._is_new_epoch = is_new_epoch
 
     def _samples_from(self, number: int) -> Generator[Samples]:
         """Supply batches from the number-th on, counted like those passed so far."""
         batches = self._unloaded_from(number)
         if self.num_workers == 0:
             return batches
-        seed = hashed(self.seed, self._cursor.epoch, self._cursor.position)
         return load_ahead(
             self._with_places(batches, number),
             self.dataset,
             in_streams=self._in_streams,
             num_workers=self.num_workers,
-            seed=seed,
+            seed=hashed(self.seed, self._cursor.epoch, self._cursor.position),
         )
 
     def _with_places(

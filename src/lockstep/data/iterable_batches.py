@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, final, get_args
 
 import torch
 
-from lockstep.data.iterator import Iterator
+from lockstep.data.iterator import Iterator, RecountingIterator
 from lockstep.data.samples import Samples
 from lockstep.data.source import BatchSource, Place, Source, check_source
 from lockstep.errors import OrderError, StateError
@@ -16,11 +16,9 @@ from lockstep.state import check_keys
 
 BatchesOf: TypeAlias = Literal["tensors", "samples"]
 
-_KEYS = ("epoch", "position", "previous_epoch_detail", "is_new_epoch", "source")
-
 
 @final
-class IterableBatches(Iterator):
+class IterableBatches(RecountingIterator):
     """Batches of any iterable: a DataLoader, a list, a generator, a function that makes one.
 
     What can be iterated over again is, epoch after epoch. A generator, or another iterator, has one
@@ -77,8 +75,6 @@ class IterableBatches(Iterator):
         # Batches that somebody looked at and has not moved past, each with the place behind it.
         self._ahead: deque[tuple[Any, Place]] = deque()
         self._place = Place()
-        self._previous_epoch_detail: float | None = None
-        self._is_new_epoch = False
 
     def peek(self, ahead: int = 0) -> Any:
         """Give the batch that comes after ``ahead`` others, without moving.
@@ -115,20 +111,6 @@ class IterableBatches(Iterator):
         self._previous_epoch_detail = previous
         self._is_new_epoch = self._place.epoch > start.epoch
 
-    def __next__(self) -> Any:
-        """Give the next batch and move past it.
-
-        At the end ``previous_epoch_detail`` catches up with ``epoch_detail``, so that no trigger finds
-        anything between the two.
-        """
-        try:
-            batch = self.peek()
-        except StopIteration:
-            self._previous_epoch_detail = self.epoch_detail
-            raise
-        self.advance()
-        return batch
-
     @property
     def epoch(self) -> int:
         """The number of whole epochs passed."""
@@ -138,16 +120,6 @@ class IterableBatches(Iterator):
     def epoch_detail(self) -> float:
         """The number of epochs passed, with the share of this one's batches where their number is known."""
         return self._place.epoch + self._place.position / (self._source.num_batches or float("inf"))
-
-    @property
-    def previous_epoch_detail(self) -> float | None:
-        """``epoch_detail`` before the last advance; None before the first."""
-        return self._previous_epoch_detail
-
-    @property
-    def is_new_epoch(self) -> bool:
-        """Whether the last advance reached the end of an epoch."""
-        return self._is_new_epoch
 
     def reset(self) -> None:
         """Go back to the first batch of epoch 0, by iterating over the source anew.
@@ -175,8 +147,7 @@ class IterableBatches(Iterator):
         return {
             "epoch": self._place.epoch,
             "position": self._place.position,
-            "previous_epoch_detail": self._previous_epoch_detail,
-            "is_new_epoch": self._is_new_epoch,
+            **self._last_advance(),
             "source": self._place.state,
         }
 
@@ -187,25 +158,20 @@ class IterableBatches(Iterator):
             StateError: A key is unknown or missing, or a value does not fit this iterator, or its source
                 can be iterated over but once and has begun; nothing has been changed.
         """
-        check_keys(state_dict, _KEYS, of="IterableBatches")
+        check_keys(state_dict, self.state_dict(), of="IterableBatches")
         place = self._saved_place(state_dict)
         if not self._can_go_to(place):
             remedy = "Load the state right after making the iterator."
             raise StateError(f"`source` is an iterator that has begun, and cannot go elsewhere. {remedy}")
         self._go_to(place)
-        self._previous_epoch_detail = state_dict["previous_epoch_detail"]
-        self._is_new_epoch = state_dict["is_new_epoch"]
+        self._load_last_advance(state_dict)
 
     def _saved_place(self, state: Mapping[str, Any]) -> Place:
         """Read a saved place, and refuse what does not fit."""
         for name in ("epoch", "position"):
             if type(state[name]) is not int or state[name] < 0:
                 raise StateError(f"`{name}` must be an integer of at least 0, got {state[name]!r}.")
-        if not isinstance(state["previous_epoch_detail"], float | None):
-            rule = "must be a float or None"
-            raise StateError(f"`previous_epoch_detail` {rule}, got {state['previous_epoch_detail']!r}.")
-        if not isinstance(state["is_new_epoch"], bool):
-            raise StateError(f"`is_new_epoch` must be a bool, got {state['is_new_epoch']!r}.")
+        self._check_last_advance(state)
         num_batches = self._source.num_batches
         if num_batches is not None and state["position"] >= num_batches:
             rule = f"must lie in 0..{num_batches - 1}, for `source` holds {num_batches} batches"

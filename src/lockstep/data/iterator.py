@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from lockstep.errors import StateError
+
 Wanted: TypeAlias = "Callable[[int, int], Sequence[range]]"
 """Called as ``wanted(ahead, size)``; returns the places in a batch of the samples that will be read.
 
@@ -98,3 +100,55 @@ class Iterator(ABC):
         Raises:
             StateError: A key is unknown or missing, or a value does not fit this iterator.
         """
+
+
+class RecountingIterator(Iterator):
+    """An iterator that remembers what its last advance passed."""
+
+    _previous_epoch_detail: float | None = None
+    _is_new_epoch = False
+
+    def __next__(self) -> Any:
+        """Return the next batch and move past it.
+
+        At the end ``previous_epoch_detail`` catches up with ``epoch_detail``, as in Chainer's iterators:
+        this call passed nothing, so no trigger finds anything between the two.
+        """
+        try:
+            batch = self.peek()
+        except StopIteration:
+            self._previous_epoch_detail = self.epoch_detail
+            raise
+        self.advance()
+        return batch
+
+    @property
+    def previous_epoch_detail(self) -> float | None:
+        """``epoch_detail`` before the last advance; None before the first."""
+        return self._previous_epoch_detail
+
+    @property
+    def is_new_epoch(self) -> bool:
+        """Whether the last advance reached the end of an epoch."""
+        return self._is_new_epoch
+
+    def _last_advance(self) -> dict[str, Any]:
+        """Return what is saved of the last advance."""
+        return {"previous_epoch_detail": self._previous_epoch_detail, "is_new_epoch": self._is_new_epoch}
+
+    def _check_last_advance(self, state: Mapping[str, Any]) -> None:
+        """Refuse what cannot have been saved of an advance.
+
+        Raises:
+            StateError: A value is of another type.
+        """
+        if not isinstance(state["previous_epoch_detail"], float | None):
+            rule = "must be a float or None"
+            raise StateError(f"`previous_epoch_detail` {rule}, got {state['previous_epoch_detail']!r}.")
+        if not isinstance(state["is_new_epoch"], bool):
+            raise StateError(f"`is_new_epoch` must be a bool, got {state['is_new_epoch']!r}.")
+
+    def _load_last_advance(self, state: Mapping[str, Any]) -> None:
+        """Take over what was saved of the last advance, after `_check_last_advance`."""
+        self._previous_epoch_detail = state["previous_epoch_detail"]
+        self._is_new_epoch = state["is_new_epoch"]

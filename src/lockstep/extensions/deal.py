@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from lockstep.communicators import Communicator, LocalCommunicator
-from lockstep.metrics import Mean, Mergeable, Metric, read
+from lockstep.metrics import Mean, Mergeable, Metric, read_means
 
 NOT_OWN: Final = object()
 """Stands in the place of a batch that another process evaluates."""
@@ -36,7 +36,7 @@ class Deal:
         """Give what was measured on all batches, in their order, from what this rank measured on its own."""
         if self._communicator.size == 1:
             return measured
-        said = self._exchange([_plain(means) for means in measured])
+        said = self._exchange([read_means(means) for means in measured])
         count = sum(map(len, said))
         size = len(said)
         return [
@@ -66,9 +66,3 @@ def deal_out(communicator: Communicator | None, metrics: Mapping[str, Metric]) -
     """
     together = communicator is not None and all(isinstance(each, Mergeable) for each in metrics.values())
     return Deal(communicator if communicator is not None and together else LocalCommunicator())
-
-
-def _plain(means: Mapping[str, Mean]) -> dict[str, Sequence[float]]:
-    """Read means to the host, exactly."""
-    numbers = read([number for mean in means.values() for number in (mean.total, mean.weight)])
-    return dict(zip(means, zip(numbers[::2], numbers[1::2], strict=True), strict=True))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from lockstep import nest
 from lockstep.communicators import Communicator
 from lockstep.data import Iterator as LockstepIterator
 from lockstep.data import Samples, collate
@@ -17,24 +18,8 @@ from lockstep.metrics import Average, Mean, Metric, Observed, Observers, collect
 from lockstep.replicas.settings import OneIntraOpThread
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-
-Converter: TypeAlias = Callable[[Sequence[Any], torch.device], Any]
-
-
-class WeightedLoss(Protocol):
-    """A mean loss, its weight (None: the number of samples), and (sum, weight) pairs by name."""
-
-    @property
-    def value(self) -> torch.Tensor:
-        """The mean loss."""
-
-    @property
-    def weight(self) -> float | torch.Tensor | None:
-        """What the mean is over."""
-
-    @property
-    def metrics(self) -> Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor]]:
-        """What else was measured."""
+from lockstep.updaters import Loss
+from lockstep.updaters.batches import Converter
 
 
 @runtime_checkable
@@ -98,7 +83,7 @@ class Evaluator(Extension):
         iterator: Iterable[Any],
         metrics: Mapping[str, Metric] | None = None,
         *,
-        loss_fn: Callable[..., torch.Tensor | WeightedLoss] | None = None,
+        loss_fn: Callable[..., torch.Tensor | Loss] | None = None,
         model: torch.nn.Module | None = None,
         model_name: str = "main",
         name: str = "validation",
@@ -216,12 +201,12 @@ class Evaluator(Extension):
                 rule = "must yield tensors, or tuples or dicts of tensors, where there is no `converter`"
                 raise TypeError(f"`iterator` {rule}, got {type(batch).__name__}.")
             batch = self.converter(batch, device)
-        tensors = list(_tensors(batch))
+        tensors = nest.tensors(batch)
         if not tensors or tensors[0].ndim == 0:
             raise TypeError(
                 f"A batch must hold a tensor whose first dimension is the samples, got {batch!r}."
             )
-        moved = _moved(batch, device)
+        moved = nest.map_tensors(lambda each: each.to(device), batch)
         if isinstance(moved, Mapping):
             return (), dict(moved), len(tensors[0])
         return tuple(moved) if isinstance(moved, (tuple, list)) else (moved,), {}, len(tensors[0])
@@ -298,16 +283,15 @@ def _check_measures(metrics: Mapping[str, Metric], loss_fn: object) -> None:
             )
 
 
-def _means(loss: torch.Tensor | WeightedLoss, num_samples: int) -> dict[str, Mean]:
-    value, weight, metrics = (
-        (loss, None, {}) if isinstance(loss, torch.Tensor) else (loss.value, loss.weight, loss.metrics)
-    )
+def _means(loss: torch.Tensor | Loss, num_samples: int) -> dict[str, Mean]:
+    loss = Loss(loss) if isinstance(loss, torch.Tensor) else loss
+    value = loss.value
     if value.numel() != 1:
         raise ValueError(
             f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean."
         )
-    weight = num_samples if weight is None else weight
-    pairs = {name: Mean(total, share) for name, (total, share) in metrics.items()}
+    weight = num_samples if loss.weight is None else loss.weight
+    pairs = {name: Mean(total, share) for name, (total, share) in loss.metrics.items()}
     return {"loss": Mean(value.reshape(()) * weight, weight), **pairs}
 
 
@@ -323,21 +307,3 @@ def _ready(batch: Any, *, lists: bool) -> bool:
     if isinstance(batch, tuple) or (lists and isinstance(batch, list)):
         return all(_ready(value, lists=lists) for value in batch)
     return isinstance(batch, torch.Tensor)
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if isinstance(batch, (tuple, list)):
-        for value in batch:
-            yield from _tensors(value)
-    elif isinstance(batch, torch.Tensor):
-        yield batch
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Mapping):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return tuple(_moved(value, device) for value in batch)
-    return batch.to(device) if isinstance(batch, torch.Tensor) else batch

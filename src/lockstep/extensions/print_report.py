@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import TextIO
 
 from tqdm import tqdm
 
 from lockstep.extensions.log_report import COUNTERS, LogEntry, find_log
-from lockstep.state import check_keys
 from lockstep.trainer import READER, Extension, Trainer
 
 WIDTH = 11
@@ -31,6 +30,7 @@ class PrintReport(Extension):
     """
 
     priority = READER - 1
+    _saved = ("printed",)
 
     def __init__(
         self,
@@ -61,15 +61,6 @@ class PrintReport(Extension):
     def finalize(self, trainer: Trainer) -> None:
         """Print what is left."""
         self(trainer)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return how many entries were printed."""
-        return {"printed": self._printed}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the entries that were printed."""
-        check_keys(state, ("printed",), of="PrintReport")
-        self._printed = state["printed"]
 
     def _print(self, entry: LogEntry) -> None:
         columns = self.entries or _columns(self._columns, entry)

@@ -86,9 +86,8 @@ class Run:
         variables[TIMEOUT] = f"{self.timeout:g}"
         variables.setdefault("OMP_NUM_THREADS", "1")
         variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(ENDING))
-        variables.setdefault(
-            "TORCH_CPP_LOG_LEVEL", "ERROR"
-        )  # gloo and the store warn of each broken connection
+        # Else gloo and the store warn of each broken connection.
+        variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if not self.rendezvous:
             variables.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
 

@@ -10,13 +10,13 @@ import torch
 
 from lockstep.metrics.mean import Mean
 from lockstep.metrics.observed import Observed, as_mean, read
-from lockstep.state import check_keys
+from lockstep.state import Stateful, check_keys
 
 HELD = 1024
 """How many values are held before they are read: one wait for the device in so many updates."""
 
 
-class Average:
+class Average(Stateful):
     """The weighted mean of all values since the last reset.
 
     For values x with weights w::

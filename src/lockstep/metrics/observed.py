@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -61,3 +61,13 @@ def read(values: Sequence[float | torch.Tensor]) -> list[float]:
         for index, number in zip(indices, torch.stack(tensors).tolist(), strict=True):
             numbers[index] = float(number)
     return numbers
+
+
+def read_means(means: Mapping[str, Mean]) -> dict[str, list[float]]:
+    """Return the sum and the weight of each mean, read to the host exactly.
+
+    >>> read_means({"loss": Mean(torch.tensor(6.0), 4)})
+    {'loss': [6.0, 4.0]}
+    """
+    numbers = read([number for mean in means.values() for number in (mean.total, mean.weight)])
+    return {name: numbers[2 * place : 2 * place + 2] for place, name in enumerate(means)}

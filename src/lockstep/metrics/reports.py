@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextvars import ContextVar, Token
-from types import TracebackType
 from typing import Final, SupportsFloat, TypeAlias
 
 import torch
@@ -146,9 +145,7 @@ class collecting:  # noqa: N801 - reads as a verb where it is used, like torch.n
         self._token: Token[collecting | None] = _OPEN.set(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _OPEN.reset(self._token)
 
     def take(

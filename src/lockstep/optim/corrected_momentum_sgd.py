@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import HookedOptimizer
+from lockstep.optim.foreach import ForeachOptimizer
 from lockstep.optim.momentum import check_fused, decayed, fused_momentum_step, momentum_step
 from lockstep.optim.options import scalar
 
 
-class CorrectedMomentumSGD(HookedOptimizer):
+class CorrectedMomentumSGD(ForeachOptimizer):
     """Step along a velocity that a change of the learning rate leaves alone.
 
     With weight w, velocity u, gradient g (plus λ·w with a weight decay λ), learning rate η and momentum m::
@@ -81,10 +80,6 @@ class CorrectedMomentumSGD(HookedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:  # noqa: ARG002 - the same in all groups
-        """Name what is remembered for a parameter: its velocity u."""
-        return frozenset({"velocity"})
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters in, with options of their own.
 
@@ -104,41 +99,14 @@ class CorrectedMomentumSGD(HookedOptimizer):
             del self.param_groups[-1]
             raise
 
-    @torch.no_grad()
-    def advance(self) -> None:
-        """Move the weights one step by their gradients, and do nothing else: no hook, no count.
+    def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+        weights, velocities, grads = lists
+        lr, momentum, decay = scalar(group["lr"]), group["momentum"], group["weight_decay"]
+        if group["fused"]:
+            fused_momentum_step(*lists, lr=lr, momentum=momentum, weight_decay=decay)
+        else:
+            momentum_step(weights, velocities, decayed(weights, grads, decay), lr=lr, momentum=momentum)
 
-        What is remembered belongs to one parameter, so each `part` may advance in a thread of its own.
-        """
-        self.fill_missing_grads()
-        for group in self.param_groups:
-            weights: list[Tensor] = []
-            grads: list[Tensor] = []
-            velocities: list[Tensor] = []
-            self._init_group(group, weights, grads, velocities)
-            numbers = {"lr": scalar(group["lr"]), "momentum": group["momentum"]}
-            decay = group["weight_decay"]
-            for some_weights, some_velocities, some_grads in self._by_kind(weights, velocities, grads):
-                if group["fused"]:
-                    fused_momentum_step(
-                        some_weights, some_velocities, some_grads, **numbers, weight_decay=decay
-                    )
-                else:
-                    some_grads = decayed(some_weights, some_grads, decay)  # noqa: PLW2901 - g + λ·w from here on
-                    momentum_step(some_weights, some_velocities, some_grads, **numbers)
-
-    def _init_group(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]
-    ) -> None:
-        """Collect what moves, with its velocity; `torch.compile` runs a method of this name eagerly."""
-        if group["frozen"]:
-            return
-        for weight in group["params"]:
-            if weight.grad is not None:
-                state = self.state[weight]
-                if "velocity" not in state:
-                    # Minus zeros: see `momentum_step`.
-                    state["velocity"] = torch.zeros_like(weight).neg_()
-                weights.append(weight)
-                grads.append(weight.grad)
-                velocities.append(state["velocity"])
+    def _begin(self, state: dict[str, Any], weight: Tensor) -> None:
+        # Minus zeros: see `momentum_step`.
+        state["velocity"] = torch.zeros_like(weight).neg_()

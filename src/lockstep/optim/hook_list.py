@@ -145,9 +145,7 @@ class HookList:
         """
         here = [entry.label for entry in self._entries]
         there = [entry["hook"] for entry in saved]
-        missing = [label for label in there if label not in here]
-        unknown = [label for label in here if label not in there]
-        if missing or unknown or here != there:
+        if here != there:
             raise StateError(
                 f"The hooks must be those of the saved state, in its order ({', '.join(there) or 'none'}), "
                 f"got {', '.join(here) or 'none'}. Add them before loading."

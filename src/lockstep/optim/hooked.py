@@ -148,7 +148,7 @@ class HookedOptimizer(ScaledOptimizer):
             ValueError: An option is out of range, or is none of this optimizer's.
         """
         check_names(param_group, self.defaults, optimizer=type(self).__name__)
-        check_options({**self.defaults, **param_group})
+        self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @property
@@ -158,8 +158,7 @@ class HookedOptimizer(ScaledOptimizer):
 
     @lr.setter
     def lr(self, lr: float | Tensor) -> None:
-        check_options({**self.param_groups[0], "lr": lr})
-        self.param_groups[0]["lr"] = lr
+        self._set_option("lr", lr)
 
     @property
     def momentum(self) -> float:
@@ -168,8 +167,12 @@ class HookedOptimizer(ScaledOptimizer):
 
     @momentum.setter
     def momentum(self, momentum: float) -> None:
-        check_options({**self.param_groups[0], "momentum": momentum})
-        self.param_groups[0]["momentum"] = momentum
+        self._set_option("momentum", momentum)
+
+    def _set_option(self, name: str, value: object) -> None:
+        """Change an option of the first group."""
+        self._check_options({**self.param_groups[0], name: value})
+        self.param_groups[0][name] = value
 
     # Hooks -----------------------------------------------------------------------------------
 
@@ -307,14 +310,11 @@ class HookedOptimizer(ScaledOptimizer):
     def __copy__(self: Self) -> Self:
         return self.part(self.param_groups)
 
-    def _by_kind(self, *lists: list[Tensor]) -> list[list[list[Tensor]]]:
-        """Sort parallel lists by device and dtype, as the multi-tensor kernels want them."""
-        if not lists[0]:
-            return []
-        kinds = self._group_tensors_by_device_and_dtype(cast("list[list[Tensor | None]]", list(lists)))
-        return cast("list[list[list[Tensor]]]", [tensors for tensors, _ in kinds.values()])
-
     # Checks ----------------------------------------------------------------------------------
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """Refuse the options of a group that are out of range."""
+        check_options(options)
 
     def _check_group(self, group: int | None) -> None:
         """Refuse the index of a group that is not there."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import HookedOptimizer
+from lockstep.optim.foreach import ForeachOptimizer
 from lockstep.optim.norm import norms
 
 
@@ -94,7 +94,7 @@ def lamb_step(
     torch._foreach_sub_(weights, updates)
 
 
-class LAMB(HookedOptimizer):
+class LAMB(ForeachOptimizer):
     """Step in Adam's direction, each parameter by a share of its norm.
 
     The rule is that of `lamb_step`. While the bounds of the norm are not reached, η is the share of its norm
@@ -137,6 +137,8 @@ class LAMB(HookedOptimizer):
     tensor([3.0000, 3.5000], requires_grad=True)
     """
 
+    _remembered = ("mean", "mean_square")
+
     def __init__(
         self,
         params: ParamsT,
@@ -164,9 +166,9 @@ class LAMB(HookedOptimizer):
         }
         super().__init__(params, defaults)
 
-    def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:  # noqa: ARG002 - the same in all groups
+    def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
         """Name what is remembered for a parameter: the means m and v, and how many steps they are of."""
-        return frozenset({"mean", "mean_square", "count"})
+        return super().state_keys(group) | {"count"}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Take more parameters in, with options of their own.
@@ -178,7 +180,6 @@ class LAMB(HookedOptimizer):
             ValueError: An option is out of range.
             TypeError: A parameter is complex.
         """
-        _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         found = [weight.dtype for weight in self.param_groups[-1]["params"] if weight.dtype.is_complex]
         if found:
@@ -193,12 +194,26 @@ class LAMB(HookedOptimizer):
 
     @momentum.setter
     def momentum(self, momentum: float) -> None:
-        group = self.param_groups[0]
-        betas = (momentum, group["betas"][1])
-        _check_options({**group, "betas": betas})
-        group["betas"] = betas
+        self._set_option("betas", (momentum, self.param_groups[0]["betas"][1]))
 
-    @torch.no_grad()
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        super()._check_options(options)
+        eps = options["eps"]
+        for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
+            if not 0 <= beta < 1:
+                raise ValueError(f"`{name}` must lie in [0, 1), got {beta}.")
+        if not 0 < eps < math.inf:
+            raise ValueError(f"`eps` must be finite and above 0, got {eps}.")
+        for name in ("weight_decay", "threshold"):
+            if not 0 <= options[name] < math.inf:
+                raise ValueError(f"`{name}` must be finite and at least 0, got {options[name]}.")
+        least, greatest = options["norm_bounds"]
+        if not (0 <= least <= greatest and least < math.inf and greatest > 0):
+            raise ValueError(
+                f"`norm_bounds` must be at least 0 and in ascending order, the second above 0, "
+                f"got {(least, greatest)}."
+            )
+
     def advance(self) -> None:
         """Move the weights one step by their gradients, and do nothing else: no hook, no count.
 
@@ -208,42 +223,19 @@ class LAMB(HookedOptimizer):
             TypeError: A gradient is sparse; nothing has moved.
         """
         _check_dense(self.moving_parameters())
+        super().advance()
+
+    def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
         names = ("lr", "betas", "eps", "weight_decay", "norm_bounds", "threshold")
-        for group in self.param_groups:
-            numbers = {name: group[name] for name in names}
-            weights: list[Tensor] = []
-            means: list[Tensor] = []
-            mean_squares: list[Tensor] = []
-            grads: list[Tensor] = []
-            self._init_group(group, weights, means, mean_squares, grads)
-            for lists in self._by_kind(weights, means, mean_squares, grads):
-                for count, some in self._counted(lists):
-                    lamb_step(*some, count=count if group["bias_correction"] else None, **numbers)
+        numbers = {name: group[name] for name in names}
+        for count, some in self._counted(lists):
+            lamb_step(*some, count=count if group["bias_correction"] else None, **numbers)
 
-    def _init_group(
-        self,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        means: list[Tensor],
-        mean_squares: list[Tensor],
-        grads: list[Tensor],
-    ) -> None:
-        """Collect what moves, with its means; `torch.compile` runs a method of this name eagerly."""
-        if group["frozen"]:
-            return
-        for weight in group["params"]:
-            if weight.grad is not None:
-                state = self.state[weight]
-                if "mean" not in state:
-                    state["mean"] = torch.zeros_like(weight)
-                    state["mean_square"] = torch.zeros_like(weight)
-                    state["count"] = 0
-                weights.append(weight)
-                means.append(state["mean"])
-                mean_squares.append(state["mean_square"])
-                grads.append(weight.grad)
+    def _begin(self, state: dict[str, Any], weight: Tensor) -> None:
+        super()._begin(state, weight)
+        state["count"] = 0
 
-    def _counted(self, lists: list[list[Tensor]]) -> list[tuple[int, list[list[Tensor]]]]:
+    def _counted(self, lists: Sequence[list[Tensor]]) -> list[tuple[int, list[list[Tensor]]]]:
         """Count a step of each parameter, and sort them by it; they differ where some were skipped."""
         rows_by_count: dict[int, list[tuple[Tensor, ...]]] = {}
         for row in zip(*lists, strict=True):
@@ -254,25 +246,6 @@ class LAMB(HookedOptimizer):
             (count, [list(column) for column in zip(*rows, strict=True)])
             for count, rows in rows_by_count.items()
         ]
-
-
-def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse the options of a group that are out of range."""
-    eps = options["eps"]
-    for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
-        if not 0 <= beta < 1:
-            raise ValueError(f"`{name}` must lie in [0, 1), got {beta}.")
-    if not 0 < eps < math.inf:
-        raise ValueError(f"`eps` must be finite and above 0, got {eps}.")
-    for name in ("weight_decay", "threshold"):
-        if not 0 <= options[name] < math.inf:
-            raise ValueError(f"`{name}` must be finite and at least 0, got {options[name]}.")
-    least, greatest = options["norm_bounds"]
-    if not (0 <= least <= greatest and least < math.inf and greatest > 0):
-        raise ValueError(
-            f"`norm_bounds` must be at least 0 and in ascending order, the second above 0, "
-            f"got {(least, greatest)}."
-        )
 
 
 def _check_dense(weights: Iterable[Tensor]) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import HookedOptimizer
+from lockstep.optim.foreach import ForeachOptimizer
 from lockstep.optim.momentum import add_to_lr_velocity, decayed, lr_momentum_step
-from lockstep.optim.options import check_lr_size, scalar
+from lockstep.optim.options import scalar
 
 
-class MomentumSGD(HookedOptimizer):
+class MomentumSGD(ForeachOptimizer):
     """Step along a velocity that has the learning rate inside.
 
     With weight w, velocity v, gradient g (plus λ·w with a weight decay λ), learning rate η and momentum m::
@@ -50,6 +49,7 @@ class MomentumSGD(HookedOptimizer):
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
     equation 10 and the remark on momentum correction. Chainer's optimizer of this name keeps -v.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = MomentumSGD([weight], lr=0.5, momentum=0.5, correction=True)
     >>> for lr in (0.5, 0.25):
@@ -83,62 +83,28 @@ class MomentumSGD(HookedOptimizer):
 
     def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
         """Name what is remembered for a parameter: its velocity v and, to correct it, the η inside."""
-        return frozenset({"velocity", "velocity_lr"} if group["correction"] else {"velocity"})
+        return super().state_keys(group) | ({"velocity_lr"} if group["correction"] else set())
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take more parameters in, with options of their own.
-
-        Args:
-            param_group: "params" and any of the options; the others are those of the constructor.
-
-        Raises:
-            ValueError: An option is out of range.
-            TypeError: ``lr`` is a tensor and ``correction`` is asked for.
-        """
-        options = {**self.defaults, **param_group}
-        check_lr_size(options["lr"])
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        super()._check_options(options)
         if options["correction"] and isinstance(options["lr"], Tensor):
             raise TypeError("`lr` must be a plain number with `correction`, got a tensor.")
-        super().add_param_group(param_group)
 
-    @torch.no_grad()
-    def advance(self) -> None:
-        """Move the weights one step by their gradients, and do nothing else: no hook, no count.
-
-        What is remembered belongs to one parameter, so each `part` may advance in a thread of its own.
-        """
-        self.fill_missing_grads()
-        for group in self.param_groups:
-            weights: list[Tensor] = []
-            grads: list[Tensor] = []
-            velocities: list[Tensor] = []
-            self._init_group(group, weights, grads, velocities)
-            step: Any = self._corrected_step if group["correction"] else lr_momentum_step
-            lr = scalar(group["lr"])
-            for some_weights, some_velocities, some_grads in self._by_kind(weights, velocities, grads):
-                some_grads = decayed(some_weights, some_grads, self._coupled_decay(group))  # noqa: PLW2901 - g + λ·w
-                step(some_weights, some_velocities, some_grads, lr=lr, momentum=group["momentum"])
+    def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+        weights, velocities, grads = lists
+        step: Any = self._corrected_step if group["correction"] else lr_momentum_step
+        grads = decayed(weights, grads, self._coupled_decay(group))
+        step(weights, velocities, grads, lr=scalar(group["lr"]), momentum=group["momentum"])
 
     def _coupled_decay(self, group: Mapping[str, Any]) -> float:
         """Give the decay that passes through the velocity."""
         return cast("float", group["weight_decay"])
 
-    def _init_group(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], velocities: list[Tensor]
-    ) -> None:
-        """Collect what moves, with its velocity; `torch.compile` runs a method of this name eagerly."""
-        if group["frozen"]:
-            return
-        for weight in group["params"]:
-            if weight.grad is not None:
-                state = self.state[weight]
-                if "velocity" not in state:
-                    state["velocity"] = torch.zeros_like(weight)
-                if not group["correction"]:
-                    state.pop("velocity_lr", None)
-                weights.append(weight)
-                grads.append(weight.grad)
-                velocities.append(state["velocity"])
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+        super()._init_group(group, *lists)
+        if not group["correction"]:
+            for weight in lists[0]:
+                self.state[weight].pop("velocity_lr", None)
 
     def _corrected_step(
         self,

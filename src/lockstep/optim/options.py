@@ -9,15 +9,7 @@ from typing import Any, Final
 from torch import Tensor
 
 WRITTEN_BY_TORCH: Final = frozenset(
-    {
-        "param_names",
-        "initial_lr",
-        "max_lr",
-        "min_lr",
-        "swa_lr",
-        "max_momentum",
-        "base_momentum",
-    }
+    {"param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 )
 """What torch keeps in a group beside the options: names of parameters, and the memory of its schedulers."""
 

@@ -89,18 +89,21 @@ class SGDW(MomentumSGD):
             ValueError: An option is out of range.
             TypeError: ``lr`` is a tensor and ``correction`` is asked for.
         """
-        options = {**self.defaults, **param_group}
+        super().add_param_group(param_group)
+        first = _first_lr(param_group)
+        # A copy, for a schedule may write to the tensor.
+        param_group["initial_lr"] = first.clone() if isinstance(first, Tensor) else first
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
         check_lr_size(options["lr"])
-        first = options["lr"] if options["initial_lr"] is None else options["initial_lr"]
+        first = _first_lr(options)
         if not 0 <= options["weight_decay"] < 1:
             raise ValueError(f"`weight_decay` must lie in [0, 1), got {options['weight_decay']}.")
         if not 0 < first < math.inf:
             raise ValueError(
                 f"`initial_lr` must be finite and above 0, got {first}. The decay is λ times lr / initial_lr."
             )
-        # A copy, for a schedule may write to the tensor.
-        param_group["initial_lr"] = first.clone() if isinstance(first, Tensor) else first
-        super().add_param_group(param_group)
+        super()._check_options(options)
 
     def _coupled_decay(self, group: Mapping[str, Any]) -> float:  # noqa: ARG002 - none in any group
         """Give no decay that passes through the velocity: this one stays beside it."""
@@ -117,3 +120,9 @@ class SGDW(MomentumSGD):
                 # Not times 1 - share, which rounds a small share away.
                 torch._foreach_sub_(moving, torch._foreach_mul(moving, share))  # noqa: SLF001 - torch's multi-tensor kernels have no other name
         super().advance()
+
+
+def _first_lr(options: Mapping[str, Any]) -> float | Tensor:
+    """Give η₀: the rate of the beginning, unless the options say another."""
+    first: float | Tensor = options["lr"] if options["initial_lr"] is None else options["initial_lr"]
+    return first

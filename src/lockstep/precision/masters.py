@@ -145,7 +145,9 @@ class MasterWeights:
 
     def gradients(self) -> list[Tensor]:
         """List the gradients that a step would use: of masters, where there are, after `take_gradients`."""
-        return gradients_of(self._masters.get(parameter, parameter) for parameter in self._parameters())
+        return gradients_of(
+            self._masters.get(parameter, parameter) for parameter in parameters_of(self._optimizer)
+        )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -173,12 +175,7 @@ class MasterWeights:
         """
         if self._active:
             return
-        ours = [
-            parameter
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.dtype in HALF_PRECISION and not is_lazy(parameter)
-        ]
+        ours = list(self._in_half_precision().values())
         self._masters = {
             parameter: self._masters[parameter] for parameter in ours if parameter in self._masters
         }
@@ -228,7 +225,7 @@ class MasterWeights:
         """Give the masters by the index of their parameter among all of the optimizer's."""
         return {
             index: self._masters[parameter].detach()
-            for index, parameter in enumerate(self._parameters())
+            for index, parameter in enumerate(parameters_of(self._optimizer))
             if parameter in self._masters
         }
 
@@ -238,11 +235,7 @@ class MasterWeights:
         Raises:
             StateError: They are of other indices or shapes.
         """
-        here = {
-            index: tuple(parameter.shape)
-            for index, parameter in enumerate(self._parameters())
-            if parameter.dtype in HALF_PRECISION and not is_lazy(parameter)
-        }
+        here = {index: tuple(parameter.shape) for index, parameter in self._in_half_precision().items()}
         there = {index: tuple(master.shape) for index, master in saved.items()}
         if here != there:
             raise StateError(f"The masters must be of the shapes {here} by index, got {there}.")
@@ -251,7 +244,7 @@ class MasterWeights:
     def load_masters(self, saved: Mapping[int, Tensor]) -> None:
         """Take masters over, after `check_masters`."""
         self.refresh()
-        for index, parameter in enumerate(self._parameters()):
+        for index, parameter in enumerate(parameters_of(self._optimizer)):
             if parameter in self._masters and index in saved:
                 self._masters[parameter].copy_(saved[index])
 
@@ -264,8 +257,13 @@ class MasterWeights:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+    def _in_half_precision(self) -> dict[int, Tensor]:
+        """Return the parameters that need a master, by their index among all of the optimizer's."""
+        return {
+            index: parameter
+            for index, parameter in enumerate(parameters_of(self._optimizer))
+            if parameter.dtype in HALF_PRECISION and not is_lazy(parameter)
+        }
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
@@ -326,6 +324,11 @@ class MasterWeights:
                 remembered[key] = (
                     laid_out_for(parameter, value.to(dtype)) if value.is_floating_point() else value
                 )
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """List the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _gradient_for(master: Tensor, parameter: Tensor) -> Tensor | None:

@@ -15,7 +15,7 @@ from lockstep import nest
 from lockstep.errors import OrderError, StateError
 from lockstep.precision.finite import gradients_of, nonfinite_flag, sent, unscale_
 from lockstep.precision.leaving_out import cannot_skip, left_out_if
-from lockstep.precision.masters import HALF_PRECISION, MasterWeights
+from lockstep.precision.masters import HALF_PRECISION, MasterWeights, parameters_of
 from lockstep.precision.moving import MovingScale
 from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_scale
 from lockstep.state import check_keys
@@ -161,7 +161,7 @@ class LossScaler:
             )
         masters = _masters_of(optimizer)
         if masters is None:
-            gradients = gradients_of(_parameters(_inner(optimizer)))
+            gradients = gradients_of(parameters_of(_inner(optimizer)))
         else:
             masters.take_gradients()
             gradients = masters.gradients()
@@ -177,7 +177,7 @@ class LossScaler:
         checked = self._checked.get(id(optimizer))
         if checked is not None:
             return checked.nonfinite
-        return nonfinite_flag(gradients_of(_parameters(_inner(optimizer))), self._device)
+        return nonfinite_flag(gradients_of(parameters_of(_inner(optimizer))), self._device)
 
     def step(self, optimizer: Steppable) -> Any:
         """Step the optimizer if its gradients are finite, dividing them first if `unscale_` has not.
@@ -269,7 +269,3 @@ def _masters_of(optimizer: Steppable) -> MasterWeights | None:
 
 def _inner(optimizer: Steppable) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

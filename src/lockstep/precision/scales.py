@@ -297,8 +297,7 @@ def parse_loss_scale(loss_scale: LossScale | float | None) -> LossScale:
         raise TypeError(
             f"`loss_scale` must be a number, a LossScale or None, got a {type(loss_scale).__name__}."
         )
-    if not (math.isfinite(loss_scale) and loss_scale > 0):
-        raise ValueError(f"`loss_scale` must be positive and finite, got {loss_scale}.")
+    _check_positive("loss_scale", loss_scale)
     return StaticLossScale(float(loss_scale))
 
 

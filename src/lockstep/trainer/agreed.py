@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Protocol
 
 from lockstep.metrics import Observed
 from lockstep.triggers.trigger import Progress
 from lockstep.updaters import Updater
-
-
-class Run(Progress, Protocol):
-    """A run on one rank."""
 
 
 class AgreedProgress:
@@ -25,7 +20,7 @@ class AgreedProgress:
         run: This rank's.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Progress) -> None:
         self._run = run
         self._read_at = -1
         self._elapsed = 0.0

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
-from lockstep.state import check_keys
+from lockstep.state import Stateful
 from lockstep.triggers import TriggerSpec
 
 WRITER = 300
@@ -26,7 +27,7 @@ READER = 100
 Action: TypeAlias = Callable[[Any], object]
 
 
-class Extension(ABC):
+class Extension(Stateful, ABC):
     """Something done between updates; a subclass shows only what differs from doing nothing.
 
     Attributes:
@@ -53,35 +54,20 @@ class Extension(ABC):
             trainer: The run, between two updates.
         """
 
-    def collect(self, trainer: Any) -> None:  # noqa: B027 - optional
+    def collect(self, trainer: Any) -> None:
         """Look at the observation of every update, whatever the trigger; nothing by default.
 
         It comes when the extension's turn has come, before its trigger is asked.
         """
 
-    def initialize(self, trainer: Any) -> None:  # noqa: B027 - optional
+    def initialize(self, trainer: Any) -> None:
         """Get ready, whenever a run begins or goes on; nothing by default."""
 
-    def finalize(self, trainer: Any) -> None:  # noqa: B027 - optional
+    def finalize(self, trainer: Any) -> None:
         """Clean up, whenever a run ends, well or not, if `initialize` was called; nothing by default."""
 
-    def on_error(self, trainer: Any, error: BaseException) -> None:  # noqa: B027 - optional
+    def on_error(self, trainer: Any, error: BaseException) -> None:
         """React to an exception that ends the run, Ctrl-C included, before `finalize`; nothing by default."""
-
-    def state_dict(self) -> dict[str, object]:
-        """Return what a resumed run needs: numbers, text, None, tensors, and lists and dicts of these."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
-
-        Args:
-            state: What `state_dict` returned; left untouched.
-
-        Raises:
-            StateError: A key is missing or unknown; nothing has been changed.
-        """
-        check_keys(state, (), of=type(self).__name__)
 
 
 class FunctionExtension(Extension):
@@ -172,17 +158,13 @@ def make_extension(
     >>> greet.name, greet.trigger
     ('greet', (1, 'epoch'))
     """
-
-    def decorate(function: Action) -> FunctionExtension:
-        return FunctionExtension(
-            function,
-            name=name,
-            trigger=trigger,
-            priority=priority,
-            call_before_training=call_before_training,
-            initialize=initialize,
-            finalize=finalize,
-            on_error=on_error,
-        )
-
-    return decorate
+    return partial(
+        FunctionExtension,
+        name=name,
+        trigger=trigger,
+        priority=priority,
+        call_before_training=call_before_training,
+        initialize=initialize,
+        finalize=finalize,
+        on_error=on_error,
+    )

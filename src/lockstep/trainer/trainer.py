@@ -17,7 +17,7 @@ import torch
 
 from lockstep.errors import OrderError, StateError
 from lockstep.integers import check_integer
-from lockstep.metrics import Mean, Observed, as_mean, read
+from lockstep.metrics import Mean, Observed, as_mean, read_means
 from lockstep.replicas.settings import OneIntraOpThread
 from lockstep.state import check_keys
 from lockstep.trainer.agreed import AgreedProgress
@@ -230,16 +230,13 @@ class Trainer:
 
         Called by an extension, it says which extensions were still to come in this iteration.
         """
-        values = {name: as_mean(value) for name, value in self.observation.items()}
-        numbers = read([number for mean in values.values() for number in (mean.total, mean.weight)])
-        pairs = zip(numbers[::2], numbers[1::2], strict=True)
         return {
             "updater": self.updater.state_dict(),
             "until": self.until.state_dict(),
             "triggers": {name: entry.trigger.state_dict() for name, entry in self._entries.items()},
             "extensions": {name: entry.extension.state_dict() for name, entry in self._entries.items()},
             "elapsed_time": self.elapsed_time,
-            "observation": {name: list(pair) for name, pair in zip(values, pairs, strict=True)},
+            "observation": read_means({name: as_mean(value) for name, value in self.observation.items()}),
             "due": None if self._due is None else self._due.name,
             "pending": [entry.name for entry in self._pending],
         }
@@ -260,10 +257,7 @@ class Trainer:
         check_keys(state, KEYS, of="Trainer")
         check_keys(state["triggers"], self._entries, of="the triggers of Trainer")
         check_keys(state["extensions"], self._entries, of="the extensions of Trainer")
-        unknown = {
-            *state["pending"],
-            *([] if state["due"] is None else [state["due"]]),
-        } - self._entries.keys()
+        unknown = {*state["pending"], state["due"]} - {None, *self._entries}
         if unknown:
             raise StateError(
                 f"The state of Trainer must name its extensions as pending, got {sorted(unknown)}."

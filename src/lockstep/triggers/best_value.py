@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from lockstep.metrics import Average
-from lockstep.state import check_keys
 from lockstep.triggers.spec import TriggerSpec, get_trigger
 from lockstep.triggers.trigger import Progress, Trigger
 
@@ -26,12 +23,14 @@ class BestValue(Trigger):
         trigger: When an interval ends.
     """
 
+    _saved = ("best", "average", "trigger")
+
     def __init__(
         self, key: str, compare: Callable[[float, float], bool], trigger: TriggerSpec = (1, "epoch")
     ) -> None:
         self.key = key
         self._compare = compare
-        self._interval = get_trigger(trigger)
+        self._trigger = get_trigger(trigger)
         self._average = Average()
         self._best: float | None = None
 
@@ -48,7 +47,7 @@ class BestValue(Trigger):
         """
         if self.key in progress.observation:
             self._average.update(progress.observation[self.key])
-        if not self._interval(progress):
+        if not self._trigger(progress):
             return False
         mean = self._mean(progress)
         if math.isnan(mean) or (self._best is not None and not self._compare(self._best, mean)):
@@ -58,23 +57,7 @@ class BestValue(Trigger):
 
     def initialize(self, progress: Progress) -> None:
         """Start the intervals."""
-        self._interval.initialize(progress)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the best mean, the values of the interval under way, and its trigger's state."""
-        return {
-            "best": self._best,
-            "average": self._average.state_dict(),
-            "trigger": self._interval.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        check_keys(state, ("best", "average", "trigger"), of=type(self).__name__)
-        average, interval = Average(), copy.deepcopy(self._interval)
-        average.load_state_dict(state["average"])
-        interval.load_state_dict(state["trigger"])
-        self._best, self._average, self._interval = state["best"], average, interval
+        self._trigger.initialize(progress)
 
     def _mean(self, progress: Progress) -> float:
         if self._average.empty:

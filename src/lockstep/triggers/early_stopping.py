@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from lockstep.metrics import Average
-from lockstep.state import check_keys
 from lockstep.triggers.spec import TriggerSpec, get_trigger
 from lockstep.triggers.trigger import Progress, Trigger
 
@@ -37,6 +34,8 @@ class EarlyStopping(Trigger):
         ValueError: The patience or the mode is out of range.
     """
 
+    _saved = ("best", "count", "average", "check_trigger", "max_trigger")
+
     def __init__(
         self,
         monitor: str = "main/loss",
@@ -53,8 +52,8 @@ class EarlyStopping(Trigger):
         self.monitor = monitor
         self.patience = patience
         self.mode = ("max" if "accuracy" in monitor else "min") if mode == "auto" else mode
-        self._check = get_trigger(check_trigger)
-        self._limit = get_trigger(max_trigger)
+        self._check_trigger = get_trigger(check_trigger)
+        self._max_trigger = get_trigger(max_trigger)
         self._average = Average()
         self._best: float | None = None
         self._count = 0
@@ -73,37 +72,19 @@ class EarlyStopping(Trigger):
         """Take the value in, check if it is time to, and say whether to stop."""
         if self.monitor in progress.observation:
             self._average.update(progress.observation[self.monitor])
-        impatient = self._check(progress) and self._judge(observed=self.monitor in progress.observation)
-        return self._limit(progress) or impatient
+        impatient = self._check_trigger(progress) and self._judge(
+            observed=self.monitor in progress.observation
+        )
+        return self._max_trigger(progress) or impatient
 
     def initialize(self, progress: Progress) -> None:
         """Start the checks and the limit."""
-        self._check.initialize(progress)
-        self._limit.initialize(progress)
+        self._check_trigger.initialize(progress)
+        self._max_trigger.initialize(progress)
 
     def stays_fired(self, progress: Progress) -> bool:
         """Say whether patience has run out, or the limit is reached."""
-        return self._count >= self.patience or self._limit.stays_fired(progress)
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the best mean, the count, the values since the last check, and both triggers' states."""
-        return {
-            "best": self._best,
-            "count": self._count,
-            "average": self._average.state_dict(),
-            "check_trigger": self._check.state_dict(),
-            "max_trigger": self._limit.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
-        check_keys(state, ("best", "count", "average", "check_trigger", "max_trigger"), of="EarlyStopping")
-        average, check, limit = Average(), copy.deepcopy(self._check), copy.deepcopy(self._limit)
-        average.load_state_dict(state["average"])
-        check.load_state_dict(state["check_trigger"])
-        limit.load_state_dict(state["max_trigger"])
-        self._best, self._count = state["best"], state["count"]
-        self._average, self._check, self._limit = average, check, limit
+        return self._count >= self.patience or self._max_trigger.stays_fired(progress)
 
     def _judge(self, *, observed: bool) -> bool:
         if not observed:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from lockstep.state import check_keys
 from lockstep.triggers.position import Unit, check_unit, completed, position
 from lockstep.triggers.trigger import Progress, Trigger
 
@@ -27,6 +23,8 @@ class Interval(Trigger):
     Determinism: in iterations and epochs every process fires at the same update; in seconds
     each by its own clock.
     """
+
+    _saved = ("previous",)
 
     def __init__(self, period: float, unit: Unit) -> None:
         check_unit(unit)
@@ -52,12 +50,3 @@ class Interval(Trigger):
     def stays_fired(self, progress: Progress) -> bool:
         """Say whether a period is completed."""
         return completed(position(progress, self.unit), self.period) > 0
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the position of the last call."""
-        return {"previous": self._previous}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position."""
-        check_keys(state, ("previous",), of="Interval")
-        self._previous = state["previous"]

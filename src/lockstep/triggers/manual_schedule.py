@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from lockstep.state import check_keys
 from lockstep.triggers.position import Unit, check_unit, position, reached
 from lockstep.triggers.trigger import Progress, Trigger
 
@@ -20,6 +18,8 @@ class ManualSchedule(Trigger):
     Raises:
         ValueError: There is no point, one is out of range, or the unit is none.
     """
+
+    _saved = ("previous",)
 
     def __init__(self, points: float | Sequence[float], unit: Unit) -> None:
         check_unit(unit)
@@ -49,12 +49,3 @@ class ManualSchedule(Trigger):
     def finished(self) -> bool:
         """Whether the last point has been passed."""
         return reached(self._previous or 0, self.points[-1])
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the position of the last call."""
-        return {"previous": self._previous}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position."""
-        check_keys(state, ("previous",), of="ManualSchedule")
-        self._previous = state["previous"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.state import check_keys
 from lockstep.triggers.trigger import Progress, Trigger
 
 
@@ -15,6 +14,8 @@ class Once(Trigger):
     Args:
         call_on_resume: Whether it also fires at the first call after a saved state was loaded.
     """
+
+    _saved = ("fired",)
 
     def __init__(self, *, call_on_resume: bool = False) -> None:
         self.call_on_resume = call_on_resume
@@ -30,11 +31,7 @@ class Once(Trigger):
         """Whether it has fired."""
         return self._fired
 
-    def state_dict(self) -> dict[str, object]:
-        """Return whether it has fired."""
-        return {"fired": self._fired}
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state, or begin anew where it is to be called on resume."""
-        check_keys(state, ("fired",), of="Once")
-        self._fired = state["fired"] and not self.call_on_resume
+        super().load_state_dict(state)
+        self._fired = self._fired and not self.call_on_resume

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from lockstep.state import check_keys
 from lockstep.triggers.trigger import Progress, Trigger
 
 
@@ -24,6 +20,8 @@ class Time(Trigger):
     Determinism: none; it reads this process's clock.
     """
 
+    _saved = ("next",)
+
     def __init__(self, seconds: float) -> None:
         if not seconds > 0:
             raise ValueError(f"`seconds` must be more than 0, got {seconds}.")
@@ -40,12 +38,3 @@ class Time(Trigger):
     def stays_fired(self, progress: Progress) -> bool:
         """Say whether the first appointment has passed."""
         return progress.elapsed_time > self.seconds
-
-    def state_dict(self) -> dict[str, object]:
-        """Return the next appointment."""
-        return {"next": self._next}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved appointment."""
-        check_keys(state, ("next",), of="Time")
-        self._next = state["next"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from lockstep.metrics import Observed
-from lockstep.state import check_keys
+from lockstep.state import Stateful
 from lockstep.updaters import Updater
 
 
@@ -27,7 +27,7 @@ class Progress(Protocol):
         """How many seconds the run has taken, interruptions left out."""
 
 
-class Trigger(ABC):
+class Trigger(Stateful, ABC):
     """Answers, once after each update or more rarely, whether it is time to act.
 
     Subclass it whenever the answer depends on earlier calls, so that the state is saved.
@@ -41,7 +41,7 @@ class Trigger(ABC):
             progress: The run as it stands; left untouched.
         """
 
-    def initialize(self, progress: Progress) -> None:  # noqa: B027 - optional; most triggers need no start
+    def initialize(self, progress: Progress) -> None:
         """Take note of where a run begins or goes on; nothing by default.
 
         Args:
@@ -63,21 +63,6 @@ class Trigger(ABC):
             progress: The run as it was when the trigger fired; left untouched, as the trigger is.
         """
         return True
-
-    def state_dict(self) -> dict[str, object]:
-        """Return what the next answer depends on, as numbers, text, None, and lists and dicts of these."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
-
-        Args:
-            state: What `state_dict` returned; left untouched.
-
-        Raises:
-            StateError: A key is missing or unknown; nothing has been changed.
-        """
-        check_keys(state, (), of=type(self).__name__)
 
 
 class Never(Trigger):

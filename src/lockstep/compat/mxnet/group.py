@@ -20,7 +20,6 @@ from lockstep.compat.mxnet.descriptions import (
     pairs,
 )
 from lockstep.compat.mxnet.grad_req import GradReqs, read_grad_req
-from lockstep.compat.mxnet.results import GroupResults
 from lockstep.compat.mxnet.slices import loads_of, split_input_slice
 from lockstep.replicas import Monitor, ReplicaGroup
 from lockstep.replicas.measuring import Updatable
@@ -28,7 +27,7 @@ from lockstep.replicas.measuring import Updatable
 Tensors: TypeAlias = "Sequence[torch.Tensor | None]"
 
 
-class DataParallelExecutorGroup(GroupResults):
+class DataParallelExecutorGroup:
     """A model on several devices that share the work of a batch; see `lockstep.ReplicaGroup`, which does it.
 
     Peculiar to MXNet: a batch is cut by `split_input_slice`; inputs are fixed by name and shape from the
@@ -52,6 +51,9 @@ class DataParallelExecutorGroup(GroupResults):
         state_names: Not supported; give states as data.
         group2ctxs: Not supported; put parts of the model on other devices by `lockstep.OnDevice`.
         output_layouts: The layout of outputs by name, "output" or "output[0]"; others count samples first.
+
+    Attributes:
+        core: What computes, for what MXNet has no name for.
 
     Raises:
         ValueError: An argument is out of range, names do not fit, or MXNet's rule leaves a device empty.
@@ -96,7 +98,7 @@ class DataParallelExecutorGroup(GroupResults):
         self._data, self._labels = described(data_shapes), described(label_shapes)
         names = [name for name, _ in symbol.named_parameters()]
         given = names if param_names is None else list(param_names)
-        core = ReplicaGroup(
+        self.core: ReplicaGroup = ReplicaGroup(
             symbol,
             list(contexts),
             workloads=self._cut(self._data + self._labels),
@@ -113,7 +115,6 @@ class DataParallelExecutorGroup(GroupResults):
                 inputs_need_grad=inputs_need_grad,
             ),
         )
-        super().__init__(core, len(self._data))
         self._returned: Any = None
         self._pad = 0
         self.bind_exec(data_shapes, label_shapes, shared_group)
@@ -191,6 +192,48 @@ class DataParallelExecutorGroup(GroupResults):
         rest = iter(grads)
         given = None if out_grads is None else nest.map_tensors(lambda _: next(rest), self._returned)
         self.core.backward(given, retain_graph=True)
+
+    def get_batch_size(self) -> int:
+        """Give the number of samples of a batch."""
+        return self.core.batch_size
+
+    def get_outputs(self) -> list[list[torch.Tensor]]:
+        """Give for each output its part on each device."""
+        return self.core.outputs(merge=False)
+
+    def get_outputs_merged(self) -> list[torch.Tensor]:
+        """Give each output of the whole batch, sample k at place k."""
+        return self.core.outputs()
+
+    def get_output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Give the name and the shape of each output of the whole batch, after a forward."""
+        return self.core.output_shapes()
+
+    def get_input_grads(self) -> list[list[torch.Tensor]]:
+        """Give for each of the data the gradient of what each device was given."""
+        return self.core.input_grads(merge=False)[: len(self._data)]
+
+    def get_input_grads_merged(self) -> list[torch.Tensor]:
+        """Give the gradient of each of the data; of what was given whole to each device, the sum."""
+        return self.core.input_grads()[: len(self._data)]
+
+    def get_params(
+        self, arg_params: Mapping[str, torch.Tensor], aux_params: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Copy parameters and buffers into tensors that are there.
+
+        Args:
+            arg_params: A tensor for each parameter, changed in place; others are left alone.
+            aux_params: Likewise for buffers.
+
+        Raises:
+            KeyError: There is no tensor for one; nothing has changed.
+        """
+        targets: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for given, own in zip((arg_params, aux_params), self.core.get_parameters(), strict=True):
+            targets += [(given[name], value) for name, value in own.items()]
+        for target, value in targets:
+            target.copy_(value)
 
     def set_params(
         self,

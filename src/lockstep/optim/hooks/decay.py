@@ -1,4 +1,4 @@
-"""Pull weights towards zero by a constant."""
+"""Pull weights towards zero, by their size or by a constant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,38 @@ from lockstep.precision import ChangesOnlyGradients
 
 
 @dataclass(frozen=True)
-class Lasso(GradientHook, ChangesOnlyGradients):
+class _Pull(GradientHook, ChangesOnlyGradients):
+    """A hook that adds to each gradient something of its weight, at a rate."""
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rate < math.inf:
+            raise ValueError(f"`rate` must be finite and at least 0, got {self.rate}.")
+
+
+class WeightDecay(_Pull):
+    """Add the gradient of half the weights' squared norm, times a rate: g ← g + rate·w.
+
+    Args:
+        rate: At least 0.
+
+    Raises:
+        ValueError: The rate is out of range.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
+    >>> weight.grad = torch.tensor([1.0])
+    >>> WeightDecay(0.25)(torch.optim.SGD([weight]))
+    >>> weight.grad
+    tensor([1.5000])
+    """
+
+    def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
+        """Add rate·w to each gradient."""
+        add_scaled_(grads, weights, self.rate)
+
+
+class Lasso(_Pull):
     """Add the gradient of the sum of the weights' absolute values, times a rate: g ← g + rate·sign(w).
 
     Args:
@@ -29,12 +60,6 @@ class Lasso(GradientHook, ChangesOnlyGradients):
     >>> weight.grad
     tensor([1.2500, 1.0000, 0.7500])
     """
-
-    rate: float
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rate < math.inf:
-            raise ValueError(f"`rate` must be finite and at least 0, got {self.rate}.")
 
     def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
         """Add rate·sign(w) to each gradient."""
