@@ -42,11 +42,7 @@ LONGEST = 600.0
 
 def chosen(patterns: Sequence[str]) -> list[str]:
     """List the recipes whose name matches one of some patterns; all, where there are none."""
-    return [
-        name
-        for name in RECIPES
-        if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-    ]
+    return [name for name in RECIPES if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
 def run_one(name: str, place: Place) -> list[str]:
@@ -147,9 +143,7 @@ def report(left: Mapping[str, Sequence[str]], right: Mapping[str, Sequence[str]]
 
 def main() -> None:
     """Read the options and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkout", action="append", type=Path, default=[], help="give it twice")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="repeat; default all")
     parser.add_argument("--list", action="store_true", help="list the recipes with their places, and end")

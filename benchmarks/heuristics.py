@@ -105,9 +105,7 @@ def measure(
         for on in [on for pair in pairs.values() for on in pair]:
             if _key(on) not in contenders:
                 shared: Any = {"port": free_port(), "sides": sides, "on": on, **options}
-                contenders[_key(on)] = Contender(
-                    workload, [(rank_of, {"rank": rank, **shared}) for rank in range(2)]
-                )
+                contenders[_key(on)] = Contender(workload, [(rank_of, {"rank": rank, **shared}) for rank in range(2)])
         return take_turns(contenders, rounds, warm_up=WARM_UP, round_seconds=round_seconds)
     finally:
         for contender in contenders.values():
@@ -150,9 +148,7 @@ def report(rows: Mapping[str, Sequence[Row]], *, rounds: int) -> None:
 
 def main() -> None:
     """Read the options and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heuristic", action="append", choices=list(HEURISTICS), help="repeat; default all")
     parser.add_argument("--network", action="append", choices=list(NETWORKS), help="repeat; default all")
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="repeat; default all")
@@ -161,12 +157,8 @@ def main() -> None:
     parser.add_argument("--num-shards", type=int, default=4, help="of a batch, over both ranks")
     parser.add_argument("--others", choices=["on", "off"], default="on", help="the heuristics not measured")
     options = parser.parse_args()
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # namespaces have no names of hosts, which torch tells
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # namespaces outlive who made them
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # namespaces have no names of hosts, which torch tells
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # namespaces outlive who made them
     pairs = variants(options.heuristic or list(HEURISTICS), others=options.others)
     rows: dict[str, list[Row]] = {name: [] for name in pairs}
     for name in options.network or NETWORKS:

@@ -38,9 +38,7 @@ def workloads() -> list[Workload]:
     """List modules from one that takes microseconds to one that takes tens of milliseconds."""
     torch.manual_seed(0)
     tiny = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
-    wide = nn.Sequential(
-        nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-    )
+    wide = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
     conv = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.BatchNorm2d(32),
@@ -106,9 +104,7 @@ def measure(steps: dict[str, Callable[[], None]], num_steps: int) -> dict[str, l
 
 def main() -> None:
     """Print a table for each workload."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="timed steps of each way")
     parser.add_argument("--only", default="", help="the beginning of a workload's name")
     options = parser.parse_args()

@@ -19,9 +19,7 @@ from typing import TypeVar
 
 CLONE_NEWNET = 0x40000000
 NAMED = Path("/run/netns")
-PACKET = (
-    65_536 + 4_096
-)  # bytes that the kernel hands to a queue at once, with headers; fewer would be cut anew
+PACKET = 65_536 + 4_096  # bytes that the kernel hands to a queue at once, with headers; fewer would be cut anew
 BURST_SECONDS = 2e-4  # how long a cable that has rested carries more than its rate
 PROBE_BYTES = 64 * 2**20
 
@@ -136,7 +134,5 @@ def _on(side: Side, make: Callable[[], Returned]) -> Returned:
     thread.start()
     thread.join()
     if not made:
-        raise RuntimeError(
-            f"A socket on {side.address} must be possible; the thread's traceback says why not."
-        )
+        raise RuntimeError(f"A socket on {side.address} must be possible; the thread's traceback says why not.")
     return made[0]

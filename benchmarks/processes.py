@@ -20,9 +20,7 @@ NAMES = ["limit", "DDP, 2 processes", "lockstep, 2 processes", "lockstep, S=2"]
 
 def main() -> None:
     """Read the options and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()

@@ -124,15 +124,11 @@ def work(rank: int, size: int, folder: str, elements: list[int]) -> None:
 
 def main() -> None:
     """Read the command line and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--elements", type=int, nargs="+", default=SIZES)
     options = parser.parse_args()
-    print(
-        "| ranks | elements | all_reduce, ms | one node | bytes | two nodes | bytes | loopback: all three |"
-    )
+    print("| ranks | elements | all_reduce, ms | one node | bytes | two nodes | bytes | loopback: all three |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for size in options.ranks:
         with tempfile.TemporaryDirectory() as folder:

@@ -146,9 +146,7 @@ def waits(step: Step, x: torch.Tensor, num_updates: int = 10) -> float:
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=200, help="timed updates of each way")
     parser.add_argument("--width", type=int, default=256, help="features of each layer")
     parser.add_argument("--batch-size", type=int, default=32, help="samples of a batch")

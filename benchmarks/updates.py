@@ -142,9 +142,7 @@ class Contender:
         self._pipes, self._processes = [], []
         for build, options in parts:
             pipe, theirs = context.Pipe()
-            process = context.Process(
-                target=serve, args=(theirs, workload, build, {**options, **port}), daemon=True
-            )
+            process = context.Process(target=serve, args=(theirs, workload, build, {**options, **port}), daemon=True)
             process.start()
             theirs.close()  # so that the end of a process that fails is the end of the pipe
             self._pipes.append(pipe)
@@ -287,13 +285,9 @@ def check(ratios: dict[str, float], seconds: dict[str, list[float]]) -> list[str
         pairs = zip(seconds["lockstep, 1 device"], seconds["loop, 1 thread"], strict=True)
         over = statistics.median(one - plain for one, plain in pairs)
         allowed = 50e-6 + 0.02 * statistics.median(seconds["loop, 1 thread"])
-        print(
-            f"  one device costs {over * 1e6:.0f} µs an update over the plain loop (bar {allowed * 1e6:.0f})"
-        )
+        print(f"  one device costs {over * 1e6:.0f} µs an update over the plain loop (bar {allowed * 1e6:.0f})")
         if over > allowed:
-            misses.append(
-                f"one device costs {over * 1e6:.0f} µs over the plain loop, bar {allowed * 1e6:.0f}"
-            )
+            misses.append(f"one device costs {over * 1e6:.0f} µs over the plain loop, bar {allowed * 1e6:.0f}")
     for miss in misses:
         print(f"  MISSED: {miss}")
     return misses
@@ -301,9 +295,7 @@ def check(ratios: dict[str, float], seconds: dict[str, list[float]]) -> list[str
 
 def main() -> None:
     """Read the options and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS), help="repeat; default all")
     parser.add_argument("--rounds", type=int, default=30)

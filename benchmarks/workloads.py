@@ -35,9 +35,7 @@ def tiny() -> nn.Module:
 
 def mlp() -> nn.Module:
     """An MLP of 1.9 M parameters."""
-    return nn.Sequential(
-        nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
-    )
+    return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 
 def convnet() -> nn.Module:
@@ -76,7 +74,5 @@ WORKLOADS: Mapping[str, Workload] = {
     "tiny": Workload(tiny, floats(784)),
     "mlp": Workload(mlp, floats(784)),
     "convnet": Workload(convnet, floats(3, 32, 32)),
-    "encoder": Workload(
-        Encoder, lambda generator: torch.randint(0, 512, (BATCH_SIZE, 32), generator=generator)
-    ),
+    "encoder": Workload(Encoder, lambda generator: torch.randint(0, 512, (BATCH_SIZE, 32), generator=generator)),
 }

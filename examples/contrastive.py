@@ -66,9 +66,7 @@ def contrastive_loss(projected: torch.Tensor) -> torch.Tensor:
     """
     unit = F.normalize(projected, dim=1)
     similarities = unit @ unit.T / TEMPERATURE
-    similarities = similarities.masked_fill(
-        torch.eye(len(unit), dtype=torch.bool, device=unit.device), -torch.inf
-    )
+    similarities = similarities.masked_fill(torch.eye(len(unit), dtype=torch.bool, device=unit.device), -torch.inf)
     return F.cross_entropy(similarities, torch.arange(len(unit), device=unit.device).roll(len(unit) // 2))
 
 
@@ -117,9 +115,7 @@ def train(encoder: ls.DataParallel, images: torch.Tensor, epochs: int) -> list[f
 def pair_accuracy(encoder: nn.Module, images: torch.Tensor) -> float:
     """Say how often a changed image is most similar to the same one changed otherwise, among all of these."""
     generator = torch.Generator().manual_seed(1)
-    one, other = (
-        F.normalize(encoder(changed(images, generator))["projected"].cpu(), dim=1) for _ in range(2)
-    )
+    one, other = (F.normalize(encoder(changed(images, generator))["projected"].cpu(), dim=1) for _ in range(2))
     return float(((one @ other.T).argmax(dim=1) == torch.arange(len(images))).float().mean())
 
 
@@ -153,9 +149,7 @@ def largest_error(images: torch.Tensor) -> float:
 
 def main() -> None:
     """Learn, and say how alike images of one digit have become."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--check", action="store_true", help="compare gradients with those of one device")

@@ -53,9 +53,7 @@ def load_images() -> tuple[TensorDataset, TensorDataset, TensorDataset]:
 def cut(dataset: TensorDataset, num_held_out: int) -> tuple[TensorDataset, TensorDataset]:
     """Cut a dataset in two with each digit's share the same in both, and the same two for every seed."""
     images, labels = dataset.tensors
-    kept, held_out = train_test_split(
-        range(len(labels)), test_size=num_held_out, stratify=labels, random_state=0
-    )
+    kept, held_out = train_test_split(range(len(labels)), test_size=num_held_out, stratify=labels, random_state=0)
     return TensorDataset(images[kept], labels[kept]), TensorDataset(images[held_out], labels[held_out])
 
 
@@ -99,9 +97,7 @@ def evaluator(dataset: TensorDataset) -> ls.extensions.Evaluator:
     )
 
 
-def train(
-    devices: str, *, seed: int, epochs: int, precision: str, out: Path, table: bool = False
-) -> tuple[float, str]:
+def train(devices: str, *, seed: int, epochs: int, precision: str, out: Path, table: bool = False) -> tuple[float, str]:
     """Train once; return the accuracy on the test images and the digest of the weights."""
     train_set, validation_set, test_set = load_images()
 
@@ -147,9 +143,7 @@ def parse_devices(text: str) -> str | int | list[str]:
 
 def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="auto", help='"auto", a number, or names such as cpu,cpu,cpu')
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--compare", action="store_true", help="also on one and three, and compare")

@@ -69,13 +69,9 @@ def step(updater: ls.ParallelUpdater, batch: Any) -> None:
 def build(devices: list[str], *, num_shards: int = 4) -> ls.ParallelUpdater:
     """Put a run together."""
     nets = networks()
-    optimizers = {
-        name: torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.999)) for name, net in nets.items()
-    }
+    optimizers = {name: torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.999)) for name, net in nets.items()}
     batches = ls.BatchIterator(circle(1024), BATCH_SIZE, shuffle=True, seed=0)
-    return ls.ParallelUpdater(
-        batches, optimizers, nets, devices=devices, num_shards=num_shards, step_fn=step, seed=0
-    )
+    return ls.ParallelUpdater(batches, optimizers, nets, devices=devices, num_shards=num_shards, step_fn=step, seed=0)
 
 
 def main() -> None:

@@ -45,9 +45,7 @@ def hygiene() -> Iterator[None]:
     assert not lingering, f"the test left threads behind: {lingering}"
     after = _traces()
     names = before.keys() | after.keys()
-    changed = {
-        name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)
-    }
+    changed = {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
     assert not changed, f"the test left changes behind: {changed}"
 
 

@@ -75,8 +75,7 @@ class Flow:
 
     def __str__(self) -> str:
         return (
-            f"{self.calls:6} {self.functions_called:9} {self.modules:8} "
-            f"{self.file_changes:13} {self.frames or '-':>7}"
+            f"{self.calls:6} {self.functions_called:9} {self.modules:8} {self.file_changes:13} {self.frames or '-':>7}"
         )
 
 
@@ -115,9 +114,7 @@ class Recorder:
             self._depths.append(frames_above())
         return nn.functional.cross_entropy(model(x), target)
 
-    def steady(
-        self, action: Callable[[], object], *, period: int = 1, main_thread_only: bool = False
-    ) -> Flow:
+    def steady(self, action: Callable[[], object], *, period: int = 1, main_thread_only: bool = False) -> Flow:
         """Do something again and again, and return what it goes through once it has settled.
 
         Args:
@@ -128,8 +125,7 @@ class Recorder:
         for _ in range(WARM_UP):
             action()
         rounds = [
-            [self._count(action, main_thread_only=main_thread_only) for _ in range(period)]
-            for _ in range(ROUNDS)
+            [self._count(action, main_thread_only=main_thread_only) for _ in range(period)] for _ in range(ROUNDS)
         ]
         return max(min(flows) for flows in zip(*rounds, strict=True))
 
@@ -250,9 +246,7 @@ def ranks_flow() -> Flow:
 
 def half_a_million() -> nn.Module:
     """A model whose gradients are summed in slices, by all threads."""
-    return nn.Sequential(
-        nn.Linear(6, 680), nn.ReLU(), nn.Linear(680, 730), nn.Dropout(0.1), nn.Linear(730, 3)
-    )
+    return nn.Sequential(nn.Linear(6, 680), nn.ReLU(), nn.Linear(680, 730), nn.Dropout(0.1), nn.Linear(730, 3))
 
 
 PATHS: dict[str, Callable[[], Flow]] = {

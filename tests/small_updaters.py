@@ -94,9 +94,7 @@ class LoopUpdater(CountingUpdater):
         self.x, self.t, self.batch_size = x, t, batch_size
 
     def update(self) -> Measured:
-        rows = torch.arange(self.num_done * self.batch_size, (self.num_done + 1) * self.batch_size) % len(
-            self.x
-        )
+        rows = torch.arange(self.num_done * self.batch_size, (self.num_done + 1) * self.batch_size) % len(self.x)
         output = self.model(self.x[rows])
         loss = torch.nn.functional.cross_entropy(output, self.t[rows])
         self.optimizer.zero_grad()

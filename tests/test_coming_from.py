@@ -32,9 +32,7 @@ def test_there_is_no_other_page_or_program() -> None:
 def test_a_program_runs_and_learns(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = runpy.run_path(str(PAGES / program))
-    outputs = (
-        made["model"](made["inputs"]) if "Classifier" not in made else made["model"].layers(made["inputs"])
-    )
+    outputs = made["model"](made["inputs"]) if "Classifier" not in made else made["model"].layers(made["inputs"])
     right = outputs.argmax(dim=1) == (made["inputs"].sum(dim=1) > 0)
     assert right.float().mean() > 0.75
     assert made["model"].training

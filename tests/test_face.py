@@ -119,9 +119,7 @@ assert "torch.distributed.rpc" not in set(sys.modules) - modules
 
 
 def test_to_import_it_changes_nothing_and_loads_nothing_heavy() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False, timeout=240
-    )
+    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
 
 

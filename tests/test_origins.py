@@ -134,9 +134,7 @@ def test_the_test_of_an_entry_is_there(system: str, entry: dict[str, Any]) -> No
     file, *names = entry["test"].split("::")
     body: list[ast.stmt] = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body
     for name in names:
-        (place,) = [
-            each for each in body if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == name
-        ]
+        (place,) = [each for each in body if isinstance(each, ast.ClassDef | ast.FunctionDef) and each.name == name]
         body = place.body
     assert names[-1].startswith("test_"), system
 

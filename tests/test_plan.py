@@ -25,9 +25,7 @@ def test_cut_covers_every_sample_once_and_evenly(num_samples: int, data: st.Data
 
 
 @given(st.integers(1, 300), loads)
-def test_assign_covers_every_shard_once_and_leaves_no_device_empty(
-    num_shards: int, workloads: list[float]
-) -> None:
+def test_assign_covers_every_shard_once_and_leaves_no_device_empty(num_shards: int, workloads: list[float]) -> None:
     runs = plan.assign(num_shards, workloads)
     assert list(itertools.chain(*runs)) == list(range(num_shards))
     assert len(runs) == len(workloads)
@@ -36,9 +34,7 @@ def test_assign_covers_every_shard_once_and_leaves_no_device_empty(
 
 
 @given(st.integers(1, 300), loads)
-def test_assign_is_in_proportion_where_no_device_has_to_be_fed(
-    num_shards: int, workloads: list[float]
-) -> None:
+def test_assign_is_in_proportion_where_no_device_has_to_be_fed(num_shards: int, workloads: list[float]) -> None:
     total = sum(map(Fraction, workloads))
     shares = [num_shards * Fraction(load) / total for load in workloads]
     if min(shares) >= 1:
@@ -82,9 +78,7 @@ def test_counts_out_of_range_are_refused(call, message: str) -> None:
 
 
 @given(st.integers(1, 300), st.data())
-def test_dealt_shards_hold_every_sample_once_and_are_as_long_as_runs(
-    num_samples: int, data: st.DataObject
-) -> None:
+def test_dealt_shards_hold_every_sample_once_and_are_as_long_as_runs(num_samples: int, data: st.DataObject) -> None:
     num_shards = data.draw(st.integers(1, num_samples))
     dealt = plan.cut(num_samples, num_shards, strided=True)
     assert sorted(itertools.chain(*dealt)) == list(range(num_samples))

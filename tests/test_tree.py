@@ -37,9 +37,7 @@ def by_plan(num_shards: int, absent: frozenset[int] = frozenset()) -> list[torch
     return sums[0]
 
 
-def by_places(
-    num_shards: int, cuts: list[int], absent: frozenset[int] = frozenset()
-) -> list[torch.Tensor | None]:
+def by_places(num_shards: int, cuts: list[int], absent: frozenset[int] = frozenset()) -> list[torch.Tensor | None]:
     """The same sum made by several places, each on a run of shards between two cuts."""
     values = leaves(num_shards, absent=absent)
     partials = []

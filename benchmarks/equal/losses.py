@@ -44,9 +44,7 @@ def of_tokens(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> ls.Los
     tokens = (x % 3 > 0).sum() if not x.is_floating_point() else (x > 0).sum()
     right = (output.argmax(1) == target).sum()
     ls.report({"size": output.detach().norm()}, model)
-    return ls.Loss(
-        cross_entropy(output, target), weight=int(tokens), metrics={"accuracy": (right, len(target))}
-    )
+    return ls.Loss(cross_entropy(output, target), weight=int(tokens), metrics={"accuracy": (right, len(target))})
 
 
 def weighed_on_device(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> ls.Loss:

@@ -11,9 +11,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 
-NUM_SAMPLES = (
-    29  # with batches of 11 an epoch is 11 + 11 + 7 samples, and few numbers of shards cut these evenly
-)
+NUM_SAMPLES = 29  # with batches of 11 an epoch is 11 + 11 + 7 samples, and few numbers of shards cut these evenly
 NUM_CLASSES = 4
 NUM_WORDS = 19
 FEATURES = 7

@@ -96,8 +96,7 @@ def painted(
         placed: dict[str, Any] = dict(options)
         if not fused:
             placed["scheduler"] = {
-                name: torch.optim.lr_scheduler.LinearLR(each, total_iters=9)
-                for name, each in optimizers.items()
+                name: torch.optim.lr_scheduler.LinearLR(each, total_iters=9) for name, each in optimizers.items()
             }
         updater = kind(
             {

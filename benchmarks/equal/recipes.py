@@ -136,9 +136,7 @@ RECIPES: Mapping[str, Recipe] = {
     "images, first buffers": Recipe(trained(images, data=pixels, buffers="first"), EVERYWHERE),
     "images, flat gradients": Recipe(trained(images, fused_sgd, data=pixels, flat_gradients=True)),
     "images, bf16-true": Recipe(
-        trained(
-            half(images, torch.bfloat16), corrected, data=pixels, loss_fn=in_float32, precision="bf16-true"
-        )
+        trained(half(images, torch.bfloat16), corrected, data=pixels, loss_fn=in_float32, precision="bf16-true")
     ),
     "images, fp16-true, adamw": Recipe(
         trained(

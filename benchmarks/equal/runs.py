@@ -84,9 +84,7 @@ def follow(updater: ls.ParallelUpdater, trail: Trail, updates: int) -> None:
         trail.note_update(updater, updater.update())
 
 
-def trained(
-    *built: Any, updates: int = 7, uneven: bool = False, compression: str | None = None, **options: Any
-) -> Run:
+def trained(*built: Any, updates: int = 7, uneven: bool = False, compression: str | None = None, **options: Any) -> Run:
     """Return a run of some updates of one model; see `updater_of`."""
 
     def run(place: Place) -> list[str]:
@@ -202,15 +200,11 @@ def halves_of_two_optimizers(place: Place) -> list[str]:
 def nonfinite(place: Place) -> list[str]:
     """Look for the shards whose gradients are not finite, and go on."""
     trail = Trail()
-    updater = updater_of(
-        perceptron, devices=place.devices, loss_fn=overflowing, loss_scale=2.0**24, max_tries=3
-    )
+    updater = updater_of(perceptron, devices=place.devices, loss_fn=overflowing, loss_scale=2.0**24, max_tries=3)
     try:
         for _ in range(3):
             found = updater.find_nonfinite()
-            trail.note(
-                [[each.shard, each.batch, list(each.samples), each.loss, each.parameter] for each in found]
-            )
+            trail.note([[each.shard, each.batch, list(each.samples), each.loss, each.parameter] for each in found])
             follow(updater, trail, 1)
     finally:
         updater.finalize()

@@ -26,9 +26,7 @@ optimizer.setup(model)
 optimizer.add_hook(ls.optim.hooks.WeightDecay(1e-4))
 
 batches = ls.BatchIterator(train, batch_size=32, shuffle=True, seed=0)
-updater = chainer.ParallelUpdater(
-    batches, optimizer, devices={"main": "cpu", "second": "cpu"}, loss_scale=128.0
-)
+updater = chainer.ParallelUpdater(batches, optimizer, devices={"main": "cpu", "second": "cpu"}, loss_scale=128.0)
 
 trainer = ls.Trainer(updater, (3, "epoch"), out="result")
 trainer.extend(ls.extensions.LogReport())

@@ -218,9 +218,7 @@ def _check_readable(tensor: torch.Tensor, where: str, *, quantized: bool = False
     if tensor.is_nested:
         raise TypeError(f"{RULE}, got a nested tensor{where}. Give its `unbind()`.")
     if tensor.is_quantized and not quantized:
-        raise TypeError(
-            f"{RULE}, got a quantized tensor{where}. Give its `int_repr()`, scale and zero point."
-        )
+        raise TypeError(f"{RULE}, got a quantized tensor{where}. Give its `int_repr()`, scale and zero point.")
 
 
 def _type_name(value: Any) -> str:

@@ -113,9 +113,7 @@ def merges(num_shards: int) -> list[list[tuple[int, int]]]:
     if num_shards < 1:
         raise ValueError(f"`num_shards` must be at least 1, got {num_shards}.")
     strides = [2**level for level in range((num_shards - 1).bit_length())]
-    return [
-        [(into, into + stride) for into in range(0, num_shards - stride, 2 * stride)] for stride in strides
-    ]
+    return [[(into, into + stride) for into in range(0, num_shards - stride, 2 * stride)] for stride in strides]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +167,7 @@ def schedule(
     return [shards[run.start : run.stop] for run in assign(len(shards), workloads)]
 
 
-def _one_shard_a_device(
-    batch_sizes: Sequence[int], workloads: Sequence[float], *, strided: bool
-) -> list[list[Shard]]:
+def _one_shard_a_device(batch_sizes: Sequence[int], workloads: Sequence[float], *, strided: bool) -> list[list[Shard]]:
     num_devices = len(workloads)
     parts = [_dealt(size, num_devices) if strided else assign(size, workloads) for size in batch_sizes]
     return [

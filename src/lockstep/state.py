@@ -59,9 +59,7 @@ class Stateful:
     def state_dict(self) -> dict[str, object]:
         """Return what it holds, as numbers, text, None, tensors, and lists and dicts of these."""
         values = {key: getattr(self, f"_{key}") for key in self._saved}
-        return {
-            key: part.state_dict() if isinstance(part, Stateful) else part for key, part in values.items()
-        }
+        return {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state; all of it or, after an error, nothing.

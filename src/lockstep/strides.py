@@ -39,9 +39,7 @@ def has_strides(tensor: Tensor, strides: tuple[int, ...]) -> bool:
     own = tensor.stride()
     if own == strides or tensor.numel() == 0:
         return True
-    return all(
-        size == 1 or stride == other for size, stride, other in zip(tensor.shape, own, strides, strict=True)
-    )
+    return all(size == 1 or stride == other for size, stride, other in zip(tensor.shape, own, strides, strict=True))
 
 
 def gradient_strides(weight: Tensor) -> tuple[int, ...]:

@@ -150,11 +150,7 @@ def add_into(into: Tensors, other: Tensors) -> None:
         into: Changed in place.
         other: Left untouched, but its tensors may be shared with `into` afterwards.
     """
-    pairs = [
-        (left, right)
-        for left, right in zip(into, other, strict=True)
-        if left is not None and right is not None
-    ]
+    pairs = [(left, right) for left, right in zip(into, other, strict=True) if left is not None and right is not None]
     if pairs:
         lefts, rights = zip(*pairs, strict=True)
         torch._foreach_add_(lefts, rights)

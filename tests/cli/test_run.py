@@ -47,9 +47,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def finished(
-    command: Sequence[object], environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def finished(command: Sequence[object], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(part) for part in command],
         capture_output=True,
@@ -95,9 +93,7 @@ def test_the_rank_that_failed_is_named_also_where_it_takes_long_to_end(
     way: str, rank: int, code: int, tmp_path: Path
 ) -> None:
     script = tmp_path / "slow.py"
-    late = (
-        f"import atexit, time, os\nif os.environ['RANK'] == '{rank}':\n    atexit.register(time.sleep, 3)\n"
-    )
+    late = f"import atexit, time, os\nif os.environ['RANK'] == '{rank}':\n    atexit.register(time.sleep, 3)\n"
     script.write_text(late + SCRIPT.replace("rank == 1", f"rank == {rank}"))
     done = finished([*RUN, "-n", "2", script, way])
     assert done.returncode == code
@@ -241,9 +237,7 @@ communicator.barrier()
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     script = tmp_path / "stopped.py"
     script.write_text(STOPPED)
-    with subprocess.Popen(
-        [*RUN, "-n", "2", "--timeout", "9", script], stderr=subprocess.PIPE, text=True
-    ) as agent:
+    with subprocess.Popen([*RUN, "-n", "2", "--timeout", "9", script], stderr=subprocess.PIPE, text=True) as agent:
         await_true(lambda: len(descendants(agent.pid)) == 2)
         ranks = descendants(agent.pid)
         _, errors = agent.communicate(timeout=600)

@@ -30,9 +30,7 @@ def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> li
         return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(size)]  # noqa: S301 - our own
 
 
-def _rank_main(
-    rank: int, function: Callable[..., Any], size: int, folder: str, arguments: tuple[Any, ...]
-) -> None:
+def _rank_main(rank: int, function: Callable[..., Any], size: int, folder: str, arguments: tuple[Any, ...]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), size)

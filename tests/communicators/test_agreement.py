@@ -181,9 +181,7 @@ def test_every_element_is_looked_at_within_so_many_updates(every: int) -> None:
     assert [watch.part_of(update) for update in range(every, 2 * every)] == calm
     for tensor in tensors.values():
         for place in range(tensor.numel()):
-            element = (
-                tensor.as_strided((1,), (1,), 0) if tensor.dim() == 0 else tensor[tuple(_at(tensor, place))]
-            )
+            element = tensor.as_strided((1,), (1,), 0) if tensor.dim() == 0 else tensor[tuple(_at(tensor, place))]
             element.add_(1)
             assert [watch.part_of(update) for update in range(every)] != calm
             element.sub_(1)

@@ -68,8 +68,7 @@ def one_process(case: int, size: int, divisor: float) -> Tensors:
 
 def alike(left: Tensors, right: Tensors) -> bool:
     return all(
-        (a is None and b is None)
-        or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
+        (a is None and b is None) or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
         for a, b in zip(left, right, strict=True)
     )
 
@@ -85,8 +84,7 @@ def sum_cases(communicator: ProcessCommunicator) -> list[str]:
         for sizes in SIZES:
             communicator._sizes = sizes
             partials = [
-                shard_sum(case, cuts[rank], cuts[rank + 1], absent).partials
-                for rank in range(communicator.size)
+                shard_sum(case, cuts[rank], cuts[rank + 1], absent).partials for rank in range(communicator.size)
             ]
             contributions = [Contribution.of(each) for each in partials]
             mine = partials[communicator.rank]
@@ -136,8 +134,7 @@ def count_bytes(communicator: ProcessCommunicator, nodes: int, size: int) -> int
     """Sum one tensor of which each rank has so many partial sums; give what this rank has sent for it."""
     first = nodes * communicator.rank
     contributions = [
-        Contribution(tuple(range(nodes * rank, nodes * (rank + 1))), (1,) * nodes)
-        for rank in range(communicator.size)
+        Contribution(tuple(range(nodes * rank, nodes * (rank + 1))), (1,) * nodes) for rank in range(communicator.size)
     ]
     partials = [PartialSum(first + node, [torch.ones(size)]) for node in range(nodes)]
     before = communicator.bytes_sent
@@ -242,9 +239,7 @@ def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
         if communicator.rank < size:
             part = ProcessCommunicator(group, watch=Watch())
             sent = {nodes: count_bytes(part, nodes, NUM_ELEMENTS) for nodes in (1, 2)}
-            seen[size] = Seen(
-                sum_cases(part), orders(part), sent, give_up(part), compress(group), start_early(part)
-            )
+            seen[size] = Seen(sum_cases(part), orders(part), sent, give_up(part), compress(group), start_early(part))
         communicator.barrier()
     return seen
 

@@ -145,9 +145,7 @@ def test_who_was_stopped_himself_accuses_nobody(stores: list[dist.Store]) -> Non
         pulse._look_at(1)
     assert pulse._judge() is None
     pulse._look_at(1)
-    assert pulse._judge() == Failure(
-        1, "has been silent for 3 s: it was stopped, or cannot be reached", "forward"
-    )
+    assert pulse._judge() == Failure(1, "has been silent for 3 s: it was stopped, or cannot be reached", "forward")
 
 
 def test_the_first_failure_is_the_one_that_is_told(stores: list[dist.Store]) -> None:

@@ -229,9 +229,7 @@ class TestParallelUpdater:
             ({"devices": TWO, "models": {"main": Classifier()}}, ValueError, "must have the names of"),
         ],
     )
-    def test_what_does_not_fit_is_refused(
-        self, options: dict[str, Any], error: type[Exception], message: str
-    ) -> None:
+    def test_what_does_not_fit_is_refused(self, options: dict[str, Any], error: type[Exception], message: str) -> None:
         optimizer = chainer.MomentumSGD().setup(Classifier())
         with pytest.raises(error, match=message):
             chainer.ParallelUpdater(batches(), optimizer, **options)

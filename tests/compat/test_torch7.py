@@ -20,9 +20,7 @@ TWO = ["cpu", "cpu"]
 
 def conv_net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 4 * 4, 2, bias=False), nn.Tanh()
-    )
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(3 * 4 * 4, 2, bias=False), nn.Tanh())
 
 
 def images(n: int = 7) -> tuple[torch.Tensor, torch.Tensor]:

@@ -195,9 +195,7 @@ class RecordingSampler:
 
 
 @given(LENGTHS, st.integers(1, 9), st.booleans(), st.lists(st.integers(0, 5), max_size=8))
-def test_an_order_sampler_is_asked_once_per_epoch(
-    length: int, batch_size: int, repeat: bool, looks: list[int]
-) -> None:
+def test_an_order_sampler_is_asked_once_per_epoch(length: int, batch_size: int, repeat: bool, looks: list[int]) -> None:
     looking, plain = RecordingSampler(), RecordingSampler()
     looking_batches = BatchIterator(range(length), batch_size, repeat=repeat, order_sampler=looking)
     plain_batches = BatchIterator(range(length), batch_size, repeat=repeat, order_sampler=plain)
@@ -337,9 +335,7 @@ def returns(order: Any) -> Any:
         ("abc", {"order_sampler": returns([True, False, True])}, TypeError, r"must hold integers"),
     ],
 )
-def test_bad_arguments_are_refused(
-    dataset: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_arguments_are_refused(dataset: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         BatchIterator(dataset, **({"batch_size": 2} | options))
 

@@ -188,13 +188,8 @@ class Scaled(TensorDataset):
 
 
 @pytest.mark.parametrize("kind", [TensorDataset, Scaled])
-@given(
-    indices=st.lists(st.integers(0, 9), min_size=1, max_size=12)
-    | st.builds(range, st.just(2), st.integers(3, 9))
-)
-def test_tensors_cut_at_once_are_the_stacked_ones(
-    kind: type[TensorDataset], indices: list[int] | range
-) -> None:
+@given(indices=st.lists(st.integers(0, 9), min_size=1, max_size=12) | st.builds(range, st.just(2), st.integers(3, 9)))
+def test_tensors_cut_at_once_are_the_stacked_ones(kind: type[TensorDataset], indices: list[int] | range) -> None:
     tensors = torch.rand(10, 3, generator=torch.Generator().manual_seed(0)), torch.arange(10)
     samples = Samples(kind(*tensors), indices)
     for ours, stacked in zip(collate(samples), collate(list(samples)), strict=True):
@@ -239,9 +234,7 @@ def test_samples_that_were_not_fetched_with_the_others_are_loaded() -> None:
 def test_what_comes_from_an_accelerator_has_arrived(pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: pinned)
     with LateCopies() as copies:
-        (batch,) = collate(
-            Samples(TensorDataset(copies.on_accelerator(torch.arange(10))), range(2, 5)), "cpu"
-        )
+        (batch,) = collate(Samples(TensorDataset(copies.on_accelerator(torch.arange(10))), range(2, 5)), "cpu")
         assert batch.tolist() == [2, 3, 4]
     assert copies.waits == [True]
 

@@ -349,9 +349,7 @@ def test_a_source_that_cannot_be_iterated_over_again_although_it_seems_so() -> N
         (BATCHES, {"batches_of": "rows"}, ValueError, "must be 'tensors' or 'samples', got 'rows'"),
     ],
 )
-def test_bad_arguments_are_refused(
-    source: Any, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_bad_arguments_are_refused(source: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         IterableBatches(source, **options)
 

@@ -51,9 +51,7 @@ class Passes:
 
 def data(num_samples: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(num_samples, 4, generator=generator), torch.randint(
-        0, 3, (num_samples,), generator=generator
-    )
+    return torch.randn(num_samples, 4, generator=generator), torch.randint(0, 3, (num_samples,), generator=generator)
 
 
 def net() -> torch.nn.Sequential:
@@ -171,9 +169,7 @@ def test_the_model_runs_once_for_loss_and_metrics() -> None:
 
 def test_metrics_see_the_output_also_when_the_loss_does_not_run_the_model() -> None:
     model = net()
-    found = Evaluator(
-        batches(), {"accuracy": Accuracy()}, loss_fn=lambda *_: torch.tensor(0.0), model=model
-    ).evaluate()
+    found = Evaluator(batches(), {"accuracy": Accuracy()}, loss_fn=lambda *_: torch.tensor(0.0), model=model).evaluate()
     assert found == {"loss": 0.0, "accuracy": by_hand(model)[1]}
 
 
@@ -211,9 +207,7 @@ def test_dicts_and_lone_tensors() -> None:
     whole = Evaluator(named, {"a": Accuracy()}, loss_fn=loss_fn, model=Named(), target="label").evaluate()
     alone = Evaluator(named, {"a": Accuracy()}, model=Named(), target="label").evaluate()
     assert whole["a"] == alone["a"]
-    lone = Evaluator(
-        [x for x, _ in batches()], loss_fn=lambda model, x: model(x).mean(), model=net()
-    ).evaluate()
+    lone = Evaluator([x for x, _ in batches()], loss_fn=lambda model, x: model(x).mean(), model=net()).evaluate()
     assert list(lone) == ["loss"]
 
 

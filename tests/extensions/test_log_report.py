@@ -90,9 +90,7 @@ def build(out: Path, until: int, save_at: int = 0) -> tuple[Trainer, list[str]]:
 
 @pytest.mark.parametrize("save_at", range(1, 10))
 @pytest.mark.parametrize("which", [0, 1], ids=["saved before the log's turn", "saved after"])
-def test_a_resumed_run_writes_the_file_of_an_undisturbed_one(
-    tmp_path: Path, save_at: int, which: int
-) -> None:
+def test_a_resumed_run_writes_the_file_of_an_undisturbed_one(tmp_path: Path, save_at: int, which: int) -> None:
     build(tmp_path / "whole", 12)[0].run()
     first, states = build(tmp_path / "run", 11, save_at)
     first.run()  # goes on behind the saved state, so that there are lines to drop

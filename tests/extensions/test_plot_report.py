@@ -23,12 +23,8 @@ def size(path: Path) -> tuple[int, int]:
 
 
 def train(out: Path, plot: PlotReport, losses: list[float]) -> None:
-    trainer = Trainer(
-        CountingUpdater(2, losses), (len(losses), "iteration"), out, extensions=[LogReport(), plot]
-    )
-    trainer.extend(
-        lambda trainer: trainer.observe("validation/main/loss", 0.5), trigger=(1, "epoch"), priority=300
-    )
+    trainer = Trainer(CountingUpdater(2, losses), (len(losses), "iteration"), out, extensions=[LogReport(), plot])
+    trainer.extend(lambda trainer: trainer.observe("validation/main/loss", 0.5), trigger=(1, "epoch"), priority=300)
     trainer.run()
 
 
@@ -44,9 +40,7 @@ def test_values_that_are_not_finite_leave_gaps(tmp_path: Path) -> None:
 
 
 def test_a_log_without_values_draws_nothing(tmp_path: Path) -> None:
-    trainer = Trainer(
-        CountingUpdater(2), (1, "epoch"), tmp_path, extensions=[LogReport(), PlotReport(["absent"])]
-    )
+    trainer = Trainer(CountingUpdater(2), (1, "epoch"), tmp_path, extensions=[LogReport(), PlotReport(["absent"])])
     trainer.run()
     assert {path.name for path in tmp_path.iterdir()} == {"log.jsonl"}
 
@@ -78,9 +72,7 @@ def test_a_plot_without_a_log_is_refused_before_training(tmp_path: Path) -> None
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
 
 
 def test_importing_the_extensions_imports_no_matplotlib_and_drawing_no_pyplot(tmp_path: Path) -> None:

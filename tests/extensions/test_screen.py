@@ -149,9 +149,7 @@ def frames(out: io.StringIO) -> list[str]:
 def test_the_bar_shows_epoch_iteration_and_speed_and_is_closed(tmp_path: Path) -> None:
     out = Terminal()
     train(tmp_path, ProgressBar(out=out))
-    assert re.search(
-        r"^100%\|.*\| epoch 2.00, iteration 4, [\d.]+ updates/s \[\d\d:\d\d<00:00\]$", frames(out)[-1]
-    )
+    assert re.search(r"^100%\|.*\| epoch 2.00, iteration 4, [\d.]+ updates/s \[\d\d:\d\d<00:00\]$", frames(out)[-1])
     assert out.getvalue().endswith("\n")
     assert [thread.name for thread in threading.enumerate() if "TMonitor" in type(thread).__name__] == []
 
@@ -197,9 +195,7 @@ def test_the_bar_is_closed_when_the_run_fails(tmp_path: Path) -> None:
     assert out.getvalue().endswith("\n")
 
 
-def test_lines_of_the_table_are_not_written_into_the_bar(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_the_table_are_not_written_into_the_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stderr", screen)

@@ -21,9 +21,7 @@ def raise_on(rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_ranks_real_traceback_reaches_the_caller(rank: int) -> None:
     before = listening(os.getpid())
-    with pytest.raises(
-        ls.PeerError, match=f"Rank {rank} raised FloatingPointError: rank {rank} has"
-    ) as raised:
+    with pytest.raises(ls.PeerError, match=f"Rank {rank} raised FloatingPointError: rank {rank} has") as raised:
         ls.launch(raise_on, 2, args=(rank,))
     assert raised.value.rank == rank
     assert 'raise FloatingPointError(f"rank {rank} has had enough")' in raised.value.traceback

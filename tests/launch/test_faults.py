@@ -59,9 +59,7 @@ EARLY_SAMPLE = [("raise", "reduce"), ("SIGKILL", "sending")]
 def cases(phases: Sequence[str], sample: Sequence[tuple[str, str]]) -> list[Any]:
     """Every way in every phase; those outside of the sample are long."""
     return [
-        pytest.param(
-            way, phase, id=f"{way}-{phase}", marks=() if (way, phase) in sample else pytest.mark.slow
-        )
+        pytest.param(way, phase, id=f"{way}-{phase}", marks=() if (way, phase) in sample else pytest.mark.slow)
         for way in WAYS
         for phase in phases
     ]
@@ -162,9 +160,7 @@ def train(way: str, phase: str, folder: str, early: bool) -> None:
 
 def run(fault: Fault) -> None:
     (fault.folder / f"came-{fault.rank}").touch()
-    await_true(
-        lambda: len(list(fault.folder.glob("came-*"))) == SIZE
-    )  # by now each has imported all it needs
+    await_true(lambda: len(list(fault.folder.glob("came-*"))) == SIZE)  # by now each has imported all it needs
     found = ls.find_communicator()
     fault.watch = found.watch
     communicator = FaultySum(watch=found.watch, timeout=TIMEOUT)

@@ -69,9 +69,7 @@ def test_an_exit_code_is_a_failure() -> None:
 def test_a_function_that_cannot_be_imported() -> None:
     def inner() -> None: ...
 
-    with pytest.raises(
-        ValueError, match=r"`main` must be a function that a new process can import.*top level"
-    ):
+    with pytest.raises(ValueError, match=r"`main` must be a function that a new process can import.*top level"):
         ls.launch(inner)
     with pytest.raises(ValueError, match="`main` must be a function that a new process can import"):
         ls.launch(lambda: None)
@@ -93,9 +91,7 @@ def test_a_value_that_cannot_be_pickled() -> None:
         ls.launch(return_a_lock, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"), [({"num_processes": 0}, "num_processes"), ({"timeout": 0}, "timeout")]
-)
+@pytest.mark.parametrize(("options", "name"), [({"num_processes": 0}, "num_processes"), ({"timeout": 0}, "timeout")])
 def test_numbers_out_of_range(options: dict[str, int], name: str) -> None:
     with pytest.raises(ValueError, match=f"`{name}` must be"):
         ls.launch(leave, **options)
@@ -112,9 +108,7 @@ except ValueError as error:
 
 
 def test_a_function_typed_into_a_session_gets_the_remedy() -> None:
-    done = subprocess.run(
-        [sys.executable], input=TYPED, capture_output=True, text=True, timeout=240, check=True
-    )
+    done = subprocess.run([sys.executable], input=TYPED, capture_output=True, text=True, timeout=240, check=True)
     assert "main was typed into a notebook or an interactive session" in done.stdout
     assert "%%writefile train.py" in done.stdout
 

@@ -190,12 +190,8 @@ RUNS: dict[str, Run] = {
     "seldom reached": partial(trained, loss_fn=seldom_reached),
     "weightless": partial(trained, loss_fn=weightless, num_shards=6),
     "retried": partial(trained, loss_fn=spiky_loss, loss_scale=ls.DynamicLossScale(2.0**22)),
-    "passed over": partial(
-        trained, loss_fn=spiky_loss, loss_scale=ls.DynamicLossScale(2.0**20), on_overflow="next"
-    ),
-    "skipped": partial(
-        trained, loss_fn=spiky_loss, loss_scale=ls.DynamicLossScale(2.0**22), on_overflow="skip"
-    ),
+    "passed over": partial(trained, loss_fn=spiky_loss, loss_scale=ls.DynamicLossScale(2.0**20), on_overflow="next"),
+    "skipped": partial(trained, loss_fn=spiky_loss, loss_scale=ls.DynamicLossScale(2.0**22), on_overflow="skip"),
     "two networks": gan,
     "by halves": halves,
     "not finite": nonfinite_shards,
@@ -244,9 +240,7 @@ def merge_within_ranks_first(patch: pytest.MonkeyPatch) -> None:
 def streams_of_ranks(patch: pytest.MonkeyPatch) -> None:
     """Seed random numbers by the rank, too."""
     rank = ls.find_communicator().rank
-    patch.setattr(
-        shard_streams, "stream_seed", lambda seed, position: stream_seed(seed, position + 1000 * rank)
-    )
+    patch.setattr(shard_streams, "stream_seed", lambda seed, position: stream_seed(seed, position + 1000 * rank))
 
 
 def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:

@@ -37,9 +37,7 @@ def made(nets: Networks, real: torch.Tensor) -> torch.Tensor:
 
 def judge_loss(nets: Networks, real: torch.Tensor) -> ls.Loss:
     right = softplus(-nets["dis"](real)).mean()
-    return ls.Loss(
-        right + softplus(nets["dis"](made(nets, real))).mean(), metrics={"right": (right.detach(), 1)}
-    )
+    return ls.Loss(right + softplus(nets["dis"](made(nets, real))).mean(), metrics={"right": (right.detach(), 1)})
 
 
 def generator_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:

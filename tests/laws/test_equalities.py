@@ -51,9 +51,7 @@ def test_serial_is_parallel(work: Workload, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("placement", [ONE, Placement(3)], ids=repr)
 @pytest.mark.parametrize("work", WORKLOADS, ids=repr)
 def test_accumulation_is_a_larger_batch(work: Workload, placement: Placement) -> None:
-    accumulated = train(
-        work, placement, batch_size=32, num_samples=128, num_shards=4, accumulate=2, updates=10
-    )
+    accumulated = train(work, placement, batch_size=32, num_samples=128, num_shards=4, accumulate=2, updates=10)
     larger = train(work, placement, batch_size=64, num_samples=128, num_shards=8, updates=10)
     assert accumulated == larger
 
@@ -147,9 +145,7 @@ def test_a_retry_gives_the_bits_of_having_started_at_the_lower_scale() -> None:
 
     def run(factor: float, tries: int) -> str:
         scale = ls.DynamicLossScale(factor=factor, backoff=0.25)
-        with finalized(
-            updater_for(CONVNET, Placement(2), num_shards=5, loss_fn=loss_fn, loss_scale=scale)
-        ) as updater:
+        with finalized(updater_for(CONVNET, Placement(2), num_shards=5, loss_fn=loss_fn, loss_scale=scale)) as updater:
             found = [updater.update().tries for _ in range(NUM_UPDATES)]
             assert found == [tries] + [1] * (NUM_UPDATES - 1)
             return state_digest(updater)

@@ -47,9 +47,7 @@ def nests(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     return st.recursive(
         leaf,
         lambda part: (
-            st.lists(part, max_size=3)
-            | st.lists(part, max_size=3).map(tuple)
-            | st.dictionaries(keys, part, max_size=3)
+            st.lists(part, max_size=3) | st.lists(part, max_size=3).map(tuple) | st.dictionaries(keys, part, max_size=3)
         ),
         max_leaves=4,
     )
@@ -85,15 +83,11 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.leaves = [leaf for _, leaf in found]
-        self.weights = nn.ParameterList(
-            torch.randn(leaf.size, 3, dtype=torch.float64) for leaf in self.leaves
-        )
+        self.weights = nn.ParameterList(torch.randn(leaf.size, 3, dtype=torch.float64) for leaf in self.leaves)
 
     def forward(self, first: torch.Tensor, others: Any) -> Any:
         hidden: Any = 0.0
-        for tensor, leaf, weight in zip(
-            nest.tensors((first, others)), self.leaves, self.weights, strict=True
-        ):
+        for tensor, leaf, weight in zip(nest.tensors((first, others)), self.leaves, self.weights, strict=True):
             cut = tensor if leaf.dim is None else tensor.movedim(leaf.dim, 0)
             rows = cut.reshape(1 if leaf.dim is None else len(cut), -1)
             hidden = hidden + torch.tanh(rows @ weight)
@@ -164,9 +158,7 @@ def bits(loads: list[float], num_shards: int | None, num_samples: int) -> str:
     model = Noisy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(num_samples, 4, generator=torch.Generator().manual_seed(5))
-    group = ls.ReplicaGroup(
-        model, ["cpu"] * len(loads), workloads=loads, num_shards=num_shards, input_grads=True
-    )
+    group = ls.ReplicaGroup(model, ["cpu"] * len(loads), workloads=loads, num_shards=num_shards, input_grads=True)
     with group:
         torch.manual_seed(7)
         seen = []

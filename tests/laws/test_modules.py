@@ -82,9 +82,7 @@ class Noisy(Everywhere):
     """The same with random numbers."""
 
     def forward(self, inputs: Any, *, scale: torch.Tensor) -> Any:
-        return nest.map_tensors(
-            lambda each: nn.functional.dropout(each, 0.3), super().forward(inputs, scale=scale)
-        )
+        return nest.map_tensors(lambda each: nn.functional.dropout(each, 0.3), super().forward(inputs, scale=scale))
 
 
 def inputs_of(call: Call) -> tuple[Any, torch.Tensor]:
@@ -137,9 +135,7 @@ def test_any_split_of_any_nest_gives_what_one_device_gives(call: Call) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(calls(), st.integers(1, 6), st.integers(0, 2**32 - 1))
-def test_with_a_number_of_shards_devices_and_workloads_change_no_bit(
-    call: Call, num_shards: int, seed: int
-) -> None:
+def test_with_a_number_of_shards_devices_and_workloads_change_no_bit(call: Call, num_shards: int, seed: int) -> None:
     num_inputs = len(nest.tensors(inputs_of(call)[0]))
     found = set()
     for loads in ([1], call.loads, call.loads[::-1]):

@@ -127,7 +127,5 @@ def test_a_rank_with_another_vector_width_is_refused_with_the_field_named(tmp_pa
     script.write_text(SCRIPT.format(capability=capability))
     done = torchrun(script)
     assert done.returncode != 0
-    assert (
-        "DisagreementError: Rank 1 must have rank 0's kernel class, but on it vector width is" in done.stderr
-    )
+    assert "DisagreementError: Rank 1 must have rank 0's kernel class, but on it vector width is" in done.stderr
     assert f"not {here}" in done.stderr

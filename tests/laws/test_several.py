@@ -48,9 +48,7 @@ class TwoViews(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 8)
-        )
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 8))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, second = (self.body(x + 0.1 * torch.randn_like(x)) for _ in range(2))
@@ -151,11 +149,7 @@ TRAPS: dict[str, Callable[[Trap], ls.ParallelUpdater]] = {
     **{f"phase {phase}": set_in_phase(phase) for phase in PHASES},
     "judge's loss": set_in_loss("judge_loss"),
     "generator's loss": set_in_loss("generator_loss"),
-    **{
-        f"{timing} hook of {name}": set_in_hook(timing, name)
-        for timing in ("pre", "post")
-        for name in ("gen", "dis")
-    },
+    **{f"{timing} hook of {name}": set_in_hook(timing, name) for timing in ("pre", "post") for name in ("gen", "dis")},
     "scheduler": set_in_scheduler,
     "iterator": set_in_iterator,
 }

@@ -21,9 +21,7 @@ EIGHTHS = st.integers(-8000, 8000).map(lambda eighths: eighths / 8)
 
 
 @given(st.lists(st.tuples(EIGHTHS, st.integers(1, 100)), min_size=1, max_size=30), st.booleans())
-def test_an_average_is_the_sum_over_the_summed_weight(
-    pairs: list[tuple[float, int]], as_tensors: bool
-) -> None:
+def test_an_average_is_the_sum_over_the_summed_weight(pairs: list[tuple[float, int]], as_tensors: bool) -> None:
     average = Average()
     for value, weight in pairs:
         average.update(torch.tensor(value) if as_tensors else value, weight)

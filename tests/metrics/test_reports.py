@@ -296,9 +296,7 @@ def test_names_in_a_run(tmp_path: Path) -> None:
     held_out = [(torch.ones(4, 1),), (torch.full((1, 1), 6.0),)]
     trainer.extend(Evaluator(held_out, loss_fn=lambda replica, x: replica(x)), trigger=(1, "iteration"))
     trainer.run()
-    assert set(trainer.observation) == {
-        f"{kind}main/{name}" for kind in ("", "validation/") for name in NAMES
-    }
+    assert set(trainer.observation) == {f"{kind}main/{name}" for kind in ("", "validation/") for name in NAMES}
     assert float(trainer.observation["validation/main/predictor/mean"]) == 2.0  # (4 * 1 + 1 * 6) / 5
     assert float(trainer.observation["validation/main/even"]) == 1.0
     assert float(trainer.observation["validation/main/loss"]) < 100

@@ -46,9 +46,7 @@ def test_a_log_waits_once_an_interval(tmp_path: Path) -> None:
 
     trainer.extend(report)
     trainer.extend(lambda _: torch.cuda.set_sync_debug_mode("error"), priority=1000)
-    trainer.extend(
-        lambda _: torch.cuda.set_sync_debug_mode("default"), priority=999, trigger=(10, "iteration")
-    )
+    trainer.extend(lambda _: torch.cuda.set_sync_debug_mode("default"), priority=999, trigger=(10, "iteration"))
     try:
         trainer.run()
     finally:

@@ -46,9 +46,7 @@ def values(weights: list[torch.nn.Parameter]) -> list[list[float]]:
         (LAMB, {"bias_correction": False, "norm_bounds": (0.5, 1.5)}),
     ],
 )
-def test_compiled_step_has_the_bits_of_the_eager_one(
-    cls: type[HookedOptimizer], options: dict[str, object]
-) -> None:
+def test_compiled_step_has_the_bits_of_the_eager_one(cls: type[HookedOptimizer], options: dict[str, object]) -> None:
     eager, compiled = parameters(), parameters()
     reference, optimizer = cls(eager, **options), cls(compiled, **options)
     for each in (reference, optimizer):

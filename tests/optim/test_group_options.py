@@ -38,9 +38,7 @@ def weight() -> nn.Parameter:
 
 @ALL
 @pytest.mark.parametrize("option", ["nesterov", "maximize", "dampening", "momentun", "weight_decays"])
-def test_an_option_that_an_optimizer_does_not_have_is_refused_by_name(
-    cls: type[HookedOptimizer], option: str
-) -> None:
+def test_an_option_that_an_optimizer_does_not_have_is_refused_by_name(cls: type[HookedOptimizer], option: str) -> None:
     message = f"options of {cls.__name__} only .*missing_grad.*, got '{option}'"
     with pytest.raises(ValueError, match=message):
         cls([{"params": [weight()]}, {"params": [weight()], option: 0.5}])
@@ -62,9 +60,7 @@ def test_a_saved_option_that_the_optimizer_does_not_have_is_refused(cls: type[Ho
     saved = optimizer.state_dict()
     before = copy.deepcopy(saved)
     saved["param_groups"][0]["nesterov"] = True
-    with pytest.raises(
-        StateError, match=r"Group 0 of the state must hold nothing but .*, got \['nesterov'\]"
-    ):
+    with pytest.raises(StateError, match=r"Group 0 of the state must hold nothing but .*, got \['nesterov'\]"):
         optimizer.load_state_dict(saved)
     assert str(optimizer.state_dict()) == str(before)
 
@@ -99,9 +95,7 @@ def test_chainers_optimizers_are_set_up_again_after_a_schedule() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
-def test_decay_has_the_bits_of_torch_sgd(
-    fused: bool, dtype: torch.dtype, momentum: float, weight_decay: float
-) -> None:
+def test_decay_has_the_bits_of_torch_sgd(fused: bool, dtype: torch.dtype, momentum: float, weight_decay: float) -> None:
     ours, theirs = parameters(dtype=dtype), parameters(dtype=dtype)
     optimizer = CorrectedMomentumSGD(
         [{"params": ours, "weight_decay": weight_decay}], lr=0.1, momentum=momentum, fused=fused
@@ -148,9 +142,7 @@ def test_groups_decay_by_rates_of_their_own(cls: type[HookedOptimizer], options:
 
 @DECAYING
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
-def test_decay_of_a_sparse_gradient_reaches_every_row(
-    cls: type[HookedOptimizer], options: dict[str, Any]
-) -> None:
+def test_decay_of_a_sparse_gradient_reaches_every_row(cls: type[HookedOptimizer], options: dict[str, Any]) -> None:
     dense, sparse = nn.Parameter(torch.ones(4, 2)), nn.Parameter(torch.ones(4, 2))
     dense.grad = torch.zeros(4, 2)
     dense.grad[1] = 1.0

@@ -243,15 +243,11 @@ def test_numbers_out_of_range_are_refused(make: Any, message: str) -> None:
 class Recorder:
     """Writes down its calls: its name, whom it was called for, the count it saw."""
 
-    def __init__(
-        self, name: str, log: list[Any], *, timing: str = "pre", per_parameter: bool = False
-    ) -> None:
+    def __init__(self, name: str, log: list[Any], *, timing: str = "pre", per_parameter: bool = False) -> None:
         self.name, self.log, self.timing, self.per_parameter = name, log, timing, per_parameter
 
     def __call__(self, optimizer: CorrectedMomentumSGD, *parameter: torch.Tensor) -> None:
-        whom = [weight.item() for weight in parameter] or sum(
-            len(group["params"]) for group in optimizer.param_groups
-        )
+        whom = [weight.item() for weight in parameter] or sum(len(group["params"]) for group in optimizer.param_groups)
         self.log.append((self.name, whom, optimizer.t))
 
 
@@ -287,9 +283,7 @@ def test_cleared_gradients_are_zeros_again_for_the_next_hook() -> None:
     optimizer = CorrectedMomentumSGD([weight], missing_grad="zero")
     seen = []
     optimizer.add_hook(lambda target: target.zero_grad(), name="clear")
-    optimizer.add_hook(
-        lambda target: seen.append(target.param_groups[0]["params"][0].grad.tolist()), name="look"
-    )
+    optimizer.add_hook(lambda target: seen.append(target.param_groups[0]["params"][0].grad.tolist()), name="look")
     optimizer.step()
     assert seen == [[0.0, 0.0]]
 
@@ -305,9 +299,7 @@ def test_names_are_unique_in_their_place_and_hooks_can_be_removed() -> None:
     with pytest.raises(KeyError, match=r"must be one of \['second'\], got 'WeightDecay'"):
         optimizer.remove_hook("WeightDecay")
     optimizer.remove_hook("WeightDecay", group=0)
-    assert [entry["hook"] for entry in optimizer.state_dict()["hooks"]] == [
-        "'second' (pre, on the optimizer)"
-    ]
+    assert [entry["hook"] for entry in optimizer.state_dict()["hooks"]] == ["'second' (pre, on the optimizer)"]
 
 
 class Nameless:

@@ -99,8 +99,7 @@ def test_where_gradients_vanish_nothing_goes_its_whole_way() -> None:
 def test_a_step_as_long_as_the_threshold_is_short() -> None:
     weights = [torch.nn.Parameter(torch.full((1,), 4.0)) for _ in range(2)]
     groups = [
-        {"params": [weight], "threshold": threshold}
-        for weight, threshold in zip(weights, (0.5, 0.25), strict=True)
+        {"params": [weight], "threshold": threshold} for weight, threshold in zip(weights, (0.5, 0.25), strict=True)
     ]
     # Without a gradient u is λ·w, of a norm of 0.5.
     optimizer = LAMB(groups, lr=0.5, weight_decay=0.125)
@@ -264,9 +263,7 @@ def test_a_sparse_gradient_is_refused_before_anything_moves(first: bool) -> None
     optimizer = LAMB(groups if first else groups[::-1])
     dense.grad = torch.ones(2)
     table.grad = torch.sparse_coo_tensor([[1]], [[1.0, 1.0]], (3, 2), check_invariants=True)
-    with pytest.raises(
-        TypeError, match=r"must be dense, got one of layout torch.sparse_coo .* shape \(3, 2\)"
-    ):
+    with pytest.raises(TypeError, match=r"must be dense, got one of layout torch.sparse_coo .* shape \(3, 2\)"):
         optimizer.step()
     assert dense.tolist() == [1.0, 1.0]
     assert (len(optimizer.state), optimizer.t) == (0, 0)

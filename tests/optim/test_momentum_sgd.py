@@ -149,9 +149,7 @@ def test_groups_hold_their_own_options(cls: type[HookedOptimizer]) -> None:
 def test_missing_gradient_skips_or_counts_as_zeros(cls: type[HookedOptimizer]) -> None:
     skipping, moving = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
     still = torch.nn.Parameter(torch.ones(1), requires_grad=False)
-    optimizer = cls(
-        [{"params": [skipping]}, {"params": [moving, still], "missing_grad": "zero"}], lr=0.5, momentum=0.5
-    )
+    optimizer = cls([{"params": [skipping]}, {"params": [moving, still], "missing_grad": "zero"}], lr=0.5, momentum=0.5)
     skipping.grad, moving.grad = torch.ones(1), torch.ones(1)
     optimizer.step()
     optimizer.zero_grad()
@@ -200,9 +198,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned() -> None:
         ({"missing_grad": "ignore"}, "`missing_grad` must be 'skip' or 'zero', got 'ignore'"),
     ],
 )
-def test_options_out_of_range_are_refused(
-    cls: type[HookedOptimizer], options: dict[str, Any], message: str
-) -> None:
+def test_options_out_of_range_are_refused(cls: type[HookedOptimizer], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cls([torch.nn.Parameter(torch.ones(1))], **options)
     optimizer = cls([torch.nn.Parameter(torch.ones(1))])

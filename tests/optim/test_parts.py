@@ -28,9 +28,7 @@ def in_threads(calls: list[Any]) -> None:
         (LAMB, {"weight_decay": 0.1}),
     ],
 )
-def test_parts_in_threads_advance_to_the_same_bits(
-    cls: type[HookedOptimizer], options: dict[str, float]
-) -> None:
+def test_parts_in_threads_advance_to_the_same_bits(cls: type[HookedOptimizer], options: dict[str, float]) -> None:
     whole, parted = parameters(), parameters()
     alone, optimizer = (cls(each, missing_grad="zero", **options) for each in (whole, parted))
     cuts = [slice(0, 2), slice(2, 3), slice(3, 5)]

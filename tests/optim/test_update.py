@@ -130,9 +130,7 @@ def test_asking_and_choosing_in_a_loop_of_ones_own() -> None:
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("through", ["update", "step"])
-def test_masters_move_as_float32_parameters_would(
-    cls: type[HookedOptimizer], dtype: torch.dtype, through: str
-) -> None:
+def test_masters_move_as_float32_parameters_would(cls: type[HookedOptimizer], dtype: torch.dtype, through: str) -> None:
     halves = parameters(dtype)
     floats = [nn.Parameter(weight.detach().float()) for weight in halves]
     ours, reference = cls(halves, lr=1e-3), cls(floats, lr=1e-3)

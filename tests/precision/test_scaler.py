@@ -300,9 +300,7 @@ def test_calls_out_of_order_are_refused() -> None:
         scaler.step(optimizer)
 
 
-@pytest.mark.parametrize(
-    "scale", [DynamicLossScale(64.0, interval=2), RampLossScale(interval=2), StaticLossScale(4.0)]
-)
+@pytest.mark.parametrize("scale", [DynamicLossScale(64.0, interval=2), RampLossScale(interval=2), StaticLossScale(4.0)])
 @pytest.mark.parametrize("middle", range(9))
 def test_a_save_and_a_load_in_the_middle_change_nothing(scale: Any, middle: int) -> None:
     events, found = [0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0], []

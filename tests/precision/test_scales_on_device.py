@@ -71,9 +71,7 @@ def test_table(scale: LossScale, events: str, factors: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("scale", "events", "factors"), TABLES)
-def test_table_with_a_save_and_a_load_in_the_middle(
-    scale: LossScale, events: str, factors: list[float]
-) -> None:
+def test_table_with_a_save_and_a_load_in_the_middle(scale: LossScale, events: str, factors: list[float]) -> None:
     for middle in range(len(events)):
         before = [scale, *walk(scale, events[:middle])]
         saved = json.loads(json.dumps(before[-1].state_dict()))

@@ -38,10 +38,7 @@ def fair_bounds(content: Content, _path: str) -> list[list[int]]:
     """Give where those of equal devices begin and end, for an edge that says how many rows there are."""
     recorded = content["result"]["slices"]
     lengths = fair_lengths(recorded[-1][1], [1] * len(recorded))
-    return [
-        [sum(map(int, lengths[:device])), sum(map(int, lengths[: device + 1]))]
-        for device in range(len(lengths))
-    ]
+    return [[sum(map(int, lengths[:device])), sum(map(int, lengths[: device + 1]))] for device in range(len(lengths))]
 
 
 def shares_of_a_whole_output(content: Content, path: str) -> list[Any]:

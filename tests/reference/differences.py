@@ -96,9 +96,7 @@ class Difference:
         assert self.through in {None, "core", "compat"}, f"{self} must be through one of the two."
         assert self.reason, f"{self} must have a reason."
         assert self.rule is None or self.rule in RULES, f"{self} must have a rule of `difference_rules.py`."
-        assert self.elsewhere.keys() <= {"case", "field", "where"}, (
-            f"{self} must say elsewhere what it is for."
-        )
+        assert self.elsewhere.keys() <= {"case", "field", "where"}, f"{self} must say elsewhere what it is for."
         given = [self.ours, self.as_in, self.as_without, self.as_at, self.rule]
         assert given.count(None) >= len(given) - 1, f"{self} must say in one way what ours is."
 
@@ -115,10 +113,7 @@ class Difference:
     def is_for(self, name: str, content: Mapping[str, Any]) -> bool:
         """Say whether this is about a case, by its name and by what it holds."""
         return fnmatchcase(name, self.case) and all(
-            any(
-                fnmatchcase(path, place) and fnmatchcase(str(value), wanted)
-                for path, value in leaves(content)
-            )
+            any(fnmatchcase(path, place) and fnmatchcase(str(value), wanted) for path, value in leaves(content))
             for place, wanted in self.where.items()
         )
 

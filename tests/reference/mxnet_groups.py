@@ -184,8 +184,7 @@ class Replay:
             "input_grads_per_device": lambda: self.data_grads(merge=False),
             "input_grads_merged": lambda: self.data_grads(merge=True),
             "aux_per_device": lambda: {
-                name: [buffer] * len(self.group.devices)
-                for name, buffer in self.group.get_parameters()[1].items()
+                name: [buffer] * len(self.group.devices) for name, buffer in self.group.get_parameters()[1].items()
             },
         }
         found = {key: ways[key]() for key in step if key != "op"}
@@ -193,9 +192,7 @@ class Replay:
 
     def output_shapes(self) -> list[Any]:
         names = self.case["output_names"]
-        return [
-            [name, list(shape)] for name, (_, shape) in zip(names, self.group.output_shapes(), strict=True)
-        ]
+        return [[name, list(shape)] for name, (_, shape) in zip(names, self.group.output_shapes(), strict=True)]
 
     def gradients(self, *, merge: bool) -> dict[str, Any]:
         found = self.group.gradients(merge=merge)
@@ -219,9 +216,7 @@ def replay(case: Case, group: type[Replay] = Replay, before: Sequence[Case] = ()
     if not _borrows(case):
         run = group(case, model_of(case))
         return run.record()
-    owner = next(
-        each for each in reversed(before) if each["param_names"] == case["param_names"] and not _borrows(each)
-    )
+    owner = next(each for each in reversed(before) if each["param_names"] == case["param_names"] and not _borrows(each))
     first = group(owner, model_of(owner))
     first.run()
     second = group(case, model_of(owner), first)

@@ -45,9 +45,7 @@ def output_of_the_first(content: Content, path: str) -> Any:
     layers = list(zip(weights[::2], weights[1::2], strict=True))
     if isinstance(entry["input"], list):
         first, others = entry["input"]
-        outputs = [
-            _record(_linear(each, *layer)) for each, layer in zip([first, *others], layers, strict=True)
-        ]
+        outputs = [_record(_linear(each, *layer)) for each, layer in zip([first, *others], layers, strict=True)]
         return [outputs[0], outputs[1:]]
     output = entry["input"]
     for layer in layers:

@@ -65,9 +65,7 @@ class Renamed(Replay):
 
     def get_params(self, step: Mapping[str, Any]) -> dict[str, Any]:
         given = [
-            {name: torch.zeros_like(each) for name, each in arrays(step[key]).items()}
-            for key in step
-            if key != "op"
+            {name: torch.zeros_like(each) for name, each in arrays(step[key]).items()} for key in step if key != "op"
         ]
         self.executors.get_params(*given)
         arg_params, aux_params = given
@@ -82,9 +80,7 @@ class Renamed(Replay):
     def backward(self, step: Mapping[str, Any]) -> dict[str, Any]:
         # The loss layers of the original pass over what comes.
         grads = [tensor(each) for each in step["out_grads"] or ()]
-        self.executors.backward(
-            grads or [torch.ones_like(each) for each in self.executors.get_outputs_merged()]
-        )
+        self.executors.backward(grads or [torch.ones_like(each) for each in self.executors.get_outputs_merged()])
         return {}
 
     def reshape(self, step: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,9 +143,7 @@ def count(case: Case, loads: list[float]) -> dict[str, Any]:
     first = case["batches"][0]["pred"]["shape"]
     counted, records = metric(case["metric"], case["kwargs"], first[-1]), []
     data = [DataDesc("data", first)]
-    executors = DataParallelExecutorGroup(
-        nn.Identity(), ["cpu"] * len(loads), loads, data, None, None, True, False
-    )
+    executors = DataParallelExecutorGroup(nn.Identity(), ["cpu"] * len(loads), loads, data, None, None, True, False)
     with executors.core:
         for batch in case["batches"]:
             executors.reshape([DataDesc("data", batch["pred"]["shape"])], None)

@@ -184,15 +184,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "three_samples_per_two_devices": lambda: of_samples(N.many * 3 // 2, N.many),
     "empty_data_shapes": lambda: group(data=[]),
     "bound_without_label_update_metric": lambda: ran().update_metric(metric("acc", None, N.dout), None),
-    "bound_with_label_forward_without_label_in_training": lambda: group(Mlp(needs_label=True)).forward(
-        DataBatch([X])
-    ),
-    "forward_with_larger_batch_than_bound": lambda: group().forward(
-        DataBatch([torch.ones(N.batch + 1, N.din)])
-    ),
-    "forward_with_smaller_batch_than_bound": lambda: group().forward(
-        DataBatch([torch.ones(N.batch - 1, N.din)])
-    ),
+    "bound_with_label_forward_without_label_in_training": lambda: group(Mlp(needs_label=True)).forward(DataBatch([X])),
+    "forward_with_larger_batch_than_bound": lambda: group().forward(DataBatch([torch.ones(N.batch + 1, N.din)])),
+    "forward_with_smaller_batch_than_bound": lambda: group().forward(DataBatch([torch.ones(N.batch - 1, N.din)])),
     "set_params_extra_not_allowed": set_partly,
     "set_params_extra_allowed": lambda: group().set_params(parameters(zzz=torch.ones(1)), None, True),
     "set_params_extra_aux_not_allowed": lambda: group().set_params(parameters(), {"m": torch.ones(1)}),
@@ -212,15 +206,11 @@ CALLS: dict[str, Callable[[], Any]] = {
         "same_as_without_out_grads": same_gradient(lambda made: made.backward(7 * ONES))
     },
     "backward_twice_write": lambda: {"same_gradient": same_gradient(lambda made: made.backward(ONES))},
-    "backward_after_forward_is_train_false": lambda: {
-        "same_gradient_to_1e-5": same_gradient(after_evaluation)
-    },
+    "backward_after_forward_is_train_false": lambda: {"same_gradient_to_1e-5": same_gradient(after_evaluation)},
     "grad_req_list_wrong_length": lambda: group(grad_req=["write"]),
     "grad_req_bad_type": lambda: group(grad_req=5),
     "grad_req_unknown_string": lambda: group(grad_req="foo"),
-    "no_input_has_a_batch_axis": lambda: group(
-        Twice(), data=[DataDesc("x", (4, 2), layout="TC")], labels=None
-    ),
+    "no_input_has_a_batch_axis": lambda: group(Twice(), data=[DataDesc("x", (4, 2), layout="TC")], labels=None),
     "reshape_to_fewer_samples_than_devices": reshaped_to_one,
     "reshape_feature_dimension_changes_a_parameter_shape": reshaped_features,
     "reshape_same_shape_other_layout_is_ignored": reshaped_to_another_layout,

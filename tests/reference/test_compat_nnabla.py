@@ -219,9 +219,7 @@ class Run:
         for peer in self.case["peer_feeds"]:
             for call in self.tries[-1]["feeds"]:
                 (self.loss_on(peer, call) * self.updater.scale).backward()
-        assert all(
-            each is parameter.grad for each, parameter in zip(data, self.model.parameters(), strict=True)
-        )
+        assert all(each is parameter.grad for each, parameter in zip(data, self.model.parameters(), strict=True))
         assert any(not torch.equal(before, after) for before, after in zip(own, data, strict=True))
 
     def update(self, number: int) -> dict[str, Any]:

@@ -16,9 +16,7 @@ from traces import Case, cases
 import lockstep as ls
 from lockstep.compat.torch7 import GPU, DataParallelTable
 
-TABLE = cases(
-    "chainer-cunn/data_parallel_table.json", num_cases=88, given=GIVEN, name=name_of, through="compat"
-)
+TABLE = cases("chainer-cunn/data_parallel_table.json", num_cases=88, given=GIVEN, name=name_of, through="compat")
 
 
 def of_kind(kind: str) -> list[Any]:
@@ -102,14 +100,10 @@ def forward(x: Any, *, double: bool = False) -> None:
 CALLS: dict[str, Callable[[], object]] = {
     **test_data_parallel_table.CALLS,
     "DataParallelTable() without a dimension": DataParallelTable,  # type: ignore[dict-item]
-    "DataParallelTable(1, false, true): nccl without flattenParams": lambda: DataParallelTable(
-        1, False, True
-    ),
+    "DataParallelTable(1, false, true): nccl without flattenParams": lambda: DataParallelTable(1, False, True),
     "add(module, {}) with no device": lambda: DataParallelTable(1).add(nn.Linear(2, 2), []),
     "add(module) without devices": lambda: DataParallelTable(1).add(nn.Linear(2, 2)),  # type: ignore[call-arg]
-    "add with a table twice": lambda: (
-        DataParallelTable(1).add(nn.Linear(2, 2), ["cpu"]).add(nn.Linear(2, 2), ["cpu"])
-    ),
+    "add with a table twice": lambda: DataParallelTable(1).add(nn.Linear(2, 2), ["cpu"]).add(nn.Linear(2, 2), ["cpu"]),
     "type(FloatTensor)": lambda: forward(torch.ones(3, 2)),
     "type(CudaDoubleTensor)": lambda: forward(torch.ones(3, 2).double(), double=True),
     "forward(number)": lambda: forward(3),

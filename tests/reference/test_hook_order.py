@@ -40,12 +40,8 @@ class Recorder:
         self.events.append([self.name, named[0] if named else "optimizer", optimizer.t])
 
 
-def build(
-    case: Case, events: list[Any], classes: Classes
-) -> tuple[HookedOptimizer, dict[str, torch.nn.Parameter]]:
-    parameters = {
-        name: torch.nn.Parameter(tensor(values, torch.float64)) for name, values in case["init"].items()
-    }
+def build(case: Case, events: list[Any], classes: Classes) -> tuple[HookedOptimizer, dict[str, torch.nn.Parameter]]:
+    parameters = {name: torch.nn.Parameter(tensor(values, torch.float64)) for name, values in case["init"].items()}
     optimizer = classes[case["optimizer"]](
         [{"params": [parameter]} for parameter in parameters.values()],
         lr=case["lr"],

@@ -77,17 +77,13 @@ class Setting:
 
     def grads(self, step: int) -> list[Array]:
         generator = np.random.default_rng([self.seed, step])
-        return [
-            np.asarray(generator.normal(0, self.grad_size, each.shape), np.float32) for each in self.weights()
-        ]
+        return [np.asarray(generator.normal(0, self.grad_size, each.shape), np.float32) for each in self.weights()]
 
     def rate(self, step: int) -> float:
         return self.lr if step < NUM_STEPS // 2 else self.lr / 10
 
 
-def nnabla_step(
-    kept: Kept, weight: Array, grad: Array, setting: Setting, *, lr: float, decay: float
-) -> Array:
+def nnabla_step(kept: Kept, weight: Array, grad: Array, setting: Setting, *, lr: float, decay: float) -> Array:
     beta1, beta2 = map(np.float32, setting.betas)
     eps, (least, greatest) = np.float32(setting.eps), map(np.float32, setting.bounds)
     kept.take(grad, beta1, beta2)

@@ -33,12 +33,8 @@ def translate(extension: str, options: Mapping[str, Any], lr: float) -> tuple[fl
         "MultistepShift": lambda: schedule.steps(options["step_value"], gamma=options["gamma"]),
         "StepShift": lambda: schedule.every(options["step"], gamma=options["gamma"], final=target),
         "ExponentialShift": lambda: schedule.exponential(options["rate"], final=target),
-        "PolynomialShift": lambda: schedule.polynomial(
-            options["max_count"], power=options["rate"], bound=target
-        ),
-        "InverseShift": lambda: schedule.inverse(
-            options["gamma"], power=options["power"], final=target or 0.0
-        ),
+        "PolynomialShift": lambda: schedule.polynomial(options["max_count"], power=options["rate"], bound=target),
+        "InverseShift": lambda: schedule.inverse(options["gamma"], power=options["power"], final=target or 0.0),
     }
     return base, makers[extension]()
 

@@ -234,9 +234,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "forward_with_larger_batch_than_bound": lambda: group().forward(MORE),
     "forward_with_smaller_batch_than_bound": lambda: group().forward(FEWER),
     "set_params_extra_not_allowed": set_partly,
-    "set_params_extra_allowed": lambda: group().set_parameters(
-        parameters(zzz=torch.ones(1)), allow_extra=True
-    ),
+    "set_params_extra_allowed": lambda: group().set_parameters(parameters(zzz=torch.ones(1)), allow_extra=True),
     "set_params_extra_aux_not_allowed": lambda: group().set_parameters(parameters(), {"m": torch.ones(1)}),
     "set_params_missing_is_silent": lambda: group().set_parameters({"fc1_bias": torch.ones(N.dh)}),
     "set_params_aux_none": lambda: group().set_parameters(parameters(), None),
@@ -254,9 +252,7 @@ CALLS: dict[str, Callable[[], Any]] = {
         "same_as_without_out_grads": same_gradient(lambda made: backward_again(made, 7 * ONES))
     },
     "backward_twice_write": lambda: {"same_gradient": same_gradient(lambda made: backward_again(made, ONES))},
-    "backward_after_forward_is_train_false": lambda: {
-        "same_gradient_to_1e-5": same_gradient(after_evaluation)
-    },
+    "backward_after_forward_is_train_false": lambda: {"same_gradient_to_1e-5": same_gradient(after_evaluation)},
     "grad_req_list_wrong_length": lambda: group(grad_mode=["write"]),
     "grad_req_bad_type": lambda: group(grad_mode=5),
     "grad_req_unknown_string": lambda: group(grad_mode="foo"),
@@ -277,13 +273,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "update_metric_pre_sliced_given_flat_labels": lambda: measured([MEASURED[:2], MEASURED[2:]]),
     "update_metric_unknown_output_name": lambda: measured_by_name("nope", "softmax_label"),
     "update_metric_unknown_label_name": lambda: measured_by_name("softmax_output", "nope"),
-    "update_metric_pre_sliced_is_mandatory_on_the_group": lambda: measured(MEASURED, per_device=False)[
-        "num_inst"
-    ],
+    "update_metric_pre_sliced_is_mandatory_on_the_group": lambda: measured(MEASURED, per_device=False)["num_inst"],
     "get_outputs_out_of_range": lambda: ran().outputs()[5:7],
-    "metric_get_before_update": lambda: [
-        metric("acc", None, N.dout).record()[key] for key in ("name", "value")
-    ],
+    "metric_get_before_update": lambda: [metric("acc", None, N.dout).record()[key] for key in ("name", "value")],
     "top_k_1_refused": lambda: ls.metrics.Accuracy(top_k=1).top_k,
     "monitor_toc_without_tic": lambda: ls.Monitor().toc(),
     "more_work_loads_than_contexts": lambda: group(workloads=[1] * (N.ndev + 1)),
@@ -306,9 +298,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "module_set_params_extra_silently_accepted_when_nothing_is_missing": lambda: group().set_parameters(
         parameters(zz=torch.ones(1))
     ),
-    "module_forward_other_batch_size_reshapes": lambda: rows_and_slices(
-        forward_of(rows_after_reshaping(), N.ndev)
-    ),
+    "module_forward_other_batch_size_reshapes": lambda: rows_and_slices(forward_of(rows_after_reshaping(), N.ndev)),
     "module_forward_one_sample_on_several_devices": lambda: slices(forward_of(1, N.ndev)),
 }
 
@@ -316,11 +306,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 def without_errors(value: Any) -> Any:
     """Keep of an error that there is one: kinds of failure have other names here."""
     if isinstance(value, dict):
-        return (
-            REFUSED
-            if value.keys() == {"type", "message"}
-            else {k: without_errors(v) for k, v in value.items()}
-        )
+        return REFUSED if value.keys() == {"type", "message"} else {k: without_errors(v) for k, v in value.items()}
     return value
 
 

@@ -96,9 +96,7 @@ def test_states_are_inputs(case: Case) -> None:
             merged = group.forward((data, state))
             parts = group.outputs(merge=False)
             states = [[state[run] for run in group.slices]]
-            steps.append(
-                {"states_per_device": states, "outputs_per_device": parts, "outputs_merged": [merged]}
-            )
+            steps.append({"states_per_device": states, "outputs_per_device": parts, "outputs_merged": [merged]})
         slices = [[run.start, run.stop] for run in group.slices]
     effective = dict.fromkeys(["data", *case["state_names"]], "null")
     case.check({"slices": slices, "grad_req_effective": effective, "steps": steps}, {"*": OUTPUTS})

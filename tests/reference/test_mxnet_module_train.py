@@ -28,9 +28,7 @@ def make(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     names, weights = zip(*model.named_parameters(), strict=True)
     options = case["optimizer_params"]
     optimizer = optimizer_of(case["optimizer"], options, weights, names, wd_mult=case["wd_mult"])
-    if (
-        case["optimizer"] == "lars"
-    ):  # corrects the momentum at a change of the rate, but of its first key only
+    if case["optimizer"] == "lars":  # corrects the momentum at a change of the rate, but of its first key only
         for group in optimizer.param_groups[1:]:
             group["correction"] = False
     return optimizer
@@ -92,9 +90,7 @@ def replay(case: Case, kind: type[CoreGroup]) -> None:
     near = TOLERANCES.get(case["optimizer"], OTHERS)
     ways = [train(case, kind, mode) for mode in ("write", "add")]
     last = case["steps"][-1]["params_after"]
-    added = not equal(last, ways[0][-1]["params_after"], near) and equal(
-        last, ways[1][-1]["params_after"], near
-    )
+    added = not equal(last, ways[0][-1]["params_after"], near) and equal(last, ways[1][-1]["params_after"], near)
     case.check({"steps": ways[added]}, {"*": near})
 
 

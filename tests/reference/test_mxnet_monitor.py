@@ -135,13 +135,9 @@ def monitor_of(args: dict[str, Any]) -> ls.Monitor:
     return ls.Monitor(args["interval"], pattern=pattern, sort=args.get("sort", False), **options)
 
 
-def as_the_original_tells_it(
-    rows: list[Any], step: int, args: dict[str, Any], devices: int
-) -> list[list[Any]]:
+def as_the_original_tells_it(rows: list[Any], step: int, args: dict[str, Any], devices: int) -> list[list[Any]]:
     """Give our numbers by the original's names and in its order: block by block, device by device."""
-    values: dict[tuple[str, int | None], float | None] = {
-        (NAMES[row.name], row.replica): row.value for row in rows
-    }
+    values: dict[tuple[str, int | None], float | None] = {(NAMES[row.name], row.replica): row.value for row in rows}
     assert len(values) == len(rows)
     assert all(row.step == step for row in rows)
     values.update({(NOTHING, device): None for device in range(devices)})
@@ -161,9 +157,7 @@ def test_replay(case: Case) -> None:
     loads = [each.stop - each.start for each in slices]
     monitor = monitor_of(case["args"])
     steps = []
-    with ls.ReplicaGroup(
-        Net(case["params"]), ["cpu"] * len(loads), workloads=loads, input_grads=True
-    ) as group:
+    with ls.ReplicaGroup(Net(case["params"]), ["cpu"] * len(loads), workloads=loads, input_grads=True) as group:
         group.install_monitor(monitor)
         group.bind([("data", first["data"]["shape"])], [("softmax_label", first["label"]["shape"])])
         for step in case["steps"]:

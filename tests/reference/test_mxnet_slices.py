@@ -41,9 +41,7 @@ def test_both_languages(case: Case) -> None:
     replace(case, content={**case.content, **kept}).check(ours)
 
 
-@pytest.mark.parametrize(
-    "case", cases(FILE, 620, given=[*GIVEN, *COLUMNS.values()], name=name, through="compat")[:1]
-)
+@pytest.mark.parametrize("case", cases(FILE, 620, given=[*GIVEN, *COLUMNS.values()], name=name, through="compat")[:1])
 def test_loads_that_are_not_finite(case: Case) -> None:
     entries = case.shared["non_finite"]
     assert entries

@@ -28,9 +28,7 @@ def by_workloads() -> list[Any]:
         together["lengths"].append(lengths(case["python3"]))
     given = ["loads", "sizes"]
     return [
-        pytest.param(
-            Case(name, content, {}, given, [each for each in LISTED if fnmatchcase(name, each.case)])
-        )
+        pytest.param(Case(name, content, {}, given, [each for each in LISTED if fnmatchcase(name, each.case)]))
         for name, content in found.items()
     ] or RECORDED
 

@@ -38,12 +38,9 @@ TOLERANCES = {"float32": Tolerance(1e-5), "float64": Tolerance(1e-10)}
 
 def build(case: Case, classes: Classes) -> tuple[HookedOptimizer, dict[str, torch.nn.Parameter]]:
     """Give every parameter a group of its own, as Chainer gives each a rule of its own."""
-    parameters = {
-        name: torch.nn.Parameter(tensor(array)) for name, array in case.shared[case["init_from"]].items()
-    }
+    parameters = {name: torch.nn.Parameter(tensor(array)) for name, array in case.shared[case["init_from"]].items()}
     groups = [
-        {"params": [parameter], "frozen": name in case["disabled_params"]}
-        for name, parameter in parameters.items()
+        {"params": [parameter], "frozen": name in case["disabled_params"]} for name, parameter in parameters.items()
     ]
     optimizer = classes[case["optimizer"]](groups, missing_grad="zero")
     names = list(parameters)

@@ -74,9 +74,7 @@ class Recorder:
 
     def __call__(self, _: HookedOptimizer) -> None:
         self.seen = {
-            name: parameter.grad.clone()
-            for name, parameter in self.parameters.items()
-            if parameter.grad is not None
+            name: parameter.grad.clone() for name, parameter in self.parameters.items() if parameter.grad is not None
         }
 
 
@@ -158,8 +156,7 @@ class Run:
             "batch": batch,
             "sub_batches": dict(zip(names, self.cut, strict=False)),
             "observation": {
-                f"{name}/loss": report.loss.item()
-                for name, report in zip(names, result.reports, strict=False)
+                f"{name}/loss": report.loss.item() for name, report in zip(names, result.reports, strict=False)
             },
             "grad_seen_by_last_pre_hook": dict(self.recorder.seen),
             "param": {name: each.detach().clone() for name, each in self.model.named().items()},
@@ -204,9 +201,7 @@ def replay(run: Run) -> None:
     close = Tolerance(2e-4 if case["dtype"] == "float32" else 1e-10)
     fields = ("observation", "grad_seen_by_last_pre_hook", "param", "bn_avg")
     exact = {"steps.*.epoch_detail": Tolerance(0.0)}
-    case.check(
-        {"steps": steps, "ended_by": ended_by}, {**exact, **{f"steps.*.{each}*": close for each in fields}}
-    )
+    case.check({"steps": steps, "ended_by": ended_by}, {**exact, **{f"steps.*.{each}*": close for each in fields}})
 
 
 @pytest.mark.parametrize("case", cases("chainer-cunn/parallel_updater.json", num_cases=27, given=GIVEN))

@@ -92,9 +92,7 @@ def calls(out: Path) -> Calls:
         "concat_examples([])": lambda: ls.collate([]),
         'IntervalTrigger(1, "day")': lambda: triggers.Interval(1, "day"),
         'ManualScheduleTrigger(1, "day")': lambda: triggers.ManualSchedule([1], "day"),
-        "EarlyStoppingTrigger(patience=1, patients=2)": lambda: triggers.EarlyStopping(
-            patience=1, patients=2
-        ),
+        "EarlyStoppingTrigger(patience=1, patients=2)": lambda: triggers.EarlyStopping(patience=1, patients=2),
         "ExponentialShift(rate=-1)": lambda: schedule.exponential(-1),
         "InverseShift(gamma=-1)": lambda: schedule.inverse(-1),
         'Trainer.extend(name="training")': lambda: trainer.extend(lambda _: None, name="training"),

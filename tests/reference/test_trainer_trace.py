@@ -79,13 +79,9 @@ def test_order_names_and_log_of_a_run(case: dict[str, Any], tmp_path: Path) -> N
     assert updater.iteration == case["iteration"]
     log = trainer.get_extension("LogReport")
     assert isinstance(log, LogReport)
-    entries = [
-        {key: entry[key] for key in expected} for entry, expected in zip(log.log, case["log"], strict=True)
-    ]
+    entries = [{key: entry[key] for key in expected} for entry, expected in zip(log.log, case["log"], strict=True)]
     # The mean of a few values: numpy's running sum there, the exact sum here.
-    assert entries == [
-        {key: pytest.approx(value, rel=1e-14) for key, value in one.items()} for one in case["log"]
-    ]
+    assert entries == [{key: pytest.approx(value, rel=1e-14) for key, value in one.items()} for one in case["log"]]
 
 
 @pytest.mark.parametrize("case", RUNS)
@@ -153,9 +149,7 @@ def test_order_of_calls_when_an_update_fails(case: dict[str, Any], tmp_path: Pat
         def on_error(self, _: Trainer, error: BaseException) -> None:
             order.append([self.name, "on_error", type(error).__name__])
 
-    trainer = Trainer(
-        Finalized(fail_at=case["iteration"], error=RuntimeError(text)), (9, "iteration"), tmp_path
-    )
+    trainer = Trainer(Finalized(fail_at=case["iteration"], error=RuntimeError(text)), (9, "iteration"), tmp_path)
     for name, priority in case["priorities"].items():
         before = name in case["call_before_training"]
         trainer.extend(Told(name), priority=priority, call_before_training=before)
@@ -173,14 +167,10 @@ def test_weighted_means(case: dict[str, Any], tmp_path: Path) -> None:
     def observe(trainer: Trainer) -> None:
         for key, value in case["sequence"][trainer.updater.iteration - 1].items():
             if key == "skip":  # a list of numbers, which Chainer passes over: here it cannot be observed
-                with pytest.raises(
-                    TypeError, match="An observed value must be a Mean, a number or a 0-d tensor"
-                ):
+                with pytest.raises(TypeError, match="An observed value must be a Mean, a number or a 0-d tensor"):
                     trainer.observe(key, value)
             else:
-                trainer.observe(
-                    key, Mean(value[0] * value[1], value[1]) if isinstance(value, list) else value
-                )
+                trainer.observe(key, Mean(value[0] * value[1], value[1]) if isinstance(value, list) else value)
 
     trainer.extend(observe, priority=1000)
     report = LogReport(trigger=(len(case["sequence"]), "iteration"))

@@ -67,9 +67,7 @@ def replay(case: Case) -> dict[str, list[Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:.*was not observed at this check:UserWarning")
-@pytest.mark.parametrize(
-    "case", cases("chainer-cunn/triggers.json", num_cases=135, given=GIVEN, name=trigger_of)
-)
+@pytest.mark.parametrize("case", cases("chainer-cunn/triggers.json", num_cases=135, given=GIVEN, name=trigger_of))
 def test_replay(case: Case) -> None:
     found = replay(case)
     # The mean of a few values: numpy's running sum there, the exact sum here.

@@ -176,9 +176,7 @@ class Case:
         """Find the case that was given the same but for one field, which it has not."""
 
         def inputs(content: Mapping[str, Any]) -> dict[str, Any]:
-            return {
-                key: content[key] for key in content if key in self.given and key not in {field, *_REMARKS}
-            }
+            return {key: content[key] for key in content if key in self.given and key not in {field, *_REMARKS}}
 
         alike = [each for each in self.others.values() if inputs(each) == inputs(self.content)]
         (found,) = [each for each in alike if each[field] is None]
@@ -339,9 +337,7 @@ def _equal_scalar(original: Any, ours: Any, tolerance: Tolerance) -> bool:
     return tolerance.accepts(ours, original)
 
 
-def _wrong_difference(
-    path: str, original: Any, ours: object, wanted: Any, tolerance: Tolerance
-) -> Iterator[str]:
+def _wrong_difference(path: str, original: Any, ours: object, wanted: Any, tolerance: Tolerance) -> Iterator[str]:
     """Say what is wrong with an entry of the list at the place it is for."""
     if not equal(wanted, ours, tolerance):
         yield f"{path}: listed as a difference with {_short(wanted)}, ours has {_short(ours)}"

@@ -47,9 +47,7 @@ def left_by(shard: int, starts: Tensors, changes: list[list[bool]]) -> Tensors:
     return left
 
 
-def combined(
-    kind: str, changes: list[list[bool]], cut: int, *, mean: bool, device: str = "cpu"
-) -> tuple[str, int]:
+def combined(kind: str, changes: list[list[bool]], cut: int, *, mean: bool, device: str = "cpu") -> tuple[str, int]:
     """Sum up shards in two places, name the buffers that come of it, and count what is read."""
     model = model_of().to(device)
     slots = buffer_slots(model)

@@ -189,9 +189,7 @@ def test_a_buffer_that_cannot_be_packed_is_looked_at_and_named(odd: torch.Tensor
     model.register_buffer("odd", odd)
     x = torch.tensor([[1.0], [2.0], [4.0], [9.0]])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
-    with updater_of(
-        model, x, optimizer=optimizer, devices=devices, num_shards=4, on_overflow="skip"
-    ) as updater:
+    with updater_of(model, x, optimizer=optimizer, devices=devices, num_shards=4, on_overflow="skip") as updater:
         assert updater.update().applied
         assert updater.why_it_waits == "the buffer 'odd' is no plain run of numbers"
     assert (model.total.item(), model.count.item()) == (14.0, 6)

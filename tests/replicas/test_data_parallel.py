@@ -484,9 +484,7 @@ def test_a_shard_that_fails_says_where_and_the_module_goes_on(phase: str, at: in
     net = ls.DataParallel(Failing(), cpus(3), num_shards=5)
     where = torch.arange(5) == at
     before = torch.get_rng_state()
-    with pytest.raises(
-        ls.ReplicaError, match=f"The {phase} of shard {at} .*ArithmeticError on cpu"
-    ) as caught:
+    with pytest.raises(ls.ReplicaError, match=f"The {phase} of shard {at} .*ArithmeticError on cpu") as caught:
         net(batch(5), where, phase).sum().backward()
     assert (caught.value.shard, caught.value.device) == (at, "cpu")
     assert isinstance(caught.value.__cause__, ArithmeticError)
@@ -666,9 +664,7 @@ def test_on_gpus_the_bits_are_those_of_one(use_nccl: bool, own_stream: bool) -> 
     assert len(found) == 1
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)  # torch's own look
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own look
 def test_a_network_around_it_can_be_compiled() -> None:
     digests = set()
     for compiled in (False, True):

@@ -82,9 +82,7 @@ def seen_by_all(group: ls.ReplicaGroup) -> list[dict[str, Any]]:
         (lambda: torch.device("meta"), "device", torch.device("meta")),
     ],
 )
-def test_settings_of_the_caller_reach_every_thread(
-    ambient: Callable[[], Any], name: str, value: object
-) -> None:
+def test_settings_of_the_caller_reach_every_thread(ambient: Callable[[], Any], name: str, value: object) -> None:
     before = settings_seen()
     with ls.ReplicaGroup(net(), ["cpu"] * 3) as group:
         for _ in range(2):  # the threads keep nothing of the first time
@@ -259,9 +257,7 @@ def test_a_copy_with_parameters_of_its_own_is_refused(kind: type[nn.Linear]) -> 
     """Replicas share memory by what deepcopy is told; a copy that does not would keep its first weights."""
     with (
         ls.ReplicaGroup(nn.Sequential(kind(2, 2)), ["cpu"]) as group,
-        pytest.raises(
-            TypeError, match=r"`model` must be copied part by part, .* has a '0\.weight' of its own"
-        ),
+        pytest.raises(TypeError, match=r"`model` must be copied part by part, .* has a '0\.weight' of its own"),
     ):
         _ = group.replicas
 

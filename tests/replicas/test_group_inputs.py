@@ -310,9 +310,7 @@ def test_gradients_may_be_left_out() -> None:
 
     with ls.ReplicaGroup(Two(), TWO) as group:
         group.forward(torch.ones(5, 2))
-        with pytest.raises(
-            ValueError, match=re.escape("must have the keys of the output, ['a', 'rest'], got ['c']")
-        ):
+        with pytest.raises(ValueError, match=re.escape("must have the keys of the output, ['a', 'rest'], got ['c']")):
             group.backward({"c": None})
         group.backward({"rest": (torch.ones(5, 2), None)})
     assert model["a"].weight.grad is None
@@ -450,9 +448,7 @@ def test_sharing_keeps_ties_and_refuses_what_differs() -> None:
     ls.ReplicaGroup(other, TWO, shared_group=group)
     assert other[3].weight is other[2].weight is model[2].weight
     wider = nn.Sequential(nn.Linear(9, 4))
-    with pytest.raises(
-        ValueError, match=re.escape("'0.weight' as a parameter of shape (4, 9) and torch.float32")
-    ):
+    with pytest.raises(ValueError, match=re.escape("'0.weight' as a parameter of shape (4, 9) and torch.float32")):
         ls.ReplicaGroup(wider, TWO, shared_group=group)
     tied = nn.Sequential(nn.Linear(5, 4), nn.Identity(), nn.Linear(4, 3))
     tied[2].bias = tied[0].bias

@@ -40,16 +40,12 @@ def batch(shard: int) -> torch.Tensor:
     return x
 
 
-def grouped(
-    module: nn.Module, devices: list[str], timeout: Any
-) -> tuple[Any, Callable[[torch.Tensor], None]]:
+def grouped(module: nn.Module, devices: list[str], timeout: Any) -> tuple[Any, Callable[[torch.Tensor], None]]:
     group = ls.ReplicaGroup(module, devices, num_shards=4, timeout=timeout)
     return group, lambda x: group.backward(torch.ones_like(group.forward(x)))
 
 
-def parallel(
-    module: nn.Module, devices: list[str], timeout: Any
-) -> tuple[Any, Callable[[torch.Tensor], None]]:
+def parallel(module: nn.Module, devices: list[str], timeout: Any) -> tuple[Any, Callable[[torch.Tensor], None]]:
     net = ls.DataParallel(module, devices, num_shards=4, timeout=timeout)
     return net, lambda x: net(x).sum().backward()
 

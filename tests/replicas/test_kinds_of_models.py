@@ -115,9 +115,7 @@ def square(output: Any) -> torch.Tensor:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = [
-        (name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None
-    ]
+    named = [(name, parameter.grad) for name, parameter in model.named_parameters() if parameter.grad is not None]
     return {name: grad.to_dense().clone() for name, grad in named}
 
 
@@ -145,9 +143,7 @@ def test_a_group_knows_fields_by_their_names() -> None:
     model = linear(lambda f, r: Record(f(r.a), r.scale, [f(r.more[0].t()).t()]))
     record = Record(X, 1.0, [X.t().contiguous()])
     dims = {"args[0].more": 1}
-    with ls.ReplicaGroup(
-        model, ["cpu"] * 2, batch_dim=dims, output_dim={"more": 1}, input_grads=True
-    ) as group:
+    with ls.ReplicaGroup(model, ["cpu"] * 2, batch_dim=dims, output_dim={"more": 1}, input_grads=True) as group:
         out = group.forward(record)
         assert [name for name, _ in group.output_shapes()] == ["a", "more[0]"]
         group.backward(Record(torch.ones(7, 4), 1.0, [None]))

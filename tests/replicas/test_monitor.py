@@ -17,9 +17,7 @@ from lockstep.replicas.monitor import rms
 
 def small(devices: int = 2, **options: Any) -> ls.DataParallel:
     torch.manual_seed(0)
-    return ls.DataParallel(
-        nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh()), ["cpu"] * devices, **options
-    )
+    return ls.DataParallel(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Tanh()), ["cpu"] * devices, **options)
 
 
 def watched(net: nn.Module, monitor: ls.Monitor, x: torch.Tensor) -> list[Any]:
@@ -42,9 +40,7 @@ def test_rows_say_what_where_and_in_which_shard() -> None:
     found = [(row.name, row.replica, row.shard) for row in rows]
     forward, backward = found[: 3 * 5], found[3 * 5 : 3 * 5 + 3 * 9]
     assert forward == [(name, *spot) for spot in spots for name in outputs]
-    assert sorted(backward) == sorted(
-        (f"{name}.grad", *spot) for spot in spots for name in outputs + parameters
-    )
+    assert sorted(backward) == sorted((f"{name}.grad", *spot) for spot in spots for name in outputs + parameters)
     assert [each[1:] for each in backward] == [spot for spot in spots for _ in range(9)]
     state = found[3 * 5 + 3 * 9 :]
     assert state[:8] == [(name, replica, None) for replica in (0, 1) for name in parameters]
@@ -93,9 +89,7 @@ TIMES = [  # interval, what happens, the steps of the rows that each toc gives
 
 @pytest.mark.parametrize("resumed", [False, True])
 @pytest.mark.parametrize(("interval", "events", "expected"), TIMES)
-def test_it_watches_every_so_many_steps(
-    interval: int, events: str, expected: list[int | None], resumed: bool
-) -> None:
+def test_it_watches_every_so_many_steps(interval: int, events: str, expected: list[int | None], resumed: bool) -> None:
     net = small(1)
     monitor = ls.Monitor(interval, pattern="0.weight$")
     net.install_monitor(monitor)
@@ -253,9 +247,7 @@ def test_what_it_refuses() -> None:
     net, monitor = small(1), ls.Monitor(stat=lambda tensor: tensor)
     net.install_monitor(monitor)
     monitor.tic()
-    with pytest.raises(
-        ls.ReplicaError, match=r"`stat` must give one number for a tensor, got shape \(7, 3\)"
-    ):
+    with pytest.raises(ls.ReplicaError, match=r"`stat` must give one number for a tensor, got shape \(7, 3\)"):
         net(data())
     with pytest.raises(ls.StateError, match="unknown: 'steps'"):
         monitor.load_state_dict({"steps": 1})

@@ -75,9 +75,7 @@ def test_gradients_are_those_of_the_bare_module() -> None:
 def test_the_network_around_moves_without_it_and_takes_it_along_to_another_dtype() -> None:
     inner = ls.OnDevice(nn.Linear(2, 2), "cpu")
     net = nn.Sequential(nn.Linear(2, 2), ls.OnDevice(nn.Sequential(nn.Linear(2, 2), inner), "meta"))
-    assert [str(parameter.device) for parameter in net.parameters()] == ["cpu"] * 2 + ["meta"] * 2 + [
-        "cpu"
-    ] * 2
+    assert [str(parameter.device) for parameter in net.parameters()] == ["cpu"] * 2 + ["meta"] * 2 + ["cpu"] * 2
     weights = inner.module.weight.detach().clone()
     net.to("meta")
     assert [str(parameter.device) for parameter in net.parameters()] == ["meta"] * 4 + ["cpu"] * 2

@@ -183,18 +183,14 @@ THROUGH: dict[str, Callable[[Callable[[nn.Module], None]], str]] = {
     "ReplicaGroup": through_group,
     "DataParallel": through_data_parallel,
     "DataParallel in one graph": lambda change: through_data_parallel(change, parallel_backward=False),
-    "DataParallel with flat parameters": lambda change: through_data_parallel(
-        change, flatten_parameters=True
-    ),
+    "DataParallel with flat parameters": lambda change: through_data_parallel(change, flatten_parameters=True),
     "ParallelUpdater": through_updater,
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("through", THROUGH)
-def test_weights_arrive_however_they_are_written(
-    through: str, name: str, own_memory: Callable[[], None]
-) -> None:
+def test_weights_arrive_however_they_are_written(through: str, name: str, own_memory: Callable[[], None]) -> None:
     shared = THROUGH[through](CHANGES[name])
     own_memory()
     assert THROUGH[through](CHANGES[name]) == shared

@@ -130,8 +130,7 @@ def batch_of(described: dict[str, Any]) -> Any:
         return ((zeros[0], zeros[1]), {"mask": zeros[2]})
     whole = {"tokens", "target"}
     return tuple(
-        torch.zeros(shape, dtype=torch.long if path in whole else torch.float32)
-        for path, shape in shapes.items()
+        torch.zeros(shape, dtype=torch.long if path in whole else torch.float32) for path, shape in shapes.items()
     )
 
 

@@ -32,10 +32,7 @@ def partials(shards: list[int], sizes: tuple[int, ...], absent: set[tuple[int, i
 
 
 def copied(sums: list[PartialSum]) -> list[PartialSum]:
-    return [
-        PartialSum(each.shard, [None if part is None else part.clone() for part in each.tensors])
-        for each in sums
-    ]
+    return [PartialSum(each.shard, [None if part is None else part.clone() for part in each.tensors]) for each in sums]
 
 
 def same(left: Tensors, right: Tensors) -> bool:
@@ -49,9 +46,7 @@ def same(left: Tensors, right: Tensors) -> bool:
 @pytest.mark.parametrize("devices", [1, 2, 3])
 @pytest.mark.parametrize("sizes", [LARGE, (5, 3, 0, 7, 2)])
 @pytest.mark.parametrize("shards", [[0], [0, 1], [0, 4, 6], [0, 1, 2, 3, 4], [2, 3, 5]])
-def test_slices_do_not_show_in_the_bits(
-    shards: list[int], sizes: tuple[int, ...], devices: int, keep: bool
-) -> None:
+def test_slices_do_not_show_in_the_bits(shards: list[int], sizes: tuple[int, ...], devices: int, keep: bool) -> None:
     absent = {(0, 1), (2, 1), (3, 1), (1, 2), *((shard, 4) for shard in shards)}
     given = partials(shards, sizes, absent)
     expected = total(copied(given))

@@ -103,12 +103,8 @@ FUNCTIONS: dict[str, Draw] = {
     "rrelu in place": lambda: F.rrelu(torch.ones(40).neg(), training=True, inplace=True),
     "gumbel_softmax": lambda: F.gumbel_softmax(ones(3, 4), hard=True),
     "attention": lambda: F.scaled_dot_product_attention(*3 * (ones(2, 2, 5, 4),), dropout_p=0.5),
-    "fractional_max_pool2d": lambda: F.fractional_max_pool2d(
-        torch.ones(1, 2, 8, 8).cumsum(2), 2, output_size=3
-    ),
-    "fractional_max_pool3d": lambda: F.fractional_max_pool3d(
-        torch.ones(1, 2, 8, 8, 8).cumsum(2), 2, output_size=3
-    ),
+    "fractional_max_pool2d": lambda: F.fractional_max_pool2d(torch.ones(1, 2, 8, 8).cumsum(2), 2, output_size=3),
+    "fractional_max_pool3d": lambda: F.fractional_max_pool3d(torch.ones(1, 2, 8, 8, 8).cumsum(2), 2, output_size=3),
     "svd_lowrank": lambda: torch.svd_lowrank(torch.eye(6), q=2),
     "pca_lowrank": lambda: torch.pca_lowrank(torch.eye(6), q=2),
     "lobpcg": lambda: torch.lobpcg(torch.diag(torch.arange(1.0, 13.0)), k=2),
@@ -128,15 +124,11 @@ FUNCTIONS: dict[str, Draw] = {
     "nn.GRU": lambda: recurrent(nn.GRU),
     "nn.RNN": lambda: recurrent(nn.RNN),
     "nn.LSTM, packed": packed,
-    "nn.MultiheadAttention": lambda: trained(
-        nn.MultiheadAttention(8, 2, dropout=0.5), *3 * (torch.ones(5, 2, 8),)
-    ),
+    "nn.MultiheadAttention": lambda: trained(nn.MultiheadAttention(8, 2, dropout=0.5), *3 * (torch.ones(5, 2, 8),)),
     "nn.TransformerEncoderLayer": lambda: trained(encoder(), torch.ones(2, 5, 8)),
     "nn.Embedding": lambda: nn.Embedding(9, 4).weight,
     "nn.Conv2d": lambda: nn.Conv2d(3, 4, 3).weight,
-    "nn.utils.parametrizations.orthogonal": lambda: (
-        nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)).weight
-    ),
+    "nn.utils.parametrizations.orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 4)).weight,
 }
 
 
@@ -196,9 +188,7 @@ DISTRIBUTIONS: dict[str, Callable[[], dist.Distribution]] = {
     "RelaxedBernoulli": lambda: dist.RelaxedBernoulli(one, half),
     "RelaxedOneHotCategorical": lambda: dist.RelaxedOneHotCategorical(one, torch.ones(5)),
     "StudentT": lambda: dist.StudentT(one),
-    "TransformedDistribution": lambda: dist.TransformedDistribution(
-        dist.Normal(half, one), [dist.ExpTransform()]
-    ),
+    "TransformedDistribution": lambda: dist.TransformedDistribution(dist.Normal(half, one), [dist.ExpTransform()]),
     "Uniform": lambda: dist.Uniform(half, one),
     "VonMises": lambda: dist.VonMises(half, one),
     "Weibull": lambda: dist.Weibull(half, one),
@@ -213,18 +203,14 @@ def test_a_function_draws_from_the_stream(name: str, assert_same_as_serial: Call
 
 
 @pytest.mark.parametrize("name", INITS)
-def test_an_initialisation_draws_from_the_stream(
-    name: str, assert_same_as_serial: Callable[[Draw], None]
-) -> None:
+def test_an_initialisation_draws_from_the_stream(name: str, assert_same_as_serial: Callable[[Draw], None]) -> None:
     assert_same_as_serial(INITS[name])
 
 
 # Wishart warns of every sample it has checked, whether it is singular or not.
 @pytest.mark.filterwarnings("ignore:Singular sample detected")
 @pytest.mark.parametrize("name", [name for name in DISTRIBUTIONS if hasattr(dist, name)])
-def test_a_distribution_draws_from_the_stream(
-    name: str, assert_same_as_serial: Callable[[Draw], None]
-) -> None:
+def test_a_distribution_draws_from_the_stream(name: str, assert_same_as_serial: Callable[[Draw], None]) -> None:
     assert_same_as_serial(lambda: DISTRIBUTIONS[name]().sample((20,)))
 
 

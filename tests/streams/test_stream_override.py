@@ -105,16 +105,12 @@ def test_owners_in_many_threads(in_threads: Callable[[list[Callable[[], None]]],
     in_threads([own] * 8)
 
 
-def test_nothing_changes_outside_of_streams(
-    override: StreamOverride, bits: Callable[[object], object]
-) -> None:
+def test_nothing_changes_outside_of_streams(override: StreamOverride, bits: Callable[[object], object]) -> None:
     def draw() -> list[object]:
         torch.manual_seed(5)
         drawn: list[object] = [torch.rand(3), torch.nn.functional.dropout(torch.ones(9))]
         state = torch.get_rng_state()
-        drawn += [
-            torch.rand(3, generator=generator) for generator in (None, torch.default_generator, stream(8))
-        ]
+        drawn += [torch.rand(3, generator=generator) for generator in (None, torch.default_generator, stream(8))]
         torch.set_rng_state(state)
         return [*drawn, torch.initial_seed(), torch.randn(3), torch.default_generator.get_state()]
 
@@ -237,9 +233,7 @@ def test_it_says_why_it_cannot_be_installed() -> None:
     before = kernels(), state_functions()
     owner = StreamOverride()
     try:
-        with pytest.raises(
-            StreamOverrideError, match="another library has registered aten::poisson"
-        ) as caught:
+        with pytest.raises(StreamOverrideError, match="another library has registered aten::poisson") as caught:
             owner.install()
         assert isinstance(caught.value, LockstepError)
         assert not owner.installed
@@ -259,15 +253,11 @@ def test_it_says_why_it_cannot_be_installed() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_torch_without_the_means_is_named(
-    owner: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_without_the_means_is_named(owner: ModuleType, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = kernels()
     with monkeypatch.context() as patch:
         patch.delattr(owner, name)
-        with pytest.raises(
-            StreamOverrideError, match=rf"with torch .*: .*{name}.* Compute one shard at a time"
-        ):
+        with pytest.raises(StreamOverrideError, match=rf"with torch .*: .*{name}.* Compute one shard at a time"):
             StreamOverride().install()
     assert kernels() == before
 
@@ -298,7 +288,5 @@ with streams.shard_stream(3):
 
 
 def test_importing_changes_nothing_and_an_override_survives_the_exit() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -44,9 +44,7 @@ def test_every_bit_of_the_seed_counts(seed: int, position: int, bit: int) -> Non
     other = seed ^ 1 << bit
     assert _key(seed) != _key(other)
     # One position may agree by chance (2⁻³²); four in a row do not.
-    assert [stream_seed(seed, position + k) for k in range(4)] != [
-        stream_seed(other, position + k) for k in range(4)
-    ]
+    assert [stream_seed(seed, position + k) for k in range(4)] != [stream_seed(other, position + k) for k in range(4)]
 
 
 @given(seed=st.integers(1, 2**63 - 1))

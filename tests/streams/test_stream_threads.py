@@ -83,9 +83,7 @@ def serially(run: Callable[[nn.Module, Tensor], Tensor]) -> list[list[Tensor]]:
     return results
 
 
-def in_stream(
-    seed: int, run: Callable[[nn.Module, Tensor], Tensor], start: threading.Barrier
-) -> list[Tensor]:
+def in_stream(seed: int, run: Callable[[nn.Module, Tensor], Tensor], start: threading.Barrier) -> list[Tensor]:
     start.wait(timeout=60)
     with shard_stream(seed):
         return gradients(run)

@@ -62,9 +62,7 @@ def train(out: str) -> dict[str, Any]:
             loss_fn=cross_entropy,
         )
     )
-    trainer.extend(
-        ex.Evaluator(ls.BatchIterator(whole, 3, repeat=False), metrics={"odd": Unmergeable()}), name="odd"
-    )
+    trainer.extend(ex.Evaluator(ls.BatchIterator(whole, 3, repeat=False), metrics={"odd": Unmergeable()}), name="odd")
     calls: dict[str, list[int]] = {"best": [], "time": []}
 
     def note(name: str) -> Any:

@@ -290,9 +290,7 @@ def test_an_error_in_an_update_ends_the_run_and_it_goes_on_where_it_stopped(out:
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt()])
-def test_an_interrupted_extension_is_called_again_and_the_others_once(
-    out: Path, error: BaseException
-) -> None:
+def test_an_interrupted_extension_is_called_again_and_the_others_once(out: Path, error: BaseException) -> None:
     events: Events = []
     trainer = Trainer(CountingUpdater(), (2, "iteration"), out)
     trainer.extend(Recorder("a", events))
@@ -385,9 +383,7 @@ def test_a_model_is_no_updater(out: Path) -> None:
 
 def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
     trainer = Trainer(CountingUpdater(), out=out)
-    with pytest.raises(
-        TypeError, match="`extension` must be an Extension or a function of the trainer, got 3"
-    ):
+    with pytest.raises(TypeError, match="`extension` must be an Extension or a function of the trainer, got 3"):
         trainer.extend(3)
     with pytest.raises(ValueError, match="`unit` must be one of"):
         trainer.extend(Recorder("x", []), trigger=(1, "day"))
@@ -427,9 +423,7 @@ LOSSES = [3.0, 1.0, 2.0, 0.5, 4.0, 0.25, 0.75, 0.125, 2.0, 1.0, 0.0625, 3.0]
 def busy_trainer(out: Path, events: Events, saver: Saver) -> Trainer:
     """Build a run with a saver in the middle and triggers of every kind on both sides of it."""
     trainer = Trainer(CountingUpdater(losses=LOSSES), (3, "epoch"), out)
-    trainer.extend(
-        lambda trainer: trainer.observe("seen", trainer.updater.iteration % 5), priority=400, name="observe"
-    )
+    trainer.extend(lambda trainer: trainer.observe("seen", trainer.updater.iteration % 5), priority=400, name="observe")
     trainer.extend(Recorder("before/best", events), priority=300, trigger=MaxValue("seen", (2, "iteration")))
     trainer.extend(Recorder("before/3", events), priority=200, trigger=(3, "iteration"))
     trainer.extend(saver, priority=150)
@@ -469,9 +463,7 @@ def test_a_state_saved_amid_an_iteration_goes_on_there_and_fires_nothing_late(ou
     resumed.run()
     whole = undisturbed(out)
     assert calls(earlier) == whole  # saving changes nothing
-    still_to_come = [
-        call for call in whole if call[1] > at or (call[1] == at and call[0].startswith("after"))
-    ]
+    still_to_come = [call for call in whole if call[1] > at or (call[1] == at and call[0].startswith("after"))]
     assert calls(later) == still_to_come
 
 
@@ -482,9 +474,7 @@ def test_a_state_saved_after_an_error_has_the_failed_extension_still_to_come(out
         trainer = Trainer(CountingUpdater(losses=LOSSES), (4, "iteration"), out)
         trainer.extend(Recorder("a", events))
         trainer.extend(Recorder("b", events, fail=fail), trigger=(2, "iteration"))
-        trainer.extend(
-            lambda trainer: events.append(("loss", "call", float(trainer.observation["main/loss"])))
-        )
+        trainer.extend(lambda trainer: events.append(("loss", "call", float(trainer.observation["main/loss"]))))
         return trainer
 
     first, resumed = build(("call", 2)), build(None)
@@ -563,9 +553,7 @@ def damaged(state: dict[str, Any], path: str) -> dict[str, Any]:
 )
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(out: Path, path: str, message: str) -> None:
     def build() -> Trainer:
-        return Trainer(
-            CountingUpdater(), (2, "iteration"), out, extensions=[Recorder("a", []), Recorder("b", [])]
-        )
+        return Trainer(CountingUpdater(), (2, "iteration"), out, extensions=[Recorder("a", []), Recorder("b", [])])
 
     first, second = build(), build()
     first.run()

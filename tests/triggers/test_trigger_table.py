@@ -163,9 +163,7 @@ def test_an_interval_that_was_not_asked_fires_once_for_all_it_missed() -> None:
     assert not trigger(place)
 
 
-@pytest.mark.parametrize(
-    "build", [lambda: Interval(100, "iteration"), lambda: ManualSchedule(3, "iteration")]
-)
+@pytest.mark.parametrize("build", [lambda: Interval(100, "iteration"), lambda: ManualSchedule(3, "iteration")])
 def test_a_trigger_that_joins_late_does_not_fire_for_what_came_before(build: Callable[[], Trigger]) -> None:
     place, trigger = Place(CountingUpdater(4), {}), build()
     place.updater.num_done = 501

@@ -270,9 +270,7 @@ def flipped(what: str, every: int) -> dict[str, Any]:
             "momentum": updater.get_optimizer("main").state[last]["momentum_buffer"],
         }
         if rank() == BAD_RANK:
-            targets[what].data.view(torch.int32).view(-1)[0] ^= (
-                1 << 20
-            )  # not the last bit, which decay may round away
+            targets[what].data.view(torch.int32).view(-1)[0] ^= 1 << 20  # not the last bit, which decay may round away
         for count in range(1, 2 * every + 1):
             raised = outcome(updater.update)
             if raised[0] != "nothing":

@@ -37,9 +37,7 @@ def weighed(model: nn.Module, x: torch.Tensor) -> ls.Loss:
     return ls.Loss(loss_of(model, x), weight=torch.tensor(float(len(x))))
 
 
-def updater_of(
-    *, model: nn.Module | None = None, scheduled: bool = False, **options: Any
-) -> ls.ParallelUpdater:
+def updater_of(*, model: nn.Module | None = None, scheduled: bool = False, **options: Any) -> ls.ParallelUpdater:
     model = small_model() if model is None else model
     x = torch.linspace(0.0, 1.0, 8 * NUM_UPDATES).reshape(-1, 2)
     x[4 * BAD + 3] = torch.inf
@@ -101,9 +99,7 @@ def test_each_reason_has_its_updater() -> None:
 
 
 @pytest.mark.parametrize("sentence", ALONE)
-def test_a_reason_is_given_and_without_it_there_is_none(
-    sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reason_is_given_and_without_it_there_is_none(sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     said, make = ALONE[sentence]
     # What a loss function returns is known once it has been called.
     expected = [None if sentence == WEIGHTS else said, said]

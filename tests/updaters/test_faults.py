@@ -32,9 +32,7 @@ FAULT_AT = 3
 class Trap:
     """A loss function that does something once, in one shard of one update."""
 
-    def __init__(
-        self, action: Callable[[], None], *, where: str = "forward", thread: str | None = None
-    ) -> None:
+    def __init__(self, action: Callable[[], None], *, where: str = "forward", thread: str | None = None) -> None:
         self.action = action
         self.where = where
         self.thread = thread
@@ -214,9 +212,7 @@ def test_a_device_that_hangs_is_named_and_leaves_the_last_update(
         shard = NUM_SHARDS // devices * place
         what = rf"The {where} of shard {shard} \(samples .*\)"
         name = rf"cpu \(device {place} of 0..{devices - 1}\)"
-        with pytest.raises(
-            ls.ReplicaError, match=f"^{what} on {name} was not done after 1.5 seconds."
-        ) as caught:
+        with pytest.raises(ls.ReplicaError, match=f"^{what} on {name} was not done after 1.5 seconds.") as caught:
             updater.update()
         assert "in spring" in str(caught.value)
         assert (caught.value.device, caught.value.shard) == ("cpu", shard)
@@ -279,9 +275,7 @@ def test_steps_of_ones_own_may_be_watched(devices: int) -> None:
 @pytest.mark.parametrize(
     ("timeout", "error"), [(0, ValueError), (-1.0, ValueError), ("soon", TypeError), (True, TypeError)]
 )
-def test_what_is_no_timeout_is_refused_before_anything_has_changed(
-    timeout: Any, error: type[Exception]
-) -> None:
+def test_what_is_no_timeout_is_refused_before_anything_has_changed(timeout: Any, error: type[Exception]) -> None:
     model = MLP.model().bfloat16()
     optimizer = ls.MomentumSGD(model.parameters(), lr=0.1)
     options: dict[str, Any] = {"loss_fn": cross_entropy, "precision": "bf16-true"}
@@ -295,9 +289,7 @@ def test_what_is_no_timeout_is_refused_before_anything_has_changed(
 
 def test_an_updater_works_outside_of_the_main_thread() -> None:
     found: list[str] = []
-    worker = threading.Thread(
-        target=lambda: found.append(train(CONVNET, Placement(2), num_shards=NUM_SHARDS))
-    )
+    worker = threading.Thread(target=lambda: found.append(train(CONVNET, Placement(2), num_shards=NUM_SHARDS)))
     worker.start()
     worker.join()
     assert found == [train(CONVNET, num_shards=NUM_SHARDS)]
@@ -356,9 +348,7 @@ def test_updaters_in_threads_of_the_users_do_not_disturb_each_other(devices: tup
             updater.update()
 
     # Models are drawn from the default generator too, so they are made before.
-    updaters = [
-        updater_for(CONVNET, Placement(count), num_shards=NUM_SHARDS, loss_fn=loss_fn) for count in devices
-    ]
+    updaters = [updater_for(CONVNET, Placement(count), num_shards=NUM_SHARDS, loss_fn=loss_fn) for count in devices]
     threads = [threading.Thread(target=work, args=(updater,)) for updater in updaters]
     before = torch.get_rng_state()
     for thread in threads:

@@ -30,9 +30,7 @@ def train(devices: int, **options: Any) -> tuple[str, Half, ls.ParallelUpdater]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     batches = [(torch.randn(7, 5), torch.randn(7, 3)) for _ in range(3)]
     loss_fn = ls.supervised(nn.functional.mse_loss)
-    updater = ls.ParallelUpdater(
-        batches, optimizer, model, devices=devices, num_shards=3, loss_fn=loss_fn, **options
-    )
+    updater = ls.ParallelUpdater(batches, optimizer, model, devices=devices, num_shards=3, loss_fn=loss_fn, **options)
     for _ in range(5):
         updater.update()
     updater.finalize()

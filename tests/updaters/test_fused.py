@@ -43,8 +43,7 @@ class Net(nn.Module):
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        (torch.randn(6, 3, 8, 8, generator=generator), torch.randint(5, (6,), generator=generator))
-        for _ in range(4)
+        (torch.randn(6, 3, 8, 8, generator=generator), torch.randint(5, (6,), generator=generator)) for _ in range(4)
     ]
 
 

@@ -90,9 +90,7 @@ def test_a_state_without_values_is_refused_where_there_are_some() -> None:
     lazy, begun = (updater_for(LAZY, num_shards=4, **SIZES) for _ in range(2))
     run(begun, 1)
     before = ls.digest(begun.state_dict())
-    with pytest.raises(
-        ls.StateError, match=r"must hold values for 'first\.weight' of model 'main', got none"
-    ):
+    with pytest.raises(ls.StateError, match=r"must hold values for 'first\.weight' of model 'main', got none"):
         begun.load_state_dict(lazy.state_dict())
     assert ls.digest(begun.state_dict()) == before
 

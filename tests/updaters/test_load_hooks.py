@@ -158,9 +158,7 @@ def test_what_a_load_put_in_place_of_tensors_is_taken_back() -> None:
         state = copy.deepcopy(updater.state_dict())
         known, weight = model.grown.known, model.lazy.weight
         saved = state["models"]["main"]
-        saved.update(
-            {"grown.known": torch.ones(3), "grown._extra_state": ["there"], "lazy.weight": torch.ones(1, 1)}
-        )
+        saved.update({"grown.known": torch.ones(3), "grown._extra_state": ["there"], "lazy.weight": torch.ones(1, 1)})
         saved["head.weight"] = torch.ones(2)
         with pytest.raises(RuntimeError, match=r"size mismatch for head.weight"):
             updater.load_state_dict(state)
@@ -254,9 +252,7 @@ def test_hooks_of_optimizers_come_before_the_check(masters: bool) -> None:
 
 
 def test_a_hook_that_raises_changes_nothing() -> None:
-    first, second = (
-        stepped(ls.optim.MomentumSGD([nn.Parameter(torch.ones(2))], lr=lr)) for lr in (0.5, 0.25)
-    )
+    first, second = (stepped(ls.optim.MomentumSGD([nn.Parameter(torch.ones(2))], lr=lr)) for lr in (0.5, 0.25))
     before = ls.digest(second)
 
     def spring(*_: Any) -> None:
@@ -315,7 +311,5 @@ def test_hooks_of_a_wrapper_see_the_names_that_are_saved() -> None:
         assert seen == [{"0.renamed", "0.seen"}]
         assert net.state_dict()["0.weight"].tolist() == [5.0]
         with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "0.stray"'):
-            net.load_state_dict(
-                {"0.renamed": torch.ones(1), "0.seen": torch.ones(1), "0.stray": torch.ones(1)}
-            )
+            net.load_state_dict({"0.renamed": torch.ones(1), "0.seen": torch.ones(1), "0.stray": torch.ones(1)})
         assert len(wrapped._load_state_dict_pre_hooks) == 1

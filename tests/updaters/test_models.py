@@ -226,9 +226,7 @@ def wide() -> nn.Module:
     """Enough parameters for a step in parts, of sizes from 1 to hundreds of thousands."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return nn.Sequential(
-            nn.Linear(4, 700), nn.PReLU(), nn.Linear(700, 603), nn.LayerNorm(603), nn.Linear(603, 3)
-        )
+        return nn.Sequential(nn.Linear(4, 700), nn.PReLU(), nn.Linear(700, 603), nn.LayerNorm(603), nn.Linear(603, 3))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -239,14 +237,10 @@ def test_every_optimizer_steps_alike_at_any_placement(name: str) -> None:
             {"params": model[:3].parameters()},
             {"params": model[3:].parameters(), "weight_decay": 0.01},
         ]
-        if isinstance(
-            OPTIMIZERS[name]([nn.Parameter(torch.ones(1))]), ls.MomentumSGD | ls.CorrectedMomentumSGD
-        ):
+        if isinstance(OPTIMIZERS[name]([nn.Parameter(torch.ones(1))]), ls.MomentumSGD | ls.CorrectedMomentumSGD):
             groups = [{"params": model.parameters()}]
         optimizer = OPTIMIZERS[name](groups)
-        with updater_of(
-            model, X, devices=devices, num_shards=3, optimizer=optimizer, batch_size=7
-        ) as updater:
+        with updater_of(model, X, devices=devices, num_shards=3, optimizer=optimizer, batch_size=7) as updater:
             for _ in range(5):
                 updater.update()
         return ls.digest(model, optimizer)
@@ -260,9 +254,7 @@ def test_a_scheduler_finds_the_step_taken(devices: int) -> None:
     model = wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    with updater_of(
-        model, X, devices=devices, num_shards=2, optimizer=optimizer, scheduler=scheduler
-    ) as updater:
+    with updater_of(model, X, devices=devices, num_shards=2, optimizer=optimizer, scheduler=scheduler) as updater:
         rates = []
         for _ in range(4):
             updater.update()

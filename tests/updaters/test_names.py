@@ -239,8 +239,7 @@ def test_one_loss_steps_all_optimizers_as_one_would() -> None:
     model = MLP.model()
     nets = {"body": model[:4], "head": model[4:]}
     optimizers = {
-        name: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
-        for name, net in nets.items()
+        name: torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3) for name, net in nets.items()
     }
     several = ls.ParallelUpdater(
         ls.BatchIterator(MLP.data(), 9, shuffle=True, last_batch="short", seed=3),
@@ -267,9 +266,7 @@ def test_several_optimizers_step_all_or_none(timing: str) -> None:
         updater.update()
         before = snapshot(updater)
         second = pair.optimizers["b"]
-        handle = (
-            second.register_step_pre_hook(hook) if timing == "pre" else second.register_step_post_hook(hook)
-        )
+        handle = second.register_step_pre_hook(hook) if timing == "pre" else second.register_step_post_hook(hook)
         with pytest.raises(ZeroDivisionError):
             updater.update()
         handle.remove()
@@ -397,9 +394,7 @@ def test_an_iterator_that_ends_within_a_step_ends_the_run_before_it() -> None:
         "main": batches(),
         "short": ls.BatchIterator(TensorDataset(torch.ones(5, 3)), 2, repeat=False),
     }
-    updater = ls.StandardUpdater(
-        iterators, sgd(model), model, loss_fn=lambda model, x: model(x).mean(), step_fn=step
-    )
+    updater = ls.StandardUpdater(iterators, sgd(model), model, loss_fn=lambda model, x: model(x).mean(), step_fn=step)
     with finalized(updater):
         for _ in range(3):
             updater.update()
@@ -428,8 +423,7 @@ def test_an_overflow_in_a_step_is_tried_again() -> None:
         lower = build(updater.loss_scale.factor)
         run(lower, 4)
         found, wanted = (
-            ls.digest(*each.get_all_models().values(), *each.get_all_optimizers().values())
-            for each in (updater, lower)
+            ls.digest(*each.get_all_models().values(), *each.get_all_optimizers().values()) for each in (updater, lower)
         )
         assert found == wanted
 

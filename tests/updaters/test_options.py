@@ -259,9 +259,7 @@ def late_data_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:
     optimizer = Old(model.parameters(), {"lr": 0.05})
     optimizer.register_step_post_hook(trap)
     data = ls.BatchIterator(CONVNET.data(), 9, shuffle=True, seed=3)
-    return ls.ParallelUpdater(
-        data, optimizer, model, devices=["cpu", "cpu"], num_shards=4, loss_fn=cross_entropy
-    )
+    return ls.ParallelUpdater(data, optimizer, model, devices=["cpu", "cpu"], num_shards=4, loss_fn=cross_entropy)
 
 
 def late_own_fused_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:
@@ -269,9 +267,7 @@ def late_own_fused_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:
     optimizer = ls.CorrectedMomentumSGD(model.parameters(), lr=0.05, fused=True)
     optimizer.add_hook(trap, name="trap", timing="post")
     data = ls.BatchIterator(CONVNET.data(), 9, shuffle=True, seed=3)
-    return ls.ParallelUpdater(
-        data, optimizer, model, devices=["cpu", "cpu"], num_shards=4, loss_fn=cross_entropy
-    )
+    return ls.ParallelUpdater(data, optimizer, model, devices=["cpu", "cpu"], num_shards=4, loss_fn=cross_entropy)
 
 
 def late_own_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:

@@ -68,9 +68,7 @@ CASES = {
         [-99], dynamic(minimum=4.0), {"on_exhausted": "raise"}, [], batches_left=1, after=8.0, raises=True
     ),
     "skip": Case([1, 9], dynamic(), {"on_overflow": "skip"}, [(False, 1, 8.0), (True, 1, 4.0)], after=4.0),
-    "next": Case(
-        [1, 1, 9, 9], dynamic(), {"on_overflow": "next"}, [(True, 3, 2.0), (True, 1, 2.0)], after=2.0
-    ),
+    "next": Case([1, 1, 9, 9], dynamic(), {"on_overflow": "next"}, [(True, 3, 2.0), (True, 1, 2.0)], after=2.0),
     "next at the end of the batches": Case(
         [9, 1, 0], dynamic(), {"on_overflow": "next"}, [(True, 1, 8.0), (False, 2, 4.0)], after=2.0
     ),
@@ -86,9 +84,7 @@ CASES = {
         after=8.0,
         raises=True,
     ),
-    "a static scale has no second try": Case(
-        [1, 9], lambda: 4.0, {}, [(False, 1, 4.0), (True, 1, 4.0)], after=4.0
-    ),
+    "a static scale has no second try": Case([1, 9], lambda: 4.0, {}, [(False, 1, 4.0), (True, 1, 4.0)], after=4.0),
     "no scale has no second try": Case([-1, 0], lambda: None, {}, [(False, 1, 1.0), (True, 1, 1.0)]),
     "the ramp": Case(
         [3, 3, 3, 3, 3],
@@ -100,9 +96,7 @@ CASES = {
 }
 
 
-def run(
-    case: Case, devices: int
-) -> tuple[str, list[tuple[bool, int, float]], ls.ParallelUpdater, list[float]]:
+def run(case: Case, devices: int) -> tuple[str, list[tuple[bool, int, float]], ls.ParallelUpdater, list[float]]:
     model = nn.Linear(1, 1)
     with torch.no_grad():
         model.weight.fill_(0.5)
@@ -127,9 +121,7 @@ def run(
             assert result.nonfinite in {None, "weight"}
             assert all(parameter.isfinite().all() for parameter in model.parameters())
         if case.raises:
-            with pytest.raises(
-                ls.NonFiniteError, match=r"The gradient of 'weight' is not finite after"
-            ) as caught:
+            with pytest.raises(ls.NonFiniteError, match=r"The gradient of 'weight' is not finite after") as caught:
                 updater.update()
             assert caught.value.parameter == "weight"
             assert caught.value.tries == len(loss_fn.scales)

@@ -89,9 +89,7 @@ def with_heuristics(heuristics: rank_sum.Heuristics, *args: Any, **options: Any)
         return ls.ParallelUpdater(*args, **options)
 
 
-def disturbed(
-    what: str, *, updates: int = NUM_UPDATES, again: int = speeds.AGAIN, **options: Any
-) -> dict[str, Any]:
+def disturbed(what: str, *, updates: int = NUM_UPDATES, again: int = speeds.AGAIN, **options: Any) -> dict[str, Any]:
     """Train, and tell how it ended and how many gradients were there before the ranks met."""
     early: list[int] = []
     plain = Overlap.take

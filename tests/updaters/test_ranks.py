@@ -115,9 +115,7 @@ def test_a_step_function_that_raises_on_one_rank_takes_all_back(outcomes: Outcom
         ("switch", "float32 matmul precision"),
     ],
 )
-def test_ranks_that_differ_are_refused_with_the_field_named(
-    outcomes: Outcomes, name: str, subject: str
-) -> None:
+def test_ranks_that_differ_are_refused_with_the_field_named(outcomes: Outcomes, name: str, subject: str) -> None:
     for found in of(outcomes, name):
         assert (found[0], found[2]) == ("DisagreementError", subject)
         assert "rank 1" in found[1].lower()
@@ -134,9 +132,7 @@ def test_or_they_are_refused(outcomes: Outcomes) -> None:
     for found in of(outcomes, "refuse"):
         kind, message, subject = found["raised"]
         assert (kind, subject) == ("DisagreementError", "0.bias")
-        assert message.endswith(
-            "Build the model from the same seed on every rank, or let rank 0's be broadcast."
-        )
+        assert message.endswith("Build the model from the same seed on every rank, or let rank 0's be broadcast.")
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,7 @@ def result_of(devices: int, loss_scale: float | None = None) -> ls.UpdateResult:
 
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
-def test_numbers_are_weighted_means_that_do_not_depend_on_devices(
-    devices: int, loss_scale: float | None
-) -> None:
+def test_numbers_are_weighted_means_that_do_not_depend_on_devices(devices: int, loss_scale: float | None) -> None:
     result = result_of(devices, loss_scale)
     assert result.applied
     assert result.tries == 1

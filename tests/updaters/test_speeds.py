@@ -51,9 +51,7 @@ def test_a_rank_that_had_no_shard_is_as_fast_as_it_was_or_as_the_others_are() ->
         (RankSpeeds((1.0, 1.0, 4.0), 0.0), (1, 1, 1), [4, 3, 1]),
     ],
 )
-def test_shards_move_where_that_is_faster(
-    speeds: RankSpeeds, workloads: Sequence[float], expected: list[int]
-) -> None:
+def test_shards_move_where_that_is_faster(speeds: RankSpeeds, workloads: Sequence[float], expected: list[int]) -> None:
     usual = plan.assign(NUM_SHARDS, workloads)
     cut = speeds.cut(range(NUM_SHARDS), usual, [[each] for each in workloads])
     assert [len(run) for run in cut] == expected
@@ -66,9 +64,7 @@ def test_shards_stay_where_the_gain_is_small() -> None:
 
 
 @given(
-    speeds=st.lists(
-        st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=1, max_size=3), min_size=1, max_size=4
-    ),
+    speeds=st.lists(st.lists(st.sampled_from([1.0, 2.0, 5.0]), min_size=1, max_size=3), min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=2),
     num_shards=st.integers(1, 9),
     transfer=st.sampled_from([0.0, 0.5, 20.0]),
@@ -111,9 +107,7 @@ class Clock:
         return self.seconds
 
 
-def one_try(
-    timer: RankTimer, *, work: float, sum_: float, ends: bool = True, clock: Clock | None = None
-) -> None:
+def one_try(timer: RankTimer, *, work: float, sum_: float, ends: bool = True, clock: Clock | None = None) -> None:
     clock = Clock() if clock is None else clock
     timer.begin()
     clock.seconds += work
@@ -245,9 +239,7 @@ class Slow:
         return loss
 
 
-def updater_for(
-    loss_fn: Slow, *, num_workers: int = 0, num_devices: int = 1, **options: Any
-) -> ls.ParallelUpdater:
+def updater_for(loss_fn: Slow, *, num_workers: int = 0, num_devices: int = 1, **options: Any) -> ls.ParallelUpdater:
     torch.manual_seed(1)
     model = Net()
     return ls.ParallelUpdater(

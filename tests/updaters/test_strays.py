@@ -62,9 +62,7 @@ def test_a_step_function_is_told_too_and_other_optimizers_keep_their_gradients()
     def step(updater: ls.ParallelUpdater, batch: Any) -> None:
         updater.compute_gradients(batch, loss_fn=lambda m, x: m["a"](x).mean(), optimizer="a")
         # The other network as it is, not its replica: a gradient for "b" alone is asked for.
-        updater.compute_gradients(
-            batch, loss_fn=lambda m, x: (m["b"](x) + models["b"](x)).mean(), optimizer="b"
-        )
+        updater.compute_gradients(batch, loss_fn=lambda m, x: (m["b"](x) + models["b"](x)).mean(), optimizer="b")
 
     updater = ls.ParallelUpdater([X], optimizers, dict(models), devices=["cpu"], num_shards=2, step_fn=step)
     with pytest.raises(ValueError, match=re.escape("also gives 'b.weight' of your own model")):

@@ -19,9 +19,7 @@ from tests.laws.runs import OPTIMIZERS, PLACEMENTS, Placement, finalized, update
 from tests.updaters.small import updater_of
 
 
-def run(
-    work: Workload, precision: str, placement: Placement, *, updates: int = 8, **options: Any
-) -> tuple[str, int]:
+def run(work: Workload, precision: str, placement: Placement, *, updates: int = 8, **options: Any) -> tuple[str, int]:
     """Train, and name weights, masters and all other state; and count the tries that overflowed."""
     options = {"num_shards": 5, "loss_fn": loss_of, "loss_scale": TOO_HIGH[precision], **options}
     updater = updater_for(work, placement, model=half(work, precision), precision=precision, **options)
@@ -67,8 +65,7 @@ def test_retrying_is_to_have_begun_at_the_lower_scale(precision: str) -> None:
         lower = high.restored({**high.state_dict(), "factor": updater.update().loss_scale})
         assert lower.factor < high.factor
     digests = {
-        run(MLP, precision, PLACEMENTS[0], updates=1, num_shards=3, loss_scale=scale)[0]
-        for scale in (high, lower)
+        run(MLP, precision, PLACEMENTS[0], updates=1, num_shards=3, loss_scale=scale)[0] for scale in (high, lower)
     }
     assert len(digests) == 1
 
@@ -122,9 +119,7 @@ def test_a_save_and_a_load_elsewhere_change_no_bit(precision: str, optimizer: st
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])
-def test_masters_of_an_optimizer_itself_are_moved_too(
-    side_by_side: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masters_of_an_optimizer_itself_are_moved_too(side_by_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if side_by_side:
         monkeypatch.setattr("lockstep.replicas.summing.SIDE_BY_SIDE", 1)
     model = half(MLP, "bf16-true")
@@ -133,15 +128,10 @@ def test_masters_of_an_optimizer_itself_are_moved_too(
     weights = list(model.parameters())
     before = [optimizer.masters.of(weight).clone() for weight in weights]
     with finalized(
-        ls.ParallelUpdater(
-            ls.BatchIterator(MLP.data(8), 4), optimizer, model, devices=["cpu"] * 2, loss_fn=loss_of
-        )
+        ls.ParallelUpdater(ls.BatchIterator(MLP.data(8), 4), optimizer, model, devices=["cpu"] * 2, loss_fn=loss_of)
     ) as updater:
         updater.update()
-    moved = [
-        not torch.equal(optimizer.masters.of(weight), old)
-        for weight, old in zip(weights, before, strict=True)
-    ]
+    moved = [not torch.equal(optimizer.masters.of(weight), old) for weight, old in zip(weights, before, strict=True)]
     assert all(moved)
     assert {optimizer.state[weight]["velocity"].dtype for weight in weights} == {torch.float32}
 
@@ -156,9 +146,7 @@ def test_several_optimizers_go_back_together_with_their_masters() -> None:
         models={"main": nets["a"], "other": nets["b"]},
         devices=["cpu"],
         precision="bf16-true",
-        loss_fn=lambda models, x, target: (
-            loss_of(models["main"], x, target) + loss_of(models["other"], x, target)
-        ),
+        loss_fn=lambda models, x, target: loss_of(models["main"], x, target) + loss_of(models["other"], x, target),
     )
     with finalized(updater):
         updater.update()
@@ -198,9 +186,7 @@ def test_the_shards_of_a_bad_gradient_are_named(devices: int) -> None:
     data = torch.ones(8, 1)
     data[5] = math.inf
     model = Weighted()
-    with updater_of(
-        model, data, devices=devices, batch_size=8, num_shards=4, on_exhausted="raise"
-    ) as updater:
+    with updater_of(model, data, devices=devices, batch_size=8, num_shards=4, on_exhausted="raise") as updater:
         before = copy.deepcopy(updater.state_dict())
         for _ in range(2):
             with pytest.raises(NonFiniteError, match="'last'"):

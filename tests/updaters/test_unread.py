@@ -116,9 +116,7 @@ def normed() -> nn.Module:
 @pytest.mark.parametrize("buffers", ["mean", "first"])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_nothing_is_read_of_buffers(buffers: str, accumulate: int) -> None:
-    with finalized(
-        updater_of(work=CONVNET, model=normed(), buffers=buffers, accumulate=accumulate)
-    ) as updater:
+    with finalized(updater_of(work=CONVNET, model=normed(), buffers=buffers, accumulate=accumulate)) as updater:
         assert updater.why_it_waits is None
         updater.update()  # finds out how the model is cut
         with Reads() as reads:
@@ -171,9 +169,7 @@ def every_thread_reads(updater: ls.ParallelUpdater) -> int:
     # Else it did not see the other threads.
     assert [event.name for event in events].count("aten::cross_entropy_loss") == NUM_SHARDS
     reads = [event for event in events if event.name == "aten::_local_scalar_dense"]
-    return len(
-        [event for event in reads if not any(name.startswith("aten::_fused") for name in around(event))]
-    )
+    return len([event for event in reads if not any(name.startswith("aten::_fused") for name in around(event))])
 
 
 def around(event: Any) -> Iterator[str]:
@@ -340,9 +336,7 @@ def test_others_fall_back_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_why_it_waits() -> None:
     assert reason() is None
-    assert reason(on_overflow="retry") == (
-        "on_overflow='retry' decides on the host whether there is another try"
-    )
+    assert reason(on_overflow="retry") == ("on_overflow='retry' decides on the host whether there is another try")
     assert reason(step_fn=lambda *_: None, loss_fn=None) is None
     assert reason(reads=True) == "AdamW has a hook of its step that may do more than change gradients"
 
@@ -379,9 +373,7 @@ def test_a_scheduler_counts_on_the_host_and_counts_right() -> None:
     model = MLP.model()
     optimizer = FUSED["adamw"](model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    updater = skipping(
-        ls.BatchIterator(MLP.data(), 9), optimizer, model, loss_fn=spoiling(BAD), scheduler=scheduler
-    )
+    updater = skipping(ls.BatchIterator(MLP.data(), 9), optimizer, model, loss_fn=spoiling(BAD), scheduler=scheduler)
     with finalized(updater):
         assert updater.why_it_waits == "a scheduler that counts applied updates counts on the host"
         for _ in range(NUM_UPDATES):

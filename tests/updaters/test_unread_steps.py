@@ -29,10 +29,7 @@ def spoiling_losses() -> dict[str, Spoiling]:
     def loss_of(name: str, nets: dict[str, nn.Module], x: torch.Tensor) -> torch.Tensor:
         return mse_loss(nets[name](x).float(), x.float())
 
-    return {
-        name: Spoiling(partial(loss_of, name), {update for update, bad in BAD if bad == name})
-        for name in NAMES
-    }
+    return {name: Spoiling(partial(loss_of, name), {update for update, bad in BAD if bad == name}) for name in NAMES}
 
 
 def in_turn(updater: ls.ParallelUpdater, batch: Any, losses: dict[str, Any]) -> None:

@@ -37,12 +37,8 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--rdzv", default="", metavar="HOST:PORT", help="where several machines meet")
     parser.add_argument("--local-addr", default="", help="where other machines reach this one")
     parser.add_argument("--rdzv-id", default="lockstep", help="a name that the machines of one run share")
-    parser.add_argument(
-        "--max-restarts", type=int, default=0, help="of all processes after a failure (default: 0)"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, help="seconds a rank waits for another (default: 60)"
-    )
+    parser.add_argument("--max-restarts", type=int, default=0, help="of all processes after a failure (default: 0)")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds a rank waits for another (default: 60)")
     parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")

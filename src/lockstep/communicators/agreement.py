@@ -55,8 +55,7 @@ class Difference:
             remedy: What to do about it, as a sentence.
         """
         listed = [
-            f"{name} is {self.here.get(name, NONE)}, not {self.first.get(name, NONE)}"
-            for name in self.names[:FEW]
+            f"{name} is {self.here.get(name, NONE)}, not {self.first.get(name, NONE)}" for name in self.names[:FEW]
         ]
         more = f"; and {len(self.names) - FEW} more differ" if len(self.names) > FEW else ""
         message = f"Rank {self.rank} must have rank 0's {what}, but on it {'; '.join(listed)}{more}. {remedy}"
@@ -207,9 +206,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return detached.view(-1) if detached.is_contiguous() else detached
 
 
-def _between(
-    tensors: Sequence[tuple[str, torch.Tensor]], start: int, stop: int
-) -> list[tuple[str, torch.Tensor]]:
+def _between(tensors: Sequence[tuple[str, torch.Tensor]], start: int, stop: int) -> list[tuple[str, torch.Tensor]]:
     """Give what lies between two elements of tensors laid end to end; a tensor with gaps only as a whole."""
     pieces = []
     offset = 0

@@ -119,12 +119,8 @@ class Channel:
 
     def _post_as_one(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
         """Post what NCCL must know at once, lest two ranks wait for each other."""
-        incoming = [
-            dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=rank) for tensor, rank in receives
-        ]
-        outgoing = [
-            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=rank) for tensor, rank in sends
-        ]
+        incoming = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=rank) for tensor, rank in receives]
+        outgoing = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=rank) for tensor, rank in sends]
         return dist.batch_isend_irecv([*incoming, *outgoing])
 
     def wait(self, works: Works) -> None:

@@ -97,9 +97,7 @@ def check_brought(index: int, tensor: torch.Tensor | None, *, awaited: bool) -> 
     """Raise `OrderError` unless a part of a tensor is there just where it was announced, and dense."""
     if (tensor is not None) != awaited:
         what = "missing" if tensor is None else "not awaited"
-        raise OrderError(
-            f"`bring` must get what was announced, once, but a part of tensor {index} is {what}."
-        )
+        raise OrderError(f"`bring` must get what was announced, once, but a part of tensor {index} is {what}.")
     if tensor is not None and tensor.is_sparse:
         raise OrderError(f"`bring` must get dense tensors, but a part of tensor {index} is sparse.")
 

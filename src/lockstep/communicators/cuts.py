@@ -123,9 +123,7 @@ def keeping_up(counts: Sequence[int], speeds: Sequence[float]) -> float:
     return max(count / speed for count, speed in zip(counts, speeds, strict=True)) * fsum(speeds)
 
 
-def _work_timer(
-    seconds: Sequence[float], places: Sequence[Sequence[float]] | None
-) -> Callable[[int, int], float]:
+def _work_timer(seconds: Sequence[float], places: Sequence[Sequence[float]] | None) -> Callable[[int, int], float]:
     """Time the work of a rank on so many shards."""
 
     @cache

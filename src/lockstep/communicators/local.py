@@ -114,9 +114,7 @@ class LocalSum(PendingSum):
         """Add up what has been brought; see `PendingSum.finish`."""
         if Contribution.of(self._partials) != self._contributions[0]:
             raise OrderError("Everything announced must be brought before `finish`, and nothing else.")
-        return self._communicator.sum_partials(
-            self._partials, self._contributions, self._like, divisor=self._divisor
-        )
+        return self._communicator.sum_partials(self._partials, self._contributions, self._like, divisor=self._divisor)
 
     def abandon(self) -> None:
         """Drop what has been brought: nobody waits for it."""

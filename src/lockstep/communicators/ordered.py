@@ -104,9 +104,7 @@ class Sizes:
 
 
 @lru_cache(maxsize=64)
-def plan_sum(
-    contributions: tuple[Contribution, ...], tensors: tuple[Extent, ...], sizes: Sizes = Sizes()
-) -> Plan:
+def plan_sum(contributions: tuple[Contribution, ...], tensors: tuple[Extent, ...], sizes: Sizes = Sizes()) -> Plan:
     """Plan the sum of what all ranks bring.
 
     Args:
@@ -124,8 +122,7 @@ def plan_sum(
     masks = [mask for each in contributions for mask in each.present]
     groups = _groups(masks, tensors)
     received = sum(
-        sum(tensors[index].size * tensors[index].width for index in group) * len(nodes)
-        for nodes, group in groups
+        sum(tensors[index].size * tensors[index].width for index in group) * len(nodes) for nodes, group in groups
     )
     owners: list[int | None] = [None] if received <= sizes.whole else list(range(len(contributions)))
     buckets: list[Bucket] = []
@@ -152,9 +149,7 @@ def _groups(masks: Sequence[int], tensors: Sequence[Extent]) -> list[tuple[tuple
     return [(nodes, group) for (_, nodes), group in groups.items()]
 
 
-def _cut_buckets(
-    tensors: Sequence[Extent], owners: Sequence[int | None], sizes: Sizes
-) -> Iterator[list[list[Piece]]]:
+def _cut_buckets(tensors: Sequence[Extent], owners: Sequence[int | None], sizes: Sizes) -> Iterator[list[list[Piece]]]:
     """Cut tensors into buckets, and each of these into a slice for each owner."""
     num_bytes = sum(tensor.size * tensor.width for tensor in tensors)
     num_buckets = max(1, num_bytes // (sizes.slice * len(owners)))
@@ -169,9 +164,7 @@ def _runs(
     """Let long pieces travel alone, and the short ones between them together."""
 
     def alone(piece: Piece) -> int:
-        long = (
-            direct is not None and (piece.stop - piece.start) * tensors[group[piece.tensor]].width >= direct
-        )
+        long = direct is not None and (piece.stop - piece.start) * tensors[group[piece.tensor]].width >= direct
         return piece.tensor + 1 if long else 0
 
     for _, together in groupby(pieces, alone):

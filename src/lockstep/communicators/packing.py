@@ -16,9 +16,7 @@ LONG: Final = 2**18
 """Bytes. To add up tensors from this length on where they lie costs less than to copy them together."""
 
 
-def plan_packets(
-    like: Sequence[torch.Tensor], order: Iterable[int], *, limit: int, alone: int
-) -> list[list[int]]:
+def plan_packets(like: Sequence[torch.Tensor], order: Iterable[int], *, limit: int, alone: int) -> list[list[int]]:
     """Say which tensors travel together, in the order in which they go out.
 
     Only sizes, dtypes and devices count: ranks that hold the same tensors, however they lie in memory, plan

@@ -61,9 +61,7 @@ class Reduction(PendingSum):
             result = torch.empty_like(like[index])
             self._results[index], self._roots[index] = result, result.reshape(-1)
         job = Job(channel, plan.ranks, self._terms, self._roots, wire, divisor)
-        self._stages = [
-            Stage(job, bucket, arenas[index % ARENAS]) for index, bucket in enumerate(plan.buckets)
-        ]
+        self._stages = [Stage(job, bucket, arenas[index % ARENAS]) for index, bucket in enumerate(plan.buckets)]
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._readiness: Readiness | None = None

@@ -27,10 +27,7 @@ def split_sparse(contributions: Sequence[Contribution]) -> tuple[list[Contributi
     mask = 0
     for contribution in contributions:
         mask |= contribution.sparse
-    left = [
-        Contribution(each.shards, tuple(present & ~mask for present in each.present))
-        for each in contributions
-    ]
+    left = [Contribution(each.shards, tuple(present & ~mask for present in each.present)) for each in contributions]
     return left, [index for index in range(mask.bit_length()) if mask >> index & 1]
 
 
@@ -104,6 +101,4 @@ def _sent(
     broadcast(channel, [indices, values], source)
     if tensor is not None:
         return tensor
-    return torch.sparse_coo_tensor(
-        indices, values, like.shape, is_coalesced=coalesced, check_invariants=False
-    )
+    return torch.sparse_coo_tensor(indices, values, like.shape, is_coalesced=coalesced, check_invariants=False)

@@ -165,9 +165,7 @@ class Stage:
         sent = [run.owner is None and self._job.ranks[node] == self._rank for node in run.nodes]
         for into, other in run.additions[:-1]:
             if sent[into]:
-                terms[into] = torch.add(
-                    terms[into], terms[other], out=self._arena.take(run.size, target.dtype)
-                )
+                terms[into] = torch.add(terms[into], terms[other], out=self._arena.take(run.size, target.dtype))
                 sent[into] = False
             else:
                 terms[into].add_(terms[other])
@@ -188,6 +186,5 @@ class Stage:
 def _pieces(run: Run, flats: Flats) -> list[torch.Tensor]:
     """View the elements of a run."""
     return [
-        flats[piece.tensor] if piece.whole else flats[piece.tensor][piece.start : piece.stop]
-        for piece in run.pieces
+        flats[piece.tensor] if piece.whole else flats[piece.tensor][piece.start : piece.stop] for piece in run.pieces
     ]

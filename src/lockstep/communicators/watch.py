@@ -89,9 +89,7 @@ class PeerWatch(Watch):
         keeper: The rank whose process keeps the store; None where a launcher's does.
     """
 
-    def __init__(
-        self, store: Store, rank: int, size: int, *, timeout: float = 60.0, keeper: int | None = 0
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, *, timeout: float = 60.0, keeper: int | None = 0) -> None:
         self.doing = START
         self._rank = rank
         self._size = size

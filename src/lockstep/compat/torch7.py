@@ -142,9 +142,7 @@ class DataParallelTable(Wrapping):
         outputs, self._output = list(nest.tensors(self._output)), None
         weights = [each for each in self.table.parameters() if each.requires_grad]
         asking = [each for each in nest.tensors(input) if each.requires_grad]
-        grads = torch.autograd.grad(
-            outputs, [*weights, *asking], list(nest.tensors(grad_output)), allow_unused=True
-        )
+        grads = torch.autograd.grad(outputs, [*weights, *asking], list(nest.tensors(grad_output)), allow_unused=True)
         _accumulate(weights, grads[: len(weights)], scale)
         rest = iter(grads[len(weights) :])
         given = nest.map_tensors(lambda each: next(rest) if each.requires_grad else None, input)

@@ -157,7 +157,7 @@ class BatchIterator(RecountingIterator):
             self._ahead.popleft()
             _, self._cursor = self._plan.popleft()
         self._num_advanced += num_batches
-        self._previous_epoch_detail = start.epoch_detail
+        self._previous_epoch_detail = start.epoch + start.position / len(start.order)  # its epoch_detail
         self._is_new_epoch = self._cursor.epoch > start.epoch
 
     def read_only(self, wanted: Wanted) -> None:
@@ -255,9 +255,7 @@ class BatchIterator(RecountingIterator):
             seed=hashed(self.seed, self._cursor.epoch, self._cursor.position),
         )
 
-    def _with_places(
-        self, batches: Iterable[Samples], number: int
-    ) -> Generator[tuple[Samples, Sequence[int]]]:
+    def _with_places(self, batches: Iterable[Samples], number: int) -> Generator[tuple[Samples, Sequence[int]]]:
         """Add to each batch, the first of which is the number-th, the places of the samples to load."""
         ahead = number - self._num_advanced
         for batch in batches:

@@ -180,9 +180,7 @@ def _stack(values: Sequence[Any], path: str, padding: Any) -> torch.Tensor:
         return _tensor(list(values), f"samples[...]{path}")
     # Asked once for each type, because asking is slow.
     arrays = {kind for kind in kinds if issubclass(kind, _Array)}
-    tensors = [
-        _as_tensor(value, number, path, is_array=type(value) in arrays) for number, value in enumerate(values)
-    ]
+    tensors = [_as_tensor(value, number, path, is_array=type(value) in arrays) for number, value in enumerate(values)]
     _check_alike(tensors, path, shapes=padding is None)
     return torch.stack(tensors) if padding is None else _pad(tensors, padding, path)
 

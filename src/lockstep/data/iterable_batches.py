@@ -57,9 +57,7 @@ class IterableBatches(RecountingIterator):
     ([[0, 1], [2, 3]], 1, True)
     """
 
-    def __init__(
-        self, source: Source, *, batches_of: BatchesOf = "tensors", repeat: bool | None = None
-    ) -> None:
+    def __init__(self, source: Source, *, batches_of: BatchesOf = "tensors", repeat: bool | None = None) -> None:
         if isinstance(source, Iterator):
             rule = "must be no lockstep Iterator, which needs no adapter"
             raise TypeError(f"`source` {rule}, got a {type(source).__name__}.")
@@ -183,9 +181,7 @@ class IterableBatches(RecountingIterator):
     def _can_go_to(self, place: Place) -> bool:
         """Tell whether the source can be brought to a place."""
         source = self._source
-        return (
-            not source.one_shot or not source.begun or place.state is not None or place.same_as(self._place)
-        )
+        return not source.one_shot or not source.begun or place.state is not None or place.same_as(self._place)
 
     def _go_to(self, place: Place) -> None:
         """Stand at a place; a source that cannot begin again and is there already stays as it is."""

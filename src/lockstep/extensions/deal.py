@@ -40,8 +40,7 @@ class Deal:
         count = sum(map(len, said))
         size = len(said)
         return [
-            {name: Mean(*pair) for name, pair in said[number % size][number // size].items()}
-            for number in range(count)
+            {name: Mean(*pair) for name, pair in said[number % size][number // size].items()} for number in range(count)
         ]
 
     def merge(self, metrics: Mapping[str, Metric]) -> None:

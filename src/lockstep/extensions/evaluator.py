@@ -93,9 +93,7 @@ class Evaluator(Extension):
         _check_measures(metrics or {}, loss_fn)
         self.metrics = dict(metrics or {})
         if isinstance(iterator, Repeating) and iterator.repeat:
-            raise ValueError(
-                "`iterator` must end after one pass, got one that repeats. Make it with repeat=False."
-            )
+            raise ValueError("`iterator` must end after one pass, got one that repeats. Make it with repeat=False.")
         self.iterator = iterator
         self.loss_fn = loss_fn
         self.model = model
@@ -151,9 +149,7 @@ class Evaluator(Extension):
                 if batch is not NOT_OWN:
                     measured.append(self._measure(model, batch, outputs, observers))
             if num_batches == 0:
-                raise ValueError(
-                    "`iterator` must yield at least one batch, got none. A generator is used up at once."
-                )
+                raise ValueError("`iterator` must yield at least one batch, got none. A generator is used up at once.")
             for means in deal.gathered(measured):
                 for name, mean in means.items():
                     averages.setdefault(name, Average()).update(mean)
@@ -174,9 +170,7 @@ class Evaluator(Extension):
             self.iterator.read_only(deal.wanted)
         return iter(self.iterator)
 
-    def _measure(
-        self, model: torch.nn.Module, batch: Any, outputs: list[Any], observers: Observers
-    ) -> dict[str, Mean]:
+    def _measure(self, model: torch.nn.Module, batch: Any, outputs: list[Any], observers: Observers) -> dict[str, Mean]:
         """Update the metrics with one batch; return its loss, and what was returned or reported beside it."""
         outputs.clear()
         args, kwargs, num_samples = self._arguments(batch, _device(model))
@@ -203,17 +197,13 @@ class Evaluator(Extension):
             batch = self.converter(batch, device)
         tensors = nest.tensors(batch)
         if not tensors or tensors[0].ndim == 0:
-            raise TypeError(
-                f"A batch must hold a tensor whose first dimension is the samples, got {batch!r}."
-            )
+            raise TypeError(f"A batch must hold a tensor whose first dimension is the samples, got {batch!r}.")
         moved = nest.map_tensors(lambda each: each.to(device), batch)
         if isinstance(moved, Mapping):
             return (), dict(moved), len(tensors[0])
         return tuple(moved) if isinstance(moved, (tuple, list)) else (moved,), {}, len(tensors[0])
 
-    def _split(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """Take the target out of a batch's arguments."""
         if self.target is not None and self.target in kwargs:
             inputs = dict(kwargs)
@@ -271,25 +261,19 @@ def _check_measures(metrics: Mapping[str, Metric], loss_fn: object) -> None:
     if not metrics and loss_fn is None:
         raise ValueError("`metrics` must hold at least one metric where there is no `loss_fn`, got none.")
     if "loss" in metrics and loss_fn is not None:
-        raise ValueError(
-            "`metrics` must not hold 'loss' beside a `loss_fn`, which is observed under that name."
-        )
+        raise ValueError("`metrics` must not hold 'loss' beside a `loss_fn`, which is observed under that name.")
     for name, metric in metrics.items():
         if isinstance(metric, type):
             raise TypeError(f"`metrics` must be made metrics, got the class {metric.__name__} as {name!r}.")
         if not isinstance(metric, Metric):
-            raise TypeError(
-                f"`metrics` must have update, compute and reset, got {type(metric).__name__} as {name!r}."
-            )
+            raise TypeError(f"`metrics` must have update, compute and reset, got {type(metric).__name__} as {name!r}.")
 
 
 def _means(loss: torch.Tensor | Loss, num_samples: int) -> dict[str, Mean]:
     loss = Loss(loss) if isinstance(loss, torch.Tensor) else loss
     value = loss.value
     if value.numel() != 1:
-        raise ValueError(
-            f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean."
-        )
+        raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     weight = num_samples if loss.weight is None else loss.weight
     pairs = {name: Mean(total, share) for name, (total, share) in loss.metrics.items()}
     return {"loss": Mean(value.reshape(()) * weight, weight), **pairs}

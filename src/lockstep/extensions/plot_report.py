@@ -99,9 +99,7 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
     figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     figure.suptitle(title)
-    for axes, (name, keys) in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-    ):
+    for axes, (name, keys) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for key in keys:
             _curve(axes, log, key)
         if log[-1]["epoch_detail"] >= 4:  # noqa: PLR2004 - enough whole epochs to mark
@@ -126,9 +124,7 @@ def _panels(log: Sequence[LogEntry], keys: Sequence[str] | None) -> dict[str, li
 
 
 def _curve(axes: Axes, log: Sequence[LogEntry], key: str) -> None:
-    points = [
-        (entry["epoch_detail"], entry[key]) for entry in log if key in entry and math.isfinite(entry[key])
-    ]
+    points = [(entry["epoch_detail"], entry[key]) for entry in log if key in entry and math.isfinite(entry[key])]
     axes.plot(
         [epoch for epoch, _ in points],
         [value for _, value in points],
@@ -149,6 +145,4 @@ def _check_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401, PLC0415 - lazy, and only to see whether it is there
     except ImportError as error:
-        raise ImportError(
-            "PlotReport must find matplotlib. Install it: pip install 'lockstep-torch[plot]'."
-        ) from error
+        raise ImportError("PlotReport must find matplotlib. Install it: pip install 'lockstep-torch[plot]'.") from error

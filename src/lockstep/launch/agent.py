@@ -54,9 +54,7 @@ class Run:
 
     def __post_init__(self) -> None:
         if self.nodes != "1" and not self.rendezvous:
-            raise ValueError(
-                "`rendezvous` must be host:port for several machines, the same on each; got none."
-            )
+            raise ValueError("`rendezvous` must be host:port for several machines, the same on each; got none.")
         if self.max_restarts < 0:
             raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}.")
         timeout_for(self.timeout, {})

@@ -133,13 +133,9 @@ class _Ranks:
         lifeline, self._alive = context.Pipe(duplex=False)
         try:
             for rank in range(self._size):
-                place = RunEnvironment(
-                    rank, self._size, rank, self._size, LOOPBACK, self._store.port, agent_store=True
-                )
+                place = RunEnvironment(rank, self._size, rank, self._size, LOOPBACK, self._store.port, agent_store=True)
                 messages, report = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=run_rank, args=(place, self._timeout, self._call, lifeline, report)
-                )
+                process = context.Process(target=run_rank, args=(place, self._timeout, self._call, lifeline, report))
                 process.start()
                 report.close()
                 self._processes.append(process)
@@ -179,9 +175,7 @@ class _Ranks:
         return set() if left <= blamed else left
 
     def _collect(self, timeout: float | None) -> None:
-        waiting = {
-            self._messages[rank]: rank for rank in range(len(self._processes)) if rank not in self._outcomes
-        }
+        waiting = {self._messages[rank]: rank for rank in range(len(self._processes)) if rank not in self._outcomes}
         for ready in connection.wait(list(waiting), timeout):
             rank = next(rank for messages, rank in waiting.items() if messages is ready)
             self._outcomes[rank] = self._outcome(rank)

@@ -19,9 +19,7 @@ from lockstep.errors import PeerError, PeerInterrupt
 from lockstep.launch.outcome import Outcome
 
 
-def run_rank(
-    place: RunEnvironment, timeout: float, call: bytes, lifeline: Connection, report: Connection
-) -> None:
+def run_rank(place: RunEnvironment, timeout: float, call: bytes, lifeline: Connection, report: Connection) -> None:
     """Call the function in this process, and tell the launching one what came of it.
 
     Args:

@@ -55,9 +55,7 @@ class Accuracy:
         """
         if output.ndim < 2 or target.shape != output.shape[:1] + output.shape[2:]:  # noqa: PLR2004 - samples and classes
             shapes = f"{tuple(output.shape)} and {tuple(target.shape)}"
-            raise ValueError(
-                f"`output` and `target` must have the shapes (N, C, ...) and (N, ...), got {shapes}."
-            )
+            raise ValueError(f"`output` and `target` must have the shapes (N, C, ...) and (N, ...), got {shapes}.")
         counted = self._counted(target)
         right = _rank(output.detach(), torch.where(counted, target, 0)) < self.top_k
         self._correct = _moved(self._correct, output.device) + (right & counted).sum()

@@ -61,9 +61,7 @@ class Average(Stateful):
         mean = as_mean(value)
         if weight is not None:
             if isinstance(value, Mean):
-                raise TypeError(
-                    f"`weight` must be left out beside a Mean, which brings its own, got {weight}."
-                )
+                raise TypeError(f"`weight` must be left out beside a Mean, which brings its own, got {weight}.")
             mean = Mean(mean.total * weight, weight)
         self._held.append(mean)
         if len(self._held) >= HELD:

@@ -32,9 +32,7 @@ def as_mean(value: Observed) -> Mean:
         return Mean(value.detach(), 1)
     if isinstance(value, (int, float)):
         return Mean(value, 1)
-    raise TypeError(
-        f"An observed value must be a Mean, a number or a 0-d tensor, got {type(value).__name__}."
-    )
+    raise TypeError(f"An observed value must be a Mean, a number or a 0-d tensor, got {type(value).__name__}.")
 
 
 def read(values: Sequence[float | torch.Tensor]) -> list[float]:

@@ -157,9 +157,7 @@ class collecting:  # noqa: N801 - reads as a verb where it is used, like torch.n
         """Take values in; see `report`. After an error none of them is."""
         share = self._num_samples if weight is None else _checked_weight(weight)
         prefix = "" if observer is None else self._observers.prefix(observer)
-        self.pairs.update(
-            {prefix + _checked_name(name): _pair(value, share, name) for name, value in values.items()}
-        )
+        self.pairs.update({prefix + _checked_name(name): _pair(value, share, name) for name, value in values.items()})
 
 
 # Every thread has its own value, so replicas that compute at once do not see each other's reports.

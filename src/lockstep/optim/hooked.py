@@ -325,8 +325,6 @@ class HookedOptimizer(ScaledOptimizer):
     def _check_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Refuse a state that was not written by an optimizer like this one."""
         wanted = {"state", "param_groups", "hooks", "loss_scale", "masters", *_COUNTERS}
-        check_saved(
-            saved, self.param_groups, wanted=wanted, options=self.defaults, state_keys=self.state_keys
-        )
+        check_saved(saved, self.param_groups, wanted=wanted, options=self.defaults, state_keys=self.state_keys)
         self._hooks.check(saved["hooks"])
         self._check_precision(saved)

@@ -210,8 +210,7 @@ class LAMB(ForeachOptimizer):
         least, greatest = options["norm_bounds"]
         if not (0 <= least <= greatest and least < math.inf and greatest > 0):
             raise ValueError(
-                f"`norm_bounds` must be at least 0 and in ascending order, the second above 0, "
-                f"got {(least, greatest)}."
+                f"`norm_bounds` must be at least 0 and in ascending order, the second above 0, got {(least, greatest)}."
             )
 
     def advance(self) -> None:
@@ -242,10 +241,7 @@ class LAMB(ForeachOptimizer):
             state = self.state[row[0]]
             state["count"] += 1
             rows_by_count.setdefault(state["count"], []).append(row)
-        return [
-            (count, [list(column) for column in zip(*rows, strict=True)])
-            for count, rows in rows_by_count.items()
-        ]
+        return [(count, [list(column) for column in zip(*rows, strict=True)]) for count, rows in rows_by_count.items()]
 
 
 def _check_dense(weights: Iterable[Tensor]) -> None:

@@ -244,9 +244,7 @@ def lr_momentum_step(
 
 
 @torch.no_grad()
-def add_to_lr_velocity(
-    velocities: list[Tensor], grads: list[Tensor], *, lr: float | Tensor, momentum: float
-) -> None:
+def add_to_lr_velocity(velocities: list[Tensor], grads: list[Tensor], *, lr: float | Tensor, momentum: float) -> None:
     """Do the first half of `lr_momentum_step`, v ← m·v + η·g, and leave the weights alone.
 
     Args:

@@ -125,8 +125,6 @@ class MomentumSGD(ForeachOptimizer):
             if lr == 0:
                 add_to_lr_velocity(some_velocities, some_grads, lr=old_lr, momentum=momentum)
                 continue
-            lr_momentum_step(
-                some_weights, some_velocities, some_grads, lr=lr, momentum=momentum * (lr / old_lr)
-            )
+            lr_momentum_step(some_weights, some_velocities, some_grads, lr=lr, momentum=momentum * (lr / old_lr))
             for weight in some_weights:
                 self.state[weight]["velocity_lr"] = lr

@@ -37,9 +37,7 @@ def check_saved(
     sizes = [len(group["params"]) for group in own_groups]
     saved_sizes = [len(group["params"]) for group in groups]
     if sizes != saved_sizes:
-        raise StateError(
-            f"The groups must hold as many parameters as in the saved state ({saved_sizes}), got {sizes}."
-        )
+        raise StateError(f"The groups must hold as many parameters as in the saved state ({saved_sizes}), got {sizes}.")
     group_keys = {"params"} | option_names(options)
     for index, group in enumerate(groups):
         _check_missing(f"Group {index} of the state", group, group_keys)
@@ -86,13 +84,9 @@ def _check_keys(subject: str, saved: Mapping[str, Any], wanted: set[str] | froze
         raise StateError(f"{subject} must hold nothing but {sorted(wanted)}, got {unknown} too.")
 
 
-def _check_parameter_state(
-    subject: str, state: Mapping[str, Any], keys: frozenset[str], shape: torch.Size
-) -> None:
+def _check_parameter_state(subject: str, state: Mapping[str, Any], keys: frozenset[str], shape: torch.Size) -> None:
     """Refuse what is remembered for another parameter or by another optimizer."""
     _check_keys(subject, state, keys)
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape != shape:
-            raise StateError(
-                f"{subject} must hold a {key!r} of shape {tuple(shape)}, got {tuple(value.shape)}."
-            )
+            raise StateError(f"{subject} must hold a {key!r} of shape {tuple(shape)}, got {tuple(value.shape)}.")

@@ -27,9 +27,7 @@ class ScaledOptimizer(Optimizer, HasMasters):
         self._masters: MasterWeights | None = None
         super().__init__(params, defaults)
 
-    def update(
-        self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, **kwargs: Any
-    ) -> Tensor | None:
+    def update(self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, **kwargs: Any) -> Tensor | None:
         """Do a whole training step on one device.
 
         In this order: clear the gradients, ``loss_fn(*args, **kwargs)``, backward from the loss times the

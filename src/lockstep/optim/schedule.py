@@ -286,9 +286,7 @@ class UpdateSchedule(LRScheduler):
     [0.0, 0.25, 0.5, 0.5]
     """
 
-    def __init__(
-        self, optimizer: Optimizer, factor: Factor, *, base_lr: float | Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, factor: Factor, *, base_lr: float | Sequence[float] | None = None) -> None:
         self.factor = factor
         if base_lr is not None:
             # Where torch's scheduler takes the base rates from.
@@ -311,9 +309,7 @@ class UpdateSchedule(LRScheduler):
             StateError: A key is missing or unknown, or the number of groups is another.
         """
         if state_dict.keys() != {"last_epoch", "base_lrs"}:
-            raise StateError(
-                f"The state of a schedule must hold ['base_lrs', 'last_epoch'], got {sorted(state_dict)}."
-            )
+            raise StateError(f"The state of a schedule must hold ['base_lrs', 'last_epoch'], got {sorted(state_dict)}.")
         if len(state_dict["base_lrs"]) != len(self.base_lrs):
             raise StateError(
                 f"`base_lrs` must hold a rate for each of {len(self.base_lrs)} groups, "

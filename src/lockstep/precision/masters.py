@@ -145,9 +145,7 @@ class MasterWeights:
 
     def gradients(self) -> list[Tensor]:
         """List the gradients that a step would use: of masters, where there are, after `take_gradients`."""
-        return gradients_of(
-            self._masters.get(parameter, parameter) for parameter in parameters_of(self._optimizer)
-        )
+        return gradients_of(self._masters.get(parameter, parameter) for parameter in parameters_of(self._optimizer))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -176,9 +174,7 @@ class MasterWeights:
         if self._active:
             return
         ours = list(self._in_half_precision().values())
-        self._masters = {
-            parameter: self._masters[parameter] for parameter in ours if parameter in self._masters
-        }
+        self._masters = {parameter: self._masters[parameter] for parameter in ours if parameter in self._masters}
         for parameter in ours:
             master = self._masters.get(parameter)
             if master is None or master.shape != parameter.shape or master.device != parameter.device:
@@ -321,9 +317,7 @@ class MasterWeights:
         for key, value in remembered.items():
             # torch's optimizers count steps in a tensor, which for a 0-d parameter has its shape.
             if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                remembered[key] = (
-                    laid_out_for(parameter, value.to(dtype)) if value.is_floating_point() else value
-                )
+                remembered[key] = laid_out_for(parameter, value.to(dtype)) if value.is_floating_point() else value
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

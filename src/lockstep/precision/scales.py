@@ -56,8 +56,7 @@ class LossScale(ABC):
     def moving_on(self, device: torch.device) -> dict[str, Tensor]:
         """Give the moving fields as tensors on a device, 0-d and float64."""
         return {
-            name: torch.full((), float(getattr(self, name)), dtype=torch.float64, device=device)
-            for name in self.moving
+            name: torch.full((), float(getattr(self, name)), dtype=torch.float64, device=device) for name in self.moving
         }
 
     def with_moving(self, moving: Mapping[str, Tensor]) -> LossScale:
@@ -65,9 +64,7 @@ class LossScale(ABC):
         names = list(self.moving)
         values = torch.stack([moving[name] for name in names]).tolist() if names else []
         kinds = [type(getattr(self, name)) for name in names]
-        return replace(
-            self, **{name: kind(value) for name, kind, value in zip(names, kinds, values, strict=True)}
-        )
+        return replace(self, **{name: kind(value) for name, kind, value in zip(names, kinds, values, strict=True)})
 
     def state_dict(self) -> dict[str, float | int | bool | None]:
         """Give every field by name."""
@@ -294,9 +291,7 @@ def parse_loss_scale(loss_scale: LossScale | float | None) -> LossScale:
     if isinstance(loss_scale, LossScale):
         return loss_scale
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, int | float):
-        raise TypeError(
-            f"`loss_scale` must be a number, a LossScale or None, got a {type(loss_scale).__name__}."
-        )
+        raise TypeError(f"`loss_scale` must be a number, a LossScale or None, got a {type(loss_scale).__name__}.")
     _check_positive("loss_scale", loss_scale)
     return StaticLossScale(float(loss_scale))
 

@@ -73,18 +73,14 @@ class Binding:
                 )
         missing = [path for path in self.data if path not in shapes]
         if missing:
-            raise ValueError(
-                f"`batch` must hold the inputs that are bound, got none for {', '.join(missing)}."
-            )
+            raise ValueError(f"`batch` must hold the inputs that are bound, got none for {', '.join(missing)}.")
 
 
 Described: TypeAlias = "dict[str, tuple[int, ...]]"
 """The shapes of inputs by path, in the order of the call."""
 
 
-def read_descriptions(
-    data: Sequence[Description], labels: Sequence[Description] | None
-) -> tuple[Described, Described]:
+def read_descriptions(data: Sequence[Description], labels: Sequence[Description] | None) -> tuple[Described, Described]:
     """Read descriptions of inputs.
 
     Raises:
@@ -163,9 +159,7 @@ def check_same_inputs(old: Binding, data: Described, labels: Described) -> None:
     """
     for argument, before, after in (("data", old.data, data), ("labels", old.labels, labels)):
         if list(before) != list(after):
-            raise ValueError(
-                f"`{argument}` must name the inputs that are bound, {list(before)}, got {list(after)}."
-            )
+            raise ValueError(f"`{argument}` must name the inputs that are bound, {list(before)}, got {list(after)}.")
         for path, shape in after.items():
             if len(shape) != len(before[path]):
                 raise ValueError(

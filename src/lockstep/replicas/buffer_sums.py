@@ -69,14 +69,10 @@ class BufferSum:
         return self
 
 
-def combine_known(
-    sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float, unless: Tensor | None
-) -> None:
+def combine_known(sums: Sequence[BufferSum], slots: Sequence[Slot], *, weight: float, unless: Tensor | None) -> None:
     """Make what all shards made of the buffers the model's new buffers; see `combine`."""
     partials = [
-        PartialSum(
-            partial.shard, [_moved(tensor, slot) for tensor, slot in zip(partial.tensors, slots, strict=True)]
-        )
+        PartialSum(partial.shard, [_moved(tensor, slot) for tensor, slot in zip(partial.tensors, slots, strict=True)])
         for place in sums
         for partial in place.means.partials
     ]

@@ -146,8 +146,7 @@ class ReplicaBuffers:
         ]
         changed = into.add(shard, values, self._start, weight, mean=self._rule == "mean")
         self._clean = [
-            not may_differ and value is own
-            for may_differ, value, own in zip(changed, left, self._own, strict=True)
+            not may_differ and value is own for may_differ, value, own in zip(changed, left, self._own, strict=True)
         ]
 
 

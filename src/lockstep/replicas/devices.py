@@ -47,9 +47,7 @@ def parse_device(device: str | torch.device, argument: str) -> torch.device:
     Raises:
         ValueError: This machine has no such device.
     """
-    return (
-        torch.device("meta") if str(device) == "meta" else _parse(device, f"`{argument}` must be one of the")
-    )
+    return torch.device("meta") if str(device) == "meta" else _parse(device, f"`{argument}` must be one of the")
 
 
 def _every_device() -> list[torch.device]:

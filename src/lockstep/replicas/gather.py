@@ -66,9 +66,7 @@ class Outputs:
         self, devices: Sequence[torch.device], done: Sequence[Sequence[ShardForward]]
     ) -> list[list[torch.Tensor | None]]:
         """Return for each output a list with one tensor per device, None for a device that had no shard."""
-        parts = [
-            self.merged(device, each) if each else None for device, each in zip(devices, done, strict=True)
-        ]
+        parts = [self.merged(device, each) if each else None for device, each in zip(devices, done, strict=True)]
         return [[None if part is None else part[index] for part in parts] for index in range(len(self.dims))]
 
     def nest(self, parts: Sequence[Any]) -> Any:
@@ -105,9 +103,7 @@ def read_outputs(shards: Sequence[ShardForward], num_samples: int, output_dim: B
     _check_alike(shards)
     found = named_outputs(shards[0].returned)
     if not found:
-        raise TypeError(
-            f"`model` must return at least one tensor, got a {type(shards[0].returned).__name__}."
-        )
+        raise TypeError(f"`model` must return at least one tensor, got a {type(shards[0].returned).__name__}.")
     names = [path for path, _ in found]
     dims = given_dims(output_dim, names, "output_dim")
     for index, (path, tensor) in enumerate(found):

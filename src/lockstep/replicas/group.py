@@ -15,6 +15,7 @@ from lockstep.errors import OrderError
 from lockstep.integers import check_integer
 from lockstep.replicas.binding import Description
 from lockstep.replicas.buffers import BufferRule
+from lockstep.replicas.copies import REQUIRES_GRAD
 from lockstep.replicas.devices import Devices
 from lockstep.replicas.gradients import GradientStore, GradMode, read_grad_modes
 from lockstep.replicas.input_gradients import NO_GRADIENTS, InputGradients, read_input_modes
@@ -37,46 +38,46 @@ class ReplicaGroup(ReplicaSet):
 
     A batch is cut into shards, the devices run their shards at the same time, and the results are put together
     again: sample k of the batch is entry k of every output. Gradients are those of one device for any split. A
-    replica on the device where the model lives shares the memory of its parameters; one elsewhere holds a copy,
-    which receives the values before every use.
+    replica on the device where the model lives shares the memory of its parameters; one elsewhere holds a copy, which
+    receives the values before every use.
 
-    Without `num_shards` each device has one shard, sized by its workload: by the largest remainder, ties to the
-    earlier device, none empty while there are samples for all. With `num_shards` the batch is cut into that many
-    shards of equal size (the first ones a sample longer), which are assigned by workload; then devices and
-    workloads change no bit.
+    Without `num_shards` each device has one shard, sized by its workload: by the largest remainder, ties to the earlier
+    device, none empty while there are samples for all. With `num_shards` the batch is cut into that many shards of
+    equal size (the first ones a sample longer), which are assigned by workload; then devices and workloads change no
+    bit.
 
     Args:
-        model: The model. It stays where it is and is never run itself. Each replica is called with the entries
-            of a tuple or list by position, of a dict by name, or with anything else as the only argument.
+        model: The model. It stays where it is and is never run itself. Each replica is called with the entries of a
+            tuple or list by position, of a dict by name, or with anything else as the only argument.
         devices: ``"auto"`` for every GPU, or else every core; or names of devices, which may repeat.
         workloads: The relative speeds of the devices, positive and finite; equal by default.
-        batch_dim: The dimension that counts samples: one for all inputs, or one for each by the name of the
-            argument or the path in it (``"pair[0]"``), 0 where none is given. With None the input is given whole
-            to every shard, and its gradient is the sum over shards; at least one input must be split.
-        output_dim: The same for outputs, by the key of a dict or ``"output[0]"``; by default that of the inputs
-            where it is one number, else 0. With None, and always for an output without dimensions, the output is
-            the mean over shards, weighted by their samples.
-        grad_mode: ``"write"`` replaces ``parameter.grad``, ``"add"`` adds to it, ``"null"`` does not compute it;
-            one word for all, inputs included, or words by parameter (or by buffer that requires a gradient).
+        batch_dim: The dimension that counts samples: one for all inputs, or one for each by the name of the argument or
+            the path in it (``"pair[0]"``), 0 where none is given. With None the input is given whole to every shard,
+            and its gradient is the sum over shards; at least one input must be split.
+        output_dim: The same for outputs, by the key of a dict or ``"output[0]"``; by default that of the inputs where
+            it is one number, else 0. With None, and always for an output without dimensions, the output is the mean
+            over shards, weighted by their samples.
+        grad_mode: ``"write"`` replaces ``parameter.grad``, ``"add"`` adds to it, ``"null"`` does not compute it; one
+            word for all, inputs included, or words by parameter (or by buffer that requires a gradient).
         fixed: The names of parameters without a gradient, unless `grad_mode` names them.
-        input_grads: Whether backward also computes the gradients of inputs (of `data`, where labels are bound),
-            written or added as `grad_mode` says, if that is one word; or ``"write"``, ``"add"`` or ``"null"`` by
-            input, named as in `batch_dim`, where an input that is not named has none.
-        device_grads: Whether the part of each device is kept beside the sum, for ``gradients(merge=False)``; this
-            takes the memory of a gradient for each device.
+        input_grads: Whether backward also computes the gradients of inputs (of `data`, where labels are bound), written
+            or added as `grad_mode` says, if that is one word; or ``"write"``, ``"add"`` or ``"null"`` by input, named
+            as in `batch_dim`, where an input that is not named has none.
+        device_grads: Whether the part of each device is kept beside the sum, for ``gradients(merge=False)``; this takes
+            the memory of a gradient for each device.
         training: Whether this group trains. One that does not keeps no graphs and has no gradients.
         num_shards: The number of shards of a batch, or None for one per device.
         buffers: The rule by which the buffers of shards become the model's: ``"mean"`` or ``"first"``.
-        shared_group: A group whose model's parameters and buffers are used wherever names agree: the same memory
-            and the same gradients. Outputs stay each group's own.
-        timeout: The number of seconds after which a device that is still at work counts as hung; the first one
-            then has a thread of its own too. ``"auto"`` is half an hour for the threads of the other devices,
-            while the calling thread is not watched. None waits without end.
+        shared_group: A group whose model's parameters and buffers are used wherever names agree: the same memory and
+            the same gradients. Outputs stay each group's own.
+        timeout: The number of seconds after which a device that is still at work counts as hung; the first one then has
+            a thread of its own too. ``"auto"`` is half an hour for the threads of the other devices, while the calling
+            thread is not watched. None waits without end.
 
     Raises:
         TypeError: The model is no module or cannot be copied, `fixed` is a string, or a dimension no number.
-        ValueError: A device, workload, name or number is not what it must be, or gradients of inputs are
-            asked for in a group that does not train.
+        ValueError: A device, workload, name or number is not what it must be, or gradients of inputs are asked for in a
+            group that does not train.
 
     Determinism: with `num_shards` the bits of outputs, gradients and buffers depend on the model, the batch,
     that number and one draw of each forward from the default generator; not on devices and workloads.
@@ -144,8 +145,7 @@ class ReplicaGroup(ReplicaSet):
         Raises:
             OrderError: Inputs are bound already.
             TypeError: A description is not a name and a shape.
-            ValueError: Names come twice, shapes do not hold the same number of samples, or the model cannot
-                compute with them, as far as that shows without values.
+            ValueError: Names come twice, numbers of samples differ, or the model cannot compute with the shapes.
         """
         self._signature.bind(data, labels)
 
@@ -154,16 +154,14 @@ class ReplicaGroup(ReplicaSet):
 
         Args:
             data: As in `bind`, with the same names and numbers of dimensions.
-            labels: Likewise.
+            labels: As in `bind`.
 
         Returns:
             Whether a shape has changed; if so, outputs are those of the next forward.
 
         Raises:
             OrderError: No inputs are bound.
-            TypeError: A description is not a name and a shape; nothing has changed.
-            ValueError: Other names or numbers of dimensions, no common number of samples, or shapes that the
-                model cannot compute with; likewise.
+            ValueError: As `bind`, or names or numbers of dimensions are others; nothing has changed.
         """
         changed = self._signature.reshape(data, labels)
         if changed:
@@ -172,21 +170,13 @@ class ReplicaGroup(ReplicaSet):
 
     @property
     def batch_size(self) -> int:
-        """The number of samples of the bound inputs, else of the last forward.
-
-        Raises:
-            OrderError: There is neither.
-        """
+        """The number of samples of the bound inputs, else of the last forward; an OrderError if there is neither."""
         bound = self._signature.bound
         return self._last().inputs.num_samples if bound is None else bound.num_samples
 
     @property
     def slices(self) -> list[slice]:
-        """Which samples each device has; empty where it has none.
-
-        Raises:
-            OrderError: Inputs are not bound, and there was no forward.
-        """
+        """Which samples each device has; empty where it has none. Needs bound inputs or a forward."""
         shards = schedule(self.batch_size, self._num_shards, tuple(self.workloads))
         stops = list(accumulate((sum(len(shard.samples) for shard in run) for run in shards), initial=0))
         return [slice(start, stop) for start, stop in pairwise(stops)]
@@ -196,31 +186,28 @@ class ReplicaGroup(ReplicaSet):
 
         Args:
             batch: The arguments of the model: a tuple or list by position, a dict by name, else the only one.
-            training: Whether modules run as in training (dropout, batch statistics): True for the modes the
-                model has, or all of them in training mode where the model is in evaluation mode as a whole;
-                False for evaluation mode. None takes what the group was made with.
+            training: Whether modules run as in training (dropout, batch statistics): True for the modes the model has,
+                or all of them in training mode where the model is in evaluation mode as a whole; False for evaluation
+                mode. None takes what the group was made with.
 
         Returns:
-            What the model returns, of the whole batch, without a graph. The graphs for `backward` are kept
-            until then, or until the next forward; under ``torch.no_grad()`` there are none.
+            What the model returns, of the whole batch, without a graph. The graphs for `backward` are kept until then,
+            or until the next forward; under ``torch.no_grad()`` there are none.
 
         Raises:
             OrderError: The group is closed.
-            ReplicaError: The model raised in a shard, or a device hung; it is named, and the group can be
-                used on.
-            ReplicaInterrupt: Ctrl-C came while devices were at work; likewise.
+            ReplicaError: The model raised in a shard, or a device hung; it is named, and the group can be used on.
+            ReplicaInterrupt: Ctrl-C came while devices were at work; the group can be used on.
             TypeError: The model returned something that cannot be put together.
-            ValueError: The batch does not fit what was bound, or `batch_dim`, or outputs do not fit it; or a
-                buffer that requires a gradient was computed from other tensors.
+            ValueError: The batch does not fit what was bound, or `batch_dim`, or outputs do not fit it; or a buffer
+                that requires a gradient was computed from other tensors.
         """
         modes = self._input_modes if torch.is_grad_enabled() else NO_GRADIENTS
         inputs = self._signature.read(batch, modes)
         self._drop_forward()
         if self._trains and torch.is_grad_enabled():
-            for buffer in self.model.buffers():
-                if buffer.requires_grad:
-                    refuse_computed_buffers(self.model)
-                    break
+            if any(map(REQUIRES_GRAD, self.model.buffers())):
+                refuse_computed_buffers(self.model)
             self._store.make_room()
         with nullcontext() if self._trains else torch.no_grad():
             forward = self._passes.forward(
@@ -240,8 +227,8 @@ class ReplicaGroup(ReplicaSet):
         ``buffer.grad`` of buffers that require a gradient; hooks on parameters see it once.
 
         Args:
-            output_grads: The gradient of what forward returned, in the same containers, None where nothing
-                flows back; or None where the model returns a loss.
+            output_grads: The gradient of what forward returned, in the same containers, None where nothing flows back;
+                or None where the model returns a loss.
             retain_graph: Whether backward is to be possible once more for this forward.
 
         Raises:
@@ -252,9 +239,7 @@ class ReplicaGroup(ReplicaSet):
             ValueError: A gradient has another shape than its output, or none was given and there is no loss.
         """
         if not self._trains:
-            raise OrderError(
-                "A group made with training=False has no gradients; make one with training=True."
-            )
+            raise OrderError("A group made with training=False has no gradients; make one with training=True.")
         forward = self._forward or self._last()
         grads = read_output_grads(forward.outputs, self._merged, output_grads)
         backward = self._passes.backward(forward, grads, retain_graph=retain_graph)
@@ -265,8 +250,8 @@ class ReplicaGroup(ReplicaSet):
         """Return the outputs of the last forward.
 
         Args:
-            merge: One tensor for each output; else for each output a list with one tensor per device, None
-                where the device had no samples.
+            merge: One tensor for each output; else for each output a list with one tensor per device, None where the
+                device had no samples.
 
         Raises:
             OrderError: There was no forward.
@@ -277,9 +262,9 @@ class ReplicaGroup(ReplicaSet):
     def output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the name and shape of each output, of the whole batch: the last forward's, or the next one's.
 
-        Before the first forward, and after a `reshape`, they follow from the bound shapes: a copy of the
-        model is run on tensors without values, or, where it looks at values, on zeros. No state, random
-        number or buffer changes by that, and no hook of yours is called.
+        Before the first forward, and after a `reshape`, they follow from the bound shapes: a copy of the model is run
+        on tensors without values, or, where it looks at values, on zeros. No state, random number or buffer changes by
+        that, and no hook of yours is called.
 
         Raises:
             OrderError: There was no forward, and inputs are not bound or do not tell.
@@ -296,33 +281,28 @@ class ReplicaGroup(ReplicaSet):
         """Return the gradients of inputs that the last backward gave, in the order of the call.
 
         Args:
-            merge: One tensor for each input, on its device; else for each input a list with one per device.
-                None stands for an input without a gradient: whole numbers, labels, and what backward did
-                not reach.
+            merge: One tensor for each input, on its device; else for each input a list with one per device. None stands
+                for an input without a gradient: whole numbers, labels, and what backward did not reach.
 
         Raises:
             OrderError: They were not asked for, or there was no backward.
         """
         if not self._input_modes.wanted:
-            raise OrderError(
-                "Gradients of inputs are there with input_grads=True, and a `grad_mode` not 'null'."
-            )
+            raise OrderError("Gradients of inputs are there with input_grads=True, and a `grad_mode` not 'null'.")
         if self._input_gradients is None:
             raise OrderError("Gradients of inputs must follow a backward.")
         return self._input_gradients.merged() if merge else self._input_gradients.by_device(self.devices)
 
-    def update_metric(
-        self, metric: Updatable, labels: Any, *, per_device: bool = False, pad: int = 0
-    ) -> None:
+    def update_metric(self, metric: Updatable, labels: Any, *, per_device: bool = False, pad: int = 0) -> None:
         """Update a metric with the outputs of the last forward: ``metric.update(outputs, labels)``.
 
         Args:
             metric: Anything with `update`, also of torchmetrics.
             labels: A tensor or nest with one entry for each sample, cut as the bound labels are.
-            per_device: Whether there is one call for each device with its own samples; else one for all, so
-                that the result is that of one device whatever the metric counts.
-            pad: The number of samples at the end of the batch that are padding, which is not counted; an
-                output that is one value for all samples comes as it is.
+            per_device: Whether there is one call for each device with its own samples; else one for all, so that the
+                result is that of one device whatever the metric counts.
+            pad: The number of samples at the end of the batch that are padding, which is not counted; an output that is
+                one value for all samples comes as it is.
 
         Raises:
             OrderError: There was no forward.
@@ -347,9 +327,9 @@ class ReplicaGroup(ReplicaSet):
         """Give the gradients of parameters, and of buffers that require one, by name.
 
         Args:
-            merge: The sum over devices, ``parameter.grad``; else a list with the part of each device, None
-                where there is none. Parts of a gradient that was changed from outside are forgotten, and
-                so are, in the next forward that keeps graphs, those that its backward will replace.
+            merge: The sum over devices, ``parameter.grad``; else a list with the part of each device, None where there
+                is none. Parts of a gradient that was changed from outside are forgotten, and so are, in the next
+                forward that keeps graphs, those that its backward will replace.
 
         Raises:
             OrderError: Parts are asked for, and were not to be kept.
@@ -370,11 +350,7 @@ class ReplicaGroup(ReplicaSet):
         self._input_gradients = None
 
     def get_parameters(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Copy the parameters, and the buffers that belong to the model's state, by name.
-
-        All replicas have the same parameters. Buffers are the model's: what all shards of the last forward
-        made of them, by the rule `buffers`.
-        """
+        """Return copies of the parameters, and of the buffers that belong to the model's state, by name."""
         return read_parameters(self.model)
 
     def set_parameters(
@@ -397,16 +373,10 @@ class ReplicaGroup(ReplicaSet):
             TypeError: A value is no tensor.
             ValueError: Names are missing or unknown, all of which are told, or a shape differs.
         """
-        write_parameters(
-            self.model, parameters, buffers, allow_missing=allow_missing, allow_extra=allow_extra
-        )
+        write_parameters(self.model, parameters, buffers, allow_missing=allow_missing, allow_extra=allow_extra)
 
     def install_monitor(self, monitor: Monitor | None) -> None:
-        """Let a monitor watch the replicas at work; None takes away the one that is there.
-
-        Args:
-            monitor: Also reports the parameters and buffers of this group; may watch several groups.
-        """
+        """Let a monitor watch the replicas and report this group's parameters and buffers; None takes it away."""
         if monitor is not None:
             monitor.attach(self)
         self._passes.watch = monitor

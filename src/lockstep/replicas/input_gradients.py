@@ -90,9 +90,7 @@ class InputGradients:
     def merged(self) -> Tensors:
         """Give the gradient of each input, on that input's device."""
         shards = [shard for place in self.shards for shard in place]
-        return [
-            self._together(index, shards, tensor.device) for index, tensor in enumerate(self.inputs.tensors)
-        ]
+        return [self._together(index, shards, tensor.device) for index, tensor in enumerate(self.inputs.tensors)]
 
     def of_device(self, place: int, device: torch.device) -> Tensors:
         """Give the gradient of what one device was given of each input, on that device."""

@@ -84,8 +84,7 @@ class MergedOutput(torch.autograd.Function):
             )
         if ctx.link is None:
             raise OrderError(
-                "A second backward must follow one with retain_graph=True; the graphs of this output are "
-                "gone."
+                "A second backward must follow one with retain_graph=True; the graphs of this output are gone."
             )
         link: Link = ctx.link
         keep = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001 - no other way to know

@@ -149,9 +149,7 @@ class Monitor:
         [('weight.grad', 2.0, 0, 0), ('weight.grad', 2.0, 1, 1)]
     """
 
-    def __init__(
-        self, interval: int = 1, stat: Statistic = rms, pattern: str = ".*", *, sort: bool = False
-    ) -> None:
+    def __init__(self, interval: int = 1, stat: Statistic = rms, pattern: str = ".*", *, sort: bool = False) -> None:
         if interval < 1:
             raise ValueError(f"`interval` must be at least 1, got {interval}.")
         try:

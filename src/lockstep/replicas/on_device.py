@@ -48,9 +48,7 @@ class OnDevice(Wrapping):
         super().__init__(module)
         self.move_to(device, output_device)
 
-    def move_to(
-        self, device: str | torch.device, output_device: str | torch.device | None = None
-    ) -> OnDevice:
+    def move_to(self, device: str | torch.device, output_device: str | torch.device | None = None) -> OnDevice:
         """Let the module live elsewhere from now on.
 
         Args:

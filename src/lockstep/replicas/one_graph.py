@@ -122,9 +122,7 @@ class Attached:
         )
         size = len(parameters) + len(buffers)
         self._buffers = [buffer.index for buffer in buffers]
-        self._aliases = {
-            shard: aliases[number * size : (number + 1) * size] for number, shard in enumerate(devices)
-        }
+        self._aliases = {shard: aliases[number * size : (number + 1) * size] for number, shard in enumerate(devices)}
         self._inner = inner
 
     @contextmanager
@@ -198,9 +196,7 @@ def attached_forward(
         flat: Keeps the gradients end to end; None where they need not lie so.
     """
     shards = schedule(inputs.num_samples, placed.num_shards, tuple(placed.workloads))
-    devices = {
-        shard.index: device for run, device in zip(shards, placed.devices, strict=True) for shard in run
-    }
+    devices = {shard.index: device for run, device in zip(shards, placed.devices, strict=True) for shard in run}
     inner = passes.watch
     passes.watch = Attached(parameters, buffers, devices, inner, flat)
     try:

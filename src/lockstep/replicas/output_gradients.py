@@ -66,9 +66,7 @@ def _of_the_loss(outputs: Outputs, merged: list[torch.Tensor]) -> Tensors:
         shards = [each.tensors for each in outputs.shards]
         scalars = [index for index in scalars if any(tensors[index].requires_grad for tensors in shards)]
     if len(scalars) != 1:
-        found = ", ".join(
-            f"{name}: {tuple(each.shape)}" for name, each in zip(outputs.names, merged, strict=True)
-        )
+        found = ", ".join(f"{name}: {tuple(each.shape)}" for name, each in zip(outputs.names, merged, strict=True))
         raise ValueError(
             "`output_grads` must be given unless the model returns one loss, a floating-point number without "
             f"dimensions; got outputs of shapes {found}."
@@ -84,9 +82,7 @@ def _pairs(returned: Any, given: Any) -> list[tuple[int, Any]]:
         return [(returned.index, given)]
     if isinstance(returned, Mapping):
         if not isinstance(given, Mapping) or given.keys() - returned.keys():
-            raise ValueError(
-                f"`output_grads` must have the keys of the output, {list(returned)}, got {_kind(given)}."
-            )
+            raise ValueError(f"`output_grads` must have the keys of the output, {list(returned)}, got {_kind(given)}.")
         return [pair for key, part in given.items() for pair in _pairs(returned[key], part)]
     if nest.is_record(returned):
         parts = nest.record_parts(given) if nest.is_record(given) else given

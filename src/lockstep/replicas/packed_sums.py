@@ -168,9 +168,7 @@ class PackedSum:
         return found
 
 
-def combine_packed(
-    sums: Sequence[PackedSum], slots: Sequence[Slot], *, weight: float, unless: Tensor | None
-) -> None:
+def combine_packed(sums: Sequence[PackedSum], slots: Sequence[Slot], *, weight: float, unless: Tensor | None) -> None:
     """Make what all shards made of the buffers the model's new buffers; see `combine`."""
     buffers: Tensors = [slot.get() for slot in slots]
     packs = sums[0].packs
@@ -216,7 +214,4 @@ def _first(weights: Sequence[Tensor], firsts: Sequence[Tensor]) -> Tensor:
 
 
 def _all_sent(tensors: Tensors, devices: Sequence[torch.device]) -> Tensors:
-    return [
-        None if tensor is None else sent(tensor, device)
-        for tensor, device in zip(tensors, devices, strict=True)
-    ]
+    return [None if tensor is None else sent(tensor, device) for tensor, device in zip(tensors, devices, strict=True)]

@@ -107,8 +107,7 @@ def share_parameters(model: nn.Module, shared: nn.Module) -> None:
             _check_alike(full, own, sources[full])
             if replaced.setdefault(id(own), sources[full]) is not sources[full]:
                 raise ValueError(
-                    f"`shared_group` must tie {full!r} as the model does, got two tensors. Nothing was "
-                    "changed."
+                    f"`shared_group` must tie {full!r} as the model does, got two tensors. Nothing was changed."
                 )
     for table, name, _, own in slots:
         if id(own) in replaced:
@@ -120,8 +119,7 @@ def _check_alike(name: str, own: torch.Tensor, source: torch.Tensor) -> None:
     kinds = [isinstance(each, nn.Parameter) for each in (own, source)]
     if kinds[0] is not kinds[1] or own.shape != source.shape or own.dtype != source.dtype:
         raise ValueError(
-            f"`shared_group` must have {name!r} as {_described(own)}, got {_described(source)}. Nothing was "
-            "changed."
+            f"`shared_group` must have {name!r} as {_described(own)}, got {_described(source)}. Nothing was changed."
         )
 
 

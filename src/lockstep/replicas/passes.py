@@ -174,9 +174,7 @@ class Passes:
             )
 
             run = partial(self._forward, forward, settings, interrupts)
-            sums = self._streams.compute(
-                run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards)
-            )
+            sums = self._streams.compute(run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards))
             in_order = list(chain.from_iterable(forward.done))
             _check_complete(len(in_order), forward.shards)
             if forward.has_graph and not inputs.attached and not self._looked_for_strays:
@@ -226,9 +224,7 @@ class Passes:
         with self._lock, Interrupts() as interrupts, ComputeMode(self._settings()) as settings:
             if forward.replicas is self._replicas:
                 self._set.sync_for_backward()
-            tasks = self._streams.compute(
-                run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards)
-            )
+            tasks = self._streams.compute(run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards))
         inputs: dict[int, Tensors] = {}
         for task in tasks:
             inputs.update(task.inputs)

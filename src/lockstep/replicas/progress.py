@@ -112,7 +112,7 @@ class DeviceProgress:
             raise interrupt from error
 
     def interrupt(self, error: BaseException) -> ReplicaInterrupt | None:
-        """Return the error that names the devices at work to a KeyboardInterrupt; None for any other, and if none is."""
+        """Return what names the devices at work to a KeyboardInterrupt; None for another error, and if none is."""
         if type(error) is not KeyboardInterrupt:
             return None
         self.mark()

@@ -136,9 +136,7 @@ class ForwardTask:
             except Exception as error:
                 raise runner.error("forward", shard, error) from error
             position = stream_position(runner.device) if self.keeps_graph else None
-        self.done.append(
-            ShardForward(shard, piece.leaves, returned, nest.tensors(returned), leaves, position)
-        )
+        self.done.append(ShardForward(shard, piece.leaves, returned, nest.tensors(returned), leaves, position))
         if runner.buffers.bound:
             # A single shard's buffers are taken as they are: x * n / n is not always x.
             alone = len(shard.samples) == self.inputs.num_samples
@@ -187,9 +185,7 @@ class BackwardTask:
         self.sums.push(shard.index, _widened(runner.take_gradients() + _take(given.buffers)))
 
 
-def _paired(
-    tensors: Sequence[torch.Tensor], gradients: Tensors
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _paired(tensors: Sequence[torch.Tensor], gradients: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that have a gradient and a graph, and their gradients."""
     found: list[torch.Tensor] = []
     theirs: list[torch.Tensor] = []

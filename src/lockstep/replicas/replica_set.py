@@ -146,11 +146,7 @@ class ReplicaSet:
         """
         if self._closed:
             raise self._is_closed()
-        if (
-            self._watch is None
-            or self._watch.changed()
-            or (self._sending.is_needed and not self._sending.fits())
-        ):
+        if self._watch is None or self._watch.changed() or (self._sending.is_needed and not self._sending.fits()):
             if "cpu" in self.device_types:
                 keep_freed_memory()
             # Made in inference mode, the copies could not be trained later.

@@ -171,9 +171,7 @@ def check_dims(dims: BatchDim, argument: str) -> None:
     """
     each = list(dims.values()) if isinstance(dims, Mapping) else [dims]
     if not all(dim is None or type(dim) is int for dim in each):
-        raise TypeError(
-            f"`{argument}` must be a whole number, None, or a dict of such by name, got {dims!r}."
-        )
+        raise TypeError(f"`{argument}` must be a whole number, None, or a dict of such by name, got {dims!r}.")
 
 
 def given_dims(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int | None]:
@@ -190,9 +188,7 @@ def given_dims(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int 
     return by_longest_name(dims, paths, argument, default=0)
 
 
-def by_longest_name(
-    given: Mapping[str, Given], paths: Sequence[str], argument: str, *, default: Given
-) -> list[Given]:
+def by_longest_name(given: Mapping[str, Given], paths: Sequence[str], argument: str, *, default: Given) -> list[Given]:
     """Look up each path by the longest name that it is or begins with.
 
     Raises:

@@ -64,8 +64,7 @@ class ThreadSettings:
             inference=not training and torch.is_inference_mode_enabled(),
             autocast=tuple(map(_autocast, device_types)),
             default_device=_default_device() if has_modes else None,
-            flush_denormal=SMALLEST_DENORMAL * 1.0
-            == 0.0,  # the processor is asked, torch only sets the switch
+            flush_denormal=SMALLEST_DENORMAL * 1.0 == 0.0,  # the processor is asked, torch only sets the switch
             streams=_current_streams() if "cuda" in device_types else (),
         )
 
@@ -173,9 +172,7 @@ class InheritedSettings(ComputeMode):
 
 
 def _autocast(device_type: str) -> Autocast:
-    return Autocast(
-        device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    )
+    return Autocast(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
 
 def _switch_autocast(states: Iterable[Autocast]) -> list[Autocast]:

@@ -95,8 +95,7 @@ def refuse_shapes(model: nn.Module, binding: Binding, before: Binding | None, *,
     got = ", ".join(f"{path} {shapes[path]}" for path in suspects)
     names = ", ".join(f"`{path}`" for path in suspects)
     raise ValueError(
-        f"{names} must have a shape that the model can compute with, got {got}: "
-        f"{type(error).__name__}: {error}"
+        f"{names} must have a shape that the model can compute with, got {got}: {type(error).__name__}: {error}"
     ) from error
 
 

@@ -44,9 +44,7 @@ class ShardStreams:
             calls `compute`, and compute shards of their own there.
     """
 
-    def __init__(
-        self, devices: Sequence[torch.device], *, turn: AbstractContextManager[object] = NOTHING
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, turn: AbstractContextManager[object] = NOTHING) -> None:
         self._devices = devices
         self._turn = turn
         self._override = StreamOverride()
@@ -89,9 +87,7 @@ class ShardStreams:
                         return computed
                     guard.put_back()
                 self._fall_back("The model drew from the default random generator past its shard's stream")
-            if (
-                THREAD.generator is not None
-            ):  # inside another group's shard, whose thread has no default generator
+            if THREAD.generator is not None:  # inside another group's shard, whose thread has no default generator
                 return run(at_once=False)
             borrowed, self._idle = self._idle or DefaultStream(*self._devices), None
             with self._turn, borrowed:

@@ -123,7 +123,5 @@ class Signature:
             argument="labels",
         )
         if read.num_samples != num_samples:
-            raise ValueError(
-                f"`labels` must be for the {num_samples} samples of the forward, got {read.num_samples}."
-            )
+            raise ValueError(f"`labels` must be for the {num_samples} samples of the forward, got {read.num_samples}.")
         return read

@@ -129,9 +129,7 @@ def finish_whole(sums: Tensors, finish: Finish[Told]) -> Told:
 def gather(partials: Sequence[PartialSum], device: torch.device) -> list[PartialSum]:
     """Return partial sums on one device; those that are there stay as they are."""
     return [
-        PartialSum(
-            partial.shard, [None if tensor is None else sent(tensor, device) for tensor in partial.tensors]
-        )
+        PartialSum(partial.shard, [None if tensor is None else sent(tensor, device) for tensor in partial.tensors])
         for partial in partials
     ]
 
@@ -160,10 +158,7 @@ def _slice_of(partials: Sequence[PartialSum], pieces: Sequence[Piece]) -> list[P
     return [
         PartialSum(
             partial.shard,
-            [
-                None if (tensor := partial.tensors[piece.tensor]) is None else _view(tensor, piece)
-                for piece in pieces
-            ],
+            [None if (tensor := partial.tensors[piece.tensor]) is None else _view(tensor, piece) for piece in pieces],
         )
         for partial in partials
     ]

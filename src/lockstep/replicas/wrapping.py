@@ -49,9 +49,7 @@ class Wrapping(nn.Module):
         super()._apply(stay, recurse)  # type: ignore[no-untyped-call]  # torch's gap
         return self
 
-    def _load_from_state_dict(
-        self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any) -> None:
         """Give the saved names the prefix by which the wrapped module, which loads next, looks for them.
 
         Hooks of `register_load_state_dict_pre_hook` come before: they know the saved names.
@@ -78,9 +76,7 @@ def _change(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) ->
         return fn(torch.empty((0,), dtype=tensor.dtype, device="cpu"))
 
 
-def _drop_prefix(
-    wrapper: nn.Module, state: MutableMapping[str, Any], prefix: str, local_metadata: Any
-) -> None:
+def _drop_prefix(wrapper: nn.Module, state: MutableMapping[str, Any], prefix: str, local_metadata: Any) -> None:
     """Save the wrapped module's tensors, and the versions of its layout, under its own names."""
     del wrapper, local_metadata
     _rename(state, prefix + INNER, prefix)

@@ -85,9 +85,7 @@ def restore(library: torch.library.Library) -> None:
 def _random_kernel(name: str) -> RandomKernel | None:
     operator, _, overload = name.partition(".")
     schema = torch._C._get_schema(f"aten::{operator}", overload)  # noqa: SLF001 - no public way
-    positions = [
-        place for place, argument in enumerate(schema.arguments) if "Generator" in str(argument.type)
-    ]
+    positions = [place for place, argument in enumerate(schema.arguments) if "Generator" in str(argument.type)]
     return RandomKernel(operator, overload, positions[0]) if positions else None
 
 

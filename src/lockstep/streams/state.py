@@ -34,9 +34,7 @@ def default_addresses() -> tuple[int, int]:
 
     The dispatcher may hand out another Python object for the same C++ generator; ``_cdata`` is its address.
     """
-    default, stand_in = (
-        object.__getattribute__(each, "_cdata") for each in (torch.default_generator, STAND_IN)
-    )
+    default, stand_in = (object.__getattribute__(each, "_cdata") for each in (torch.default_generator, STAND_IN))
     return default, stand_in
 
 

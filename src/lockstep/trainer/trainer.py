@@ -138,9 +138,7 @@ class Trainer:
             OrderError: The run is under way.
         """
         if not callable(extension):
-            raise TypeError(
-                f"`extension` must be an Extension or a function of the trainer, got {extension!r}."
-            )
+            raise TypeError(f"`extension` must be an Extension or a function of the trainer, got {extension!r}.")
         if self._started is not None:
             raise OrderError("`extend` must be called while the run is not under way.")
         if not isinstance(extension, Extension):
@@ -259,9 +257,7 @@ class Trainer:
         check_keys(state["extensions"], self._entries, of="the extensions of Trainer")
         unknown = {*state["pending"], state["due"]} - {None, *self._entries}
         if unknown:
-            raise StateError(
-                f"The state of Trainer must name its extensions as pending, got {sorted(unknown)}."
-            )
+            raise StateError(f"The state of Trainer must name its extensions as pending, got {sorted(unknown)}.")
         self._load_parts(state)
         self._elapsed = state["elapsed_time"]
         self.observation = {name: Mean(*pair) for name, pair in state["observation"].items()}
@@ -289,9 +285,7 @@ class Trainer:
         trigger = get_trigger(spec)
         for entry in self._entries.values():
             if entry.trigger is trigger:
-                raise ValueError(
-                    f"`trigger` must be no other extension's, got that of {entry.name}. Make a second."
-                )
+                raise ValueError(f"`trigger` must be no other extension's, got that of {entry.name}. Make a second.")
         return trigger
 
     def _free_name(self, name: str) -> str:
@@ -346,10 +340,7 @@ class Trainer:
         entries = self._initialized
         calls: list[tuple[str, Callable[[], object]]] = []
         if error is not None:
-            calls += [
-                (f"`on_error` of {each.name}", partial(each.extension.on_error, self, error))
-                for each in entries
-            ]
+            calls += [(f"`on_error` of {each.name}", partial(each.extension.on_error, self, error)) for each in entries]
         calls += [(f"`finalize` of {each.name}", partial(each.extension.finalize, self)) for each in entries]
         calls.append(("`finalize` of the updater", self.updater.finalize))
         first = error

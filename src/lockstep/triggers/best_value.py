@@ -25,9 +25,7 @@ class BestValue(Trigger):
 
     _saved = ("best", "average", "trigger")
 
-    def __init__(
-        self, key: str, compare: Callable[[float, float], bool], trigger: TriggerSpec = (1, "epoch")
-    ) -> None:
+    def __init__(self, key: str, compare: Callable[[float, float], bool], trigger: TriggerSpec = (1, "epoch")) -> None:
         self.key = key
         self._compare = compare
         self._trigger = get_trigger(trigger)
@@ -62,9 +60,7 @@ class BestValue(Trigger):
     def _mean(self, progress: Progress) -> float:
         if self._average.empty:
             there = ", ".join(map(repr, sorted(progress.observation))) or "nothing"
-            raise KeyError(
-                f"`key` must be observed before its interval ends, got {self.key!r}; there is {there}."
-            )
+            raise KeyError(f"`key` must be observed before its interval ends, got {self.key!r}; there is {there}.")
         mean = self._average.compute()
         self._average.reset()
         return mean

@@ -72,9 +72,7 @@ class EarlyStopping(Trigger):
         """Take the value in, check if it is time to, and say whether to stop."""
         if self.monitor in progress.observation:
             self._average.update(progress.observation[self.monitor])
-        impatient = self._check_trigger(progress) and self._judge(
-            observed=self.monitor in progress.observation
-        )
+        impatient = self._check_trigger(progress) and self._judge(observed=self.monitor in progress.observation)
         return self._max_trigger(progress) or impatient
 
     def initialize(self, progress: Progress) -> None:

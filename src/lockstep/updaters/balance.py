@@ -71,9 +71,7 @@ class PlaceTimes:
             samples / seconds if samples and seconds else usual
             for samples, seconds in zip(self._samples, self._seconds, strict=True)
         ]
-        LOG.info(
-            "Measured workloads, in samples per second: %s.", ", ".join(f"{speed:.1f}" for speed in speeds)
-        )
+        LOG.info("Measured workloads, in samples per second: %s.", ", ".join(f"{speed:.1f}" for speed in speeds))
         return [speed / usual for speed in speeds]
 
 

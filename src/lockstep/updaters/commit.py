@@ -32,15 +32,12 @@ class Committer:
         auto_new_epoch: Whether optimizers that count epochs are told of them.
     """
 
-    def __init__(
-        self, engine: GradientEngine, training: Training, deferral: Deferral, *, auto_new_epoch: bool
-    ) -> None:
+    def __init__(self, engine: GradientEngine, training: Training, deferral: Deferral, *, auto_new_epoch: bool) -> None:
         self._deferral = deferral
         self._engine = engine
         self._training = training
         self._steps = {
-            name: OptimizerStep(each, training.masters.get(name))
-            for name, each in training.optimizers.items()
+            name: OptimizerStep(each, training.masters.get(name)) for name, each in training.optimizers.items()
         }
         self._epochs = Epochs(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
 

@@ -100,9 +100,7 @@ class CustomStep:
             with DefaultStream(engine.group.devices[0]) as stream, self._coordinator.telling():
                 stream.seed(stream_seed(engine.recipe.seed, lane(STEP) + engine.first_stream()))
                 core(batch)
-                self._coordinator.agree(
-                    {"update": training.iteration, "computation": "end"}, context.interrupts
-                )
+                self._coordinator.agree({"update": training.iteration, "computation": "end"}, context.interrupts)
             self._committer.count_or_undo(state.applied, state.drawn)
         except BaseException:
             context.interrupts.hold()
@@ -210,8 +208,7 @@ def _pop(computed: dict[Names, Attempt], names: Names) -> Attempt:
     """
     if names not in computed:
         raise OrderError(
-            "`apply_gradients` must follow `compute_gradients`, once for each call and for the same "
-            "optimizer."
+            "`apply_gradients` must follow `compute_gradients`, once for each call and for the same optimizer."
         )
     return computed.pop(names)
 

@@ -87,9 +87,7 @@ REASONS: Final[Conditions] = READS_CHECK | {
     "{} has no after_on_device of its own": lambda run, _: (
         (policy := run.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
     ),
-    "the weight of a Loss is a tensor, which tells whether its shard takes part": lambda run, _: (
-        run.reads_weights
-    ),
+    "the weight of a Loss is a tensor, which tells whether its shard takes part": lambda run, _: run.reads_weights,
     "the buffer {!r} is no plain run of numbers": lambda run, _: unpackable(run.training.group.model),
 }
 """All reasons for which something is read: those, and others where the check is deferred all the same."""

@@ -39,9 +39,7 @@ def described(training: Training, recipe: Recipe) -> Fields:
 
 def _joined(what: str, named: Mapping[str, Any], describe: Any) -> Fields:
     """Describe things of one kind, each field under the thing's name."""
-    return {
-        f"{field} of {what} {name!r}": text for name, each in named.items() for field, text in describe(each)
-    }
+    return {f"{field} of {what} {name!r}": text for name, each in named.items() for field, text in describe(each)}
 
 
 def _model_fields(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -122,10 +122,7 @@ class GradientEngine:
         if self._ranks is not None:
             self._ranks.begin()
         attempt.work = [
-            [
-                (shard, shard_arrays(attempt.batches[shard.batch], shard, device, recipe.converter))
-                for shard in run
-            ]
+            [(shard, shard_arrays(attempt.batches[shard.batch], shard, device, recipe.converter)) for shard in run]
             for run, device in zip(share.runs, self.group.devices, strict=True)
         ]
         attempt.task = GradientTask(

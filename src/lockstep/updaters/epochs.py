@@ -35,9 +35,7 @@ class Epochs:
         counting = [each for each in optimizers.values() if isinstance(each, CountsEpochs)]
         for optimizer in counting:
             optimizer.use_auto_new_epoch = True
-        self._calls: list[Callable[[], object]] = [
-            partial(optimizer.new_epoch, auto=True) for optimizer in counting
-        ]
+        self._calls: list[Callable[[], object]] = [partial(optimizer.new_epoch, auto=True) for optimizer in counting]
         self._calls += [scheduler.step for scheduler in schedulers.values()]
 
     def begin(self, epochs: int) -> list[BaseException]:

@@ -18,9 +18,7 @@ from lockstep.updaters.networks import Arrangement
 from lockstep.updaters.recipe import Recipe, check_choice
 
 
-def check_fit(
-    recipe: Recipe, arranged: Arrangement, optimizers: Mapping[str, Optimizer], *, takes_steps: bool
-) -> None:
+def check_fit(recipe: Recipe, arranged: Arrangement, optimizers: Mapping[str, Optimizer], *, takes_steps: bool) -> None:
     """Refuse a recipe, networks and optimizers that do not belong together.
 
     Args:
@@ -54,14 +52,10 @@ def check_communicator(communicator: object) -> None:
         TypeError: It is of another kind.
     """
     if not isinstance(communicator, Communicator | None):
-        raise TypeError(
-            f"`communicator` must be a Communicator or None, got a {type(communicator).__name__}."
-        )
+        raise TypeError(f"`communicator` must be a Communicator or None, got a {type(communicator).__name__}.")
 
 
-def fixed_workloads(
-    recipe: Recipe, workloads: Sequence[float] | Literal["auto"] | None
-) -> Sequence[float] | None:
+def fixed_workloads(recipe: Recipe, workloads: Sequence[float] | Literal["auto"] | None) -> Sequence[float] | None:
     """Give the workloads that are given, None where they are to be measured.
 
     Raises:
@@ -123,9 +117,7 @@ def check_flat(optimizers: Mapping[str, Optimizer], *, takes_steps: bool) -> Non
         ValueError: There are several optimizers, steps of the user's own, or several dtypes.
     """
     if takes_steps or len(optimizers) > 1:
-        raise ValueError(
-            "`flat_gradients` must be False with several optimizers or a step function, got True."
-        )
+        raise ValueError("`flat_gradients` must be False with several optimizers or a step function, got True.")
     (optimizer,) = optimizers.values()
     dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
     if len(dtypes) > 1:

@@ -101,9 +101,7 @@ class InlineGradients:
         """Has a body for each rank."""
         self._follow(())
 
-    def pack(
-        self, partials: Sequence[PartialSum], contribution: Contribution, like: Sequence[torch.Tensor]
-    ) -> None:
+    def pack(self, partials: Sequence[PartialSum], contribution: Contribution, like: Sequence[torch.Tensor]) -> None:
         """Put this rank's partial sums into the body of its message, if they fit.
 
         Args:
@@ -150,9 +148,7 @@ class InlineGradients:
             return partials[0].tensors
         return self._in_order(partials, arrivals.layouts, len(like))
 
-    def _in_order(
-        self, partials: Sequence[PartialSum], layouts: Sequence[PackedLayout], count: int
-    ) -> Tensors:
+    def _in_order(self, partials: Sequence[PartialSum], layouts: Sequence[PackedLayout], count: int) -> Tensors:
         """Add up what all ranks bring."""
         sums: list[PartialSum] = []
         for rank, layout in enumerate(layouts):
@@ -162,9 +158,7 @@ class InlineGradients:
             return [None] * count
         own = {tensor.data_ptr() for each in partials for tensor in each.tensors if tensor is not None}
         # What lies in a body will be written over.
-        return [
-            tensor if tensor is None or tensor.data_ptr() in own else tensor.clone() for tensor in total(sums)
-        ]
+        return [tensor if tensor is None or tensor.data_ptr() in own else tensor.clone() for tensor in total(sums)]
 
     def _make_room(self, needed: int, size: int) -> None:
         if needed * (size - 1) <= self._limit:
@@ -198,6 +192,5 @@ class InlineGradients:
 def _fits(tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether tensors can be laid end to end as bytes on the host."""
     return all(
-        tensor.dtype == tensors[0].dtype and tensor.device.type == "cpu" and not tensor.is_sparse
-        for tensor in tensors
+        tensor.dtype == tensors[0].dtype and tensor.device.type == "cpu" and not tensor.is_sparse for tensor in tensors
     )

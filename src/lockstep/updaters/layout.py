@@ -78,9 +78,7 @@ class Layout:
                     [parameter for parameter in replica.parameters() if parameter.requires_grad],
                     ReplicaBuffers(model, replica, recipe.buffers),
                 )
-                for place, (device, replica) in enumerate(
-                    zip(replicas.devices, replicas.replicas, strict=True)
-                )
+                for place, (device, replica) in enumerate(zip(replicas.devices, replicas.replicas, strict=True))
             ],
             [Observers({"": replica}) for replica in replicas.replicas],
             FlatGradients(parameters, like[0].dtype) if recipe.flat_gradients else None,

@@ -109,9 +109,7 @@ def check_loss(returned: object) -> Loss:
     if value.is_complex():
         raise TypeError(f"`loss_fn` must return a real loss, got {value.dtype}. Take its real part.")
     if value.numel() != 1:
-        raise ValueError(
-            f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean."
-        )
+        raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     if not value.requires_grad:
         raise ValueError(
             "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "

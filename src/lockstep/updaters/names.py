@@ -82,9 +82,7 @@ def look_up(name: str, named: Mapping[str, T]) -> T:
     return named[name]
 
 
-def named_schedulers(
-    argument: str, given: Any, optimizers: Mapping[str, Optimizer]
-) -> dict[str, LRScheduler]:
+def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
     """Give schedulers by name: of a single one "main", of a sequence their numbers.
 
     Args:
@@ -106,9 +104,7 @@ def named_schedulers(
     own = {id(optimizer) for optimizer in optimizers.values()}
     for name, scheduler in found.items():
         if id(scheduler.optimizer) not in own:
-            raise ValueError(
-                f"`{argument}` must hold schedulers of the updater's optimizers, got {name!r} of another."
-            )
+            raise ValueError(f"`{argument}` must hold schedulers of the updater's optimizers, got {name!r} of another.")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
                 f"`{argument}` must hold schedulers that step without a measured value, got {name!r}, a "

@@ -91,9 +91,7 @@ def arrange(
         ValueError: Names or structures do not fit together.
     """
     if (model is None) == (models is None):
-        raise TypeError(
-            "Either `model` or `models` must be given, got " + ("none." if model is None else "both.")
-        )
+        raise TypeError("Either `model` or `models` must be given, got " + ("none." if model is None else "both."))
     given, argument = (models, "models") if model is None else (model, "model")
     networks = by_name(argument, given, nn.Module, "a torch.nn.Module")
     several = networks.keys() != {MAIN}
@@ -126,9 +124,7 @@ def _by_place(
     if not isinstance(workloads, Mapping):
         return workloads
     if workloads.keys() != places.keys():
-        raise ValueError(
-            f"`workloads` must have the names of `devices` ({sorted(places)}), got {sorted(workloads)}."
-        )
+        raise ValueError(f"`workloads` must have the names of `devices` ({sorted(places)}), got {sorted(workloads)}.")
     return [workloads[name] for name in places]
 
 

@@ -36,9 +36,7 @@ from lockstep.updaters.fused import settle_layout
 
 VERSION: Final = attrgetter("_version")
 
-PER_PARAMETER: Final = frozenset(
-    {ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop}
-)
+PER_PARAMETER: Final = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 """Optimizers whose step of one parameter reads nothing of another."""
 
 

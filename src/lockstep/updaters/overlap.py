@@ -182,9 +182,7 @@ class EarlySend:
         return self.has_begun and not self._spoiled and not self._left
 
     @contextmanager
-    def watching(
-        self, shard: int, before: list[PartialSum], parameters: Sequence[nn.Parameter]
-    ) -> Iterator[None]:
+    def watching(self, shard: int, before: list[PartialSum], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Bring what backward makes inside of the ``with``, which is that of this rank's last shard.
 
         Args:
@@ -239,9 +237,7 @@ class EarlySend:
         self._brought[index] = gradient
         self._pending.bring(index, tensors)
 
-    def _is_announced(
-        self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]
-    ) -> bool:
+    def _is_announced(self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
         """Tell whether partial sums of one tensor are those that all ranks expect."""
         return tuple(shards) == self.announced.shards and all(
             (tensor is not None) == bool(mask >> index & 1) and not (tensor is not None and tensor.is_sparse)

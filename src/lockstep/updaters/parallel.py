@@ -37,84 +37,75 @@ from lockstep.updaters.updater import Updater
 class ParallelUpdater(Updater):
     """Train a model, or several, on several devices; the result does not depend on which and how many.
 
-    One update takes the next batch (or `accumulate` of them), cuts it into shards, runs one forward and one
-    backward for each shard on the device it is assigned to, sums the gradients in one fixed tree, divides
-    once by the summed weight, checks the result, and lets the optimizers step. Until the step begins nothing
-    has changed: after an exception or Ctrl-C the next call goes on with the same batch. Ctrl-C during the
-    step waits for its end.
+    One update takes the next batch (or `accumulate` of them), cuts it into shards, runs one forward and one backward
+    for each shard on the device it is assigned to, sums the gradients in one fixed tree, divides once by the summed
+    weight, checks the result, and lets the optimizers step. Until the step begins nothing has changed: after an
+    exception or Ctrl-C the next call goes on with the same batch. Ctrl-C during the step waits for its end.
 
-    A `step_fn`, or a subclass that overrides `update_core`, says what an update does instead, with any number
-    of calls of `compute_gradients` and `apply_gradients`. Where it fails or is interrupted, everything is put
-    back to the state after the previous update, and the next call begins with the same batch.
+    A `step_fn`, or a subclass that overrides `update_core`, says what an update does instead, with any number of calls
+    of `compute_gradients` and `apply_gradients`. Where it fails or is interrupted, everything is put back to the state
+    after the previous update, and the next call begins with the same batch.
 
     Args:
         iterator: The source of the batches: a lockstep iterator, any iterable of batches of tensors that
-            `lockstep.data.IterableBatches` takes (a DataLoader, a list, a generator function), or several by
-            name. The one named "main" provides the batch an update begins with and counts the epochs.
+            `lockstep.data.IterableBatches` takes (a DataLoader, a list, a generator function), or several by name. The
+            one named "main" provides the batch an update begins with and counts the epochs.
         optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name that share no
             parameter. Without a step function every update steps all of them by the gradient of one loss.
-        model: The model. It is moved to the first device and never run itself: replicas are copies that share
-            its memory. You may give several networks by name, each of which is replicated on all devices.
-        models: Another name for `model`. With exactly the names of `devices` they are replicas of one model:
-            they must be alike, the main one holds the weights, and the others receive them after each update.
-        devices: ``"auto"`` for every GPU, or else every core; names of devices, which may repeat; or devices
-            by name, of which "main" (or else the first) is the main one.
-        num_shards: The number of shards a batch is cut into, at least 1. It is part of what the result means.
-            With None each device has one shard, sized by its workload, and the bits depend on the number of
-            devices.
-        workloads: The relative speeds of the devices, by which shards are assigned; equal by default.
-            ``"auto"`` measures them over the first updates, and the speeds of processes beside each other; it
-            requires a number of shards.
-        loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword. It
-            returns a mean loss or a `Loss`. For several networks it gets a dict of their replicas. By default
-            the model itself returns the loss.
-        step_fn: Called as ``step_fn(updater, batch)``. Gradients and steps it asks the updater for appear in
-            the result and are counted by `scheduler`. Calls such as ``optimizer.step()`` made directly are
-            neither reported nor counted.
+        model: The model. It is moved to the first device and never run itself: replicas are copies that share its
+            memory. You may give several networks by name, each of which is replicated on all devices.
+        models: Another name for `model`. With exactly the names of `devices` they are replicas of one model: they must
+            be alike, the main one holds the weights, and the others receive them after each update.
+        devices: ``"auto"`` for every GPU, or else every core; names of devices, which may repeat; or devices by name,
+            of which "main" (or else the first) is the main one.
+        num_shards: The number of shards a batch is cut into, at least 1. It is part of what the result means. With None
+            each device has one shard, sized by its workload, and the bits depend on the number of devices.
+        workloads: The relative speeds of the devices, by which shards are assigned; equal by default. ``"auto"``
+            measures them over the first updates, and the speeds of processes beside each other; it requires a number of
+            shards.
+        loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword. It returns a
+            mean loss or a `Loss`. For several networks it gets a dict of their replicas. By default the model itself
+            returns the loss.
+        step_fn: Called as ``step_fn(updater, batch)``. Gradients and steps it asks the updater for appear in the result
+            and are counted by `scheduler`. Calls such as ``optimizer.step()`` made directly are neither reported nor
+            counted.
         converter: Called as ``converter(samples, device)`` for the samples of one shard.
         seed: The seed of the random streams, which are keyed by (seed, update, shard).
         accumulate: The number of batches of one update, at least 1; fewer where the iterator ends.
-        split: ``"contiguous"`` shards, or ``"strided"``, where shard i of n has the samples i, i + n, i + 2n
-            …
-        reduction: ``"mean"`` over all shards by their weights, or ``"sum"`` of the gradients of the shards'
-            mean losses, as Chainer has it.
-        precision: ``"fp32"``; ``"bf16"`` or ``"fp16"`` for autocast in that format; ``"bf16-true"`` or
-            ``"fp16-true"`` for a model that is held in it, where gradients are summed in float32 and
-            optimizers step float32 master weights, see `master_weights`. Data stays in its own format.
-        loss_scale: A number or a `LossScale`, shared by all optimizers. With None it begins as that of the
-            optimizers (see `loss_scaling`), which the updater copies and then adjusts independently, or else
-            as 1.
-        on_overflow: What follows a gradient that is not finite, once the loss scale has stepped down:
-            ``"retry"`` the same batch in the same random streams, draw the ``"next"`` one, or ``"skip"`` it.
-            A batch whose loss itself is not finite stays so at any scale; `find_nonfinite` names its samples.
+        split: ``"contiguous"`` shards, or ``"strided"``, where shard i of n has the samples i, i + n, i + 2n …
+        reduction: ``"mean"`` over all shards by their weights, or ``"sum"`` of the gradients of the shards' mean
+            losses, as Chainer has it.
+        precision: ``"fp32"``; ``"bf16"`` or ``"fp16"`` for autocast in that format; ``"bf16-true"`` or ``"fp16-true"``
+            for a model that is held in it, where gradients are summed in float32 and optimizers step float32 master
+            weights, see `master_weights`. Data stays in its own format.
+        loss_scale: A number or a `LossScale`, shared by all optimizers. With None it begins as that of the optimizers
+            (see `loss_scaling`), which the updater copies and then adjusts independently, or else as 1.
+        on_overflow: What follows a gradient that is not finite, once the loss scale has stepped down: ``"retry"`` the
+            same batch in the same random streams, draw the ``"next"`` one, or ``"skip"`` it. A batch whose loss itself
+            is not finite stays so at any scale; `find_nonfinite` names its samples.
         max_tries: How many attempts one update may make, at least 1.
-        on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to
-            lower.
-        buffers: ``"mean"`` over shards, weighted by their samples, or ``"first"`` for those of the first
-            shard.
+        on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to lower.
+        buffers: ``"mean"`` over shards, weighted by their samples, or ``"first"`` for those of the first shard.
         scheduler: One or several schedulers that step whenever their optimizer has moved weights.
         epoch_scheduler: One or several schedulers that step when the main iterator starts an epoch.
         auto_new_epoch: Whether optimizers that count epochs are told when the main iterator starts one.
         flat_gradients: Whether the gradients lie end to end in one tensor, `flat_gradients`, of which every
-            ``parameter.grad`` is a view. This costs a copy, and is for one optimizer whose parameters have
-            one dtype.
-        timeout: The number of seconds, above 0, after which a device that is still at work counts as hung;
-            the first device then has a thread of its own too. ``"auto"`` is half an hour for the threads of
-            the other devices, while the calling thread is not watched. None waits without end. The result
-            does not depend on it.
-        communicator: Joins the processes of the run, each with devices of its own, whose shards are parts of
-            one batch. By default it is found in the environment; without one, a process is the whole run.
-        check_every: The number of updates, at least 1, within which processes compare all bits of their
-            states, a part at a time. Everything else that must be equal is compared before the first update.
-        differing_models: Whether models that differ over processes when a run begins take the values of rank
-            0 (``"broadcast"``) or end the run (``"refuse"``).
+            ``parameter.grad`` is a view. This costs a copy, and is for one optimizer whose parameters have one dtype.
+        timeout: The number of seconds, above 0, after which a device that is still at work counts as hung; the first
+            device then has a thread of its own too. ``"auto"`` is half an hour for the threads of the other devices,
+            while the calling thread is not watched. None waits without end. The result does not depend on it.
+        communicator: Joins the processes of the run, each with devices of its own, whose shards are parts of one batch.
+            By default it is found in the environment; without one, a process is the whole run.
+        check_every: The number of updates, at least 1, within which processes compare all bits of their states, a part
+            at a time. Everything else that must be equal is compared before the first update.
+        differing_models: Whether models that differ over processes when a run begins take the values of rank 0
+            (``"broadcast"``) or end the run (``"refuse"``).
 
     Raises:
         TypeError: An argument is of another kind.
         ValueError: An argument is out of range, or parts do not belong together.
 
-    Determinism: weights, buffers and optimizer state depend on the model, the data, `num_shards`, `seed`, the
-        other
+    Determinism: weights, buffers and optimizer state depend on the model, the data, `num_shards`, `seed`, the other
     arguments except `devices`, `workloads` and `timeout`, the torch build and the processor's type. With
     ``num_shards=None`` they also depend on the number of devices and their workloads.
 
@@ -258,12 +249,12 @@ class ParallelUpdater(Updater):
         Args:
             batch: `Samples`, or a tensor or nest of tensors with the samples along the first dimension.
             loss_fn: The loss function to use instead of the updater's.
-            optimizer: The name of the optimizer whose parameters get a gradient; those of others keep theirs.
-                None stands for all parameters.
+            optimizer: The name of the optimizer whose parameters get a gradient; those of others keep theirs. None
+                stands for all parameters.
 
         Returns:
-            What was measured; ``applied`` is False, and `nonfinite` names a parameter if the gradient is
-            not finite. In a step function, `on_overflow` has been followed by then.
+            What was measured; ``applied`` is False, and `nonfinite` names a parameter if the gradient is not finite. In
+            a step function, `on_overflow` has been followed by then.
 
         Raises:
             ReplicaError: User code raised in a shard.
@@ -276,8 +267,8 @@ class ParallelUpdater(Updater):
     def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
         """Do the second half: step with what is in ``parameter.grad``, take over the buffers, count.
 
-        Where the gradient was not finite, the loss scale steps down instead. In a step function nothing is
-        counted here, but once at the end of the update.
+        Where the gradient was not finite, the loss scale steps down instead. In a step function nothing is counted
+        here, but once at the end of the update.
 
         Args:
             optimizer: The name that `compute_gradients` was given.
@@ -304,8 +295,8 @@ class ParallelUpdater(Updater):
     def find_nonfinite(self) -> list[NonFiniteShard]:
         """Compute the pending batch once more at the current loss scale, and list the shards with bad gradients.
 
-        After a `NonFiniteError` the pending batch is the one it was about. Nothing changes; the random
-        streams are those the next update will use. An empty list says that each shard by itself is finite.
+        After a `NonFiniteError` the pending batch is the one it was about. Nothing changes; the random streams are
+        those the next update will use. An empty list says that each shard by itself is finite.
 
         Raises:
             StopIteration: The iterator has ended.
@@ -351,11 +342,7 @@ class ParallelUpdater(Updater):
         return tuple(self._training.group.devices)
 
     def master_weights(self, model: str = MAIN) -> dict[str, torch.Tensor]:
-        """Return the float32 master weights by the names of their parameters; none without a true half precision.
-
-        Args:
-            model: The name of the model; the KeyError for another lists those there are.
-        """
+        """Return the float32 master weights of a model by its parameters' names; none without a true half precision."""
         return self._training.master_weights(model)
 
     @property
@@ -373,12 +360,12 @@ class ParallelUpdater(Updater):
     def why_it_waits(self) -> str | None:
         """Why `update` reads on the host what is on the device; None where it reads nothing.
 
-        It need not with ``on_overflow="skip"`` in one process, for optimizers that leave a step out by a flag
-        on the device, which are torch's with ``fused=True``, with no scheduler that counts applied updates
-        and no hook of a step that does more than change gradients. (The first step of a fused SGD with
-        momentum reads the flag all the same.) Then what an update came to is decided on the device, and read
-        by whoever looks at its result, at `applied_updates`, `loss_scale` or `state_dict`. A step function
-        that looks at nothing is no reason either. Tensors as weights of losses are one, from the first on.
+        It need not with ``on_overflow="skip"`` in one process, for optimizers that leave a step out by a flag on the
+        device, which are torch's with ``fused=True``, with no scheduler that counts applied updates and no hook of a
+        step that does more than change gradients. (The first step of a fused SGD with momentum reads the flag all the
+        same.) Then what an update came to is decided on the device, and read by whoever looks at its result, at
+        `applied_updates`, `loss_scale` or `state_dict`. A step function that looks at nothing is no reason either.
+        Tensors as weights of losses are one, from the first on.
         """
         return self._parts.deferral.reason(tuple(self._training.optimizers))
 

@@ -75,9 +75,7 @@ def sum_buffers(
         return BufferSum(ShardSum(partials=[unchanged]), weights, [None] * count)
     contributions = _first_only([report.buffers for report in reports], count)
     for partial, mask in zip(own.partials, contributions[communicator.rank].present, strict=True):
-        partial.tensors[:] = [
-            tensor if mask >> index & 1 else None for index, tensor in enumerate(partial.tensors)
-        ]
+        partial.tensors[:] = [tensor if mask >> index & 1 else None for index, tensor in enumerate(partial.tensors)]
     like = [buffer for slot in slots if (buffer := slot.get()) is not None]
     summed = communicator.sum_partials(own.partials, contributions, [*map(real, like), *like], compress=False)
     return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])

@@ -130,9 +130,7 @@ class RankReduction:
             attempt.buffers = [sum_buffers(self._communicator, buffers, reports, slots)] if slots else []
         self.coordinator.part()
 
-    def _take(
-        self, attempt: Attempt, reports: Sequence[RankReport], *, timed: bool, home: torch.device
-    ) -> None:
+    def _take(self, attempt: Attempt, reports: Sequence[RankReport], *, timed: bool, home: torch.device) -> None:
         """Put into the attempt what all ranks have computed.
 
         Args:

@@ -146,9 +146,7 @@ class RankSum:
             self._early.learn(None)
 
 
-def merge_devices(
-    devices: Sequence[Sequence[PartialSum]], share: RankShare, device: torch.device
-) -> list[PartialSum]:
+def merge_devices(devices: Sequence[Sequence[PartialSum]], share: RankShare, device: torch.device) -> list[PartialSum]:
     """Add up the partial sums of this rank's devices as far as that needs none of another rank.
 
     Args:

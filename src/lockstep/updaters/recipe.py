@@ -79,8 +79,7 @@ class Recipe:
             )
         if self.on_overflow == "next":
             raise ValueError(
-                "`on_overflow` must be 'retry' or 'skip' where a step function says what an update does, got "
-                "'next'."
+                "`on_overflow` must be 'retry' or 'skip' where a step function says what an update does, got 'next'."
             )
 
 

@@ -24,9 +24,7 @@ class Registered:
         tables: list[Any] = [table for module in modules for table in (module._parameters, module._buffers)]
         self._tables = [(table, dict(table)) for table in tables]
         tensors = {id(tensor): tensor for table in tables for tensor in table.values()}
-        self._shapeless = [
-            (tensor, type(tensor), tensor.data) for tensor in tensors.values() if is_lazy(tensor)
-        ]
+        self._shapeless = [(tensor, type(tensor), tensor.data) for tensor in tensors.values() if is_lazy(tensor)]
         self._extra = [
             (module, copy.deepcopy(module.get_extra_state()))
             for module in modules

@@ -138,9 +138,7 @@ class UpdateResult:
         """
         if self.parts:
             return {
-                f"{name}/{key}": mean
-                for name, part in self.parts.items()
-                for key, mean in part.observation().items()
+                f"{name}/{key}": mean for name, part in self.parts.items() for key, mean in part.observation().items()
             }
         return {"loss": Mean(self._loss_sum(), self.weight), **self.metrics}
 

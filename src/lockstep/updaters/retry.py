@@ -26,9 +26,7 @@ class OverflowRetry:
         deferral: Decides whether the overflow check stays on the device.
     """
 
-    def __init__(
-        self, engine: GradientEngine, training: Training, recipe: Recipe, deferral: Deferral
-    ) -> None:
+    def __init__(self, engine: GradientEngine, training: Training, recipe: Recipe, deferral: Deferral) -> None:
         self._deferral = deferral
         self._engine = engine
         self._training = training

@@ -145,9 +145,7 @@ class DeviceGradients:
         try:
             # Closed before backward, where activation checkpointing runs and reports a second time.
             with (
-                NOTHING
-                if task.precision.autocast_dtype is None
-                else task.precision.autocast(runner.device.type),
+                NOTHING if task.precision.autocast_dtype is None else task.precision.autocast(runner.device.type),
                 collecting(self.observers, len(shard.samples)) as reports,
             ):
                 returned = task.loss_fn(runner.replica, *args, **kwargs)

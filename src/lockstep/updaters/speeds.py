@@ -67,8 +67,7 @@ class RankSpeeds:
         usual = fmean(each.seconds for each in measurements if each.seconds is not None)
         known = [usual] * len(measurements) if before is None else before.seconds
         seconds = [
-            last if each.seconds is None else each.seconds
-            for each, last in zip(measurements, known, strict=True)
+            last if each.seconds is None else each.seconds for each, last in zip(measurements, known, strict=True)
         ]
         # A rank that came late to the sum found the others' bytes there, and measured too little.
         return cls(_levelled(seconds), max(each.transfer for each in measurements))

@@ -130,9 +130,7 @@ class GradientMethod(optim.HookedOptimizer):
 
     def use_cleargrads(self, use: bool = True) -> None:  # noqa: ARG002 - both ways give one result
         """Do nothing: gradients are cleared, and missing ones are zeros, so both ways give one result."""
-        warnings.warn(
-            "`use_cleargrads` changes nothing; take the call out.", DeprecationWarning, stacklevel=2
-        )
+        warnings.warn("`use_cleargrads` changes nothing; take the call out.", DeprecationWarning, stacklevel=2)
 
     def serialize(self, serializer: Serializer) -> None:
         """Save everything the next update depends on but the weights, or load it.

@@ -118,9 +118,7 @@ def _replicas(
     look_up(MAIN, devices)
     if models is not None:
         if models.keys() != devices.keys():
-            raise ValueError(
-                f"`models` must have the names of `devices` ({sorted(devices)}), got {sorted(models)}."
-            )
+            raise ValueError(f"`models` must have the names of `devices` ({sorted(devices)}), got {sorted(models)}.")
         return models
     if not isinstance(optimizer, GradientMethod) or optimizer.target is None:
         kind = type(optimizer).__name__

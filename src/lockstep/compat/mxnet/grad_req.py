@@ -59,9 +59,7 @@ def _by_name(grad_req: Sequence[GradReq] | Mapping[str, GradReq], names: Sequenc
     """Give words by name."""
     if not isinstance(grad_req, Mapping):
         if len(grad_req) != len(names):
-            raise ValueError(
-                f"`grad_req` must hold a word for each of {list(names)}, got {len(grad_req)} words."
-            )
+            raise ValueError(f"`grad_req` must hold a word for each of {list(names)}, got {len(grad_req)} words.")
         return dict(zip(names, grad_req, strict=True))
     unknown = sorted(set(grad_req) - set(names))
     if unknown:

@@ -217,9 +217,7 @@ class DataParallelExecutorGroup:
         """Give the gradient of each of the data; of what was given whole to each device, the sum."""
         return self.core.input_grads()[: len(self._data)]
 
-    def get_params(
-        self, arg_params: Mapping[str, torch.Tensor], aux_params: Mapping[str, torch.Tensor]
-    ) -> None:
+    def get_params(self, arg_params: Mapping[str, torch.Tensor], aux_params: Mapping[str, torch.Tensor]) -> None:
         """Copy parameters and buffers into tensors that are there.
 
         Args:
@@ -283,6 +281,4 @@ class DataParallelExecutorGroup:
 def _refuse(**unsupported: object) -> None:
     for name, given in unsupported.items():
         if given:
-            raise ValueError(
-                f"`{name}` must be None, got {given!r}. See `lockstep.OnDevice`; states are data."
-            )
+            raise ValueError(f"`{name}` must be None, got {given!r}. See `lockstep.OnDevice`; states are data.")

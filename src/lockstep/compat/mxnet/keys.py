@@ -34,8 +34,7 @@ def by_key(key: Keys, tensors: Values, argument: str = "value") -> list[tuple[Ke
     if len(keys) != len(given):
         raise ValueError(f"`key` must be as many as there are values ({len(given)}), got {len(keys)}.")
     paired = [
-        (name, [each] if isinstance(each, Tensor) else list(each))
-        for name, each in zip(keys, given, strict=True)
+        (name, [each] if isinstance(each, Tensor) else list(each)) for name, each in zip(keys, given, strict=True)
     ]
     empty = [name for name, parts in paired if not parts]
     if empty:

@@ -203,9 +203,7 @@ class KVStore:
         for what, part in parts.items():
             here, there = isinstance(part, OptimizerPerKey | TwoBits), state[what] is not None
             if here != there:
-                raise StateError(
-                    f"A KVStore must have {what} where its saved state has ({there}), got {here}."
-                )
+                raise StateError(f"A KVStore must have {what} where its saved state has ({there}), got {here}.")
         for key, value in self._values.items():
             value.copy_(state["values"][str(key)])
         for what, part in parts.items():
@@ -219,15 +217,11 @@ class KVStore:
             found.setdefault(name, []).extend(parts)
         for name, parts in found.items():
             if name not in self._values:
-                raise OrderError(
-                    f"`init` must come before any other call for a key, and {name!r} has no value."
-                )
+                raise OrderError(f"`init` must come before any other call for a key, and {name!r} has no value.")
             shape = self._values[name].shape
             strange = [tuple(part.shape) for part in parts if part.shape != shape]
             if strange:
-                raise ValueError(
-                    f"`{argument}` for {name!r} must have the shape {tuple(shape)}, got {strange[0]}."
-                )
+                raise ValueError(f"`{argument}` for {name!r} must have the shape {tuple(shape)}, got {strange[0]}.")
         return list(found.items())
 
     def _sum(self, name: Key, parts: list[Tensor]) -> Tensor:
