@@ -25,7 +25,7 @@ BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
     "ReplicaGroup.forward and backward, 2 devices": (250, None, None),
 }
 FRAMES_TO_THE_LOSS = 9
-LINES_OF_CODE = 15_800
+LINES_OF_CODE = 15_850
 """The aim is 14,700. 15,932 before updates were made readable, since when some 450 have come with corrections."""
 LINES_OF_A_BODY = 60
 LINES_OF_A_FILE = 400
