@@ -18,9 +18,9 @@ from lockstep.communicators import Contribution
 from lockstep.replicas import shard_streams
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum
-from lockstep.updaters import inline, rank_reduction
+from lockstep.updaters import engine, inline, rank_reduction
 from lockstep.updaters.coordinator import RankCoordinator
-from lockstep.updaters.shares import ShardAssignment
+from lockstep.updaters.shares import share_of
 from lockstep.updaters.speeds import RankMeasurement, RankSpeeds, RankTimer
 from tests.laws import several
 from tests.laws.half import TOO_HIGH, in_half, loss_of
@@ -229,12 +229,7 @@ def fold_over_ranks(patch: pytest.MonkeyPatch) -> None:
 
 def merge_within_ranks_first(patch: pytest.MonkeyPatch) -> None:
     """Add up all that a rank has before its sums meet those of others."""
-    assigned = ShardAssignment.share
-
-    def share(self: ShardAssignment, *args: Any, **options: Any) -> Any:
-        return replace(assigned(self, *args, **options), first=0, stop=2**20)
-
-    patch.setattr(ShardAssignment, "share", share)
+    patch.setattr(engine, "share_of", lambda *args: replace(share_of(*args), first=0, stop=2**20))
 
 
 def streams_of_ranks(patch: pytest.MonkeyPatch) -> None:
