@@ -19,7 +19,7 @@ Groups = list[dict[str, Any]]
 
 def sgd(options: Options, groups: Groups) -> Optimizer:
     """MXNet's sgd: clipped, decayed gradients, the rate inside the velocity."""
-    optimizer = MomentumSGD(groups, momentum=options.get("momentum", 0.0))
+    optimizer = MomentumSGD(bare(groups), momentum=options.get("momentum", 0.0))
     for index, group in enumerate(groups):
         clip(optimizer, options, index)
         if group["decay"]:
@@ -30,7 +30,7 @@ def sgd(options: Options, groups: Groups) -> Optimizer:
 def lars(options: Options, groups: Groups) -> Optimizer:
     """MXNet's lars, which treats biases and the numbers of a normalization as sgd does."""
     correction = options.get("momentum_correction", True)
-    optimizer = MomentumSGD(groups, momentum=options.get("momentum", 0.0), correction=correction)
+    optimizer = MomentumSGD(bare(groups), momentum=options.get("momentum", 0.0), correction=correction)
     rates = {"threshold": 0.0, "coefficient": options.get("eta", 0.001), "eps": options.get("epsilon", 1e-8)}
     for index, group in enumerate(groups):
         clip(optimizer, options, index)
@@ -158,4 +158,9 @@ def clipping(optimizer: Optimizer, options: Options) -> Optimizer:
 
 def with_decay(groups: Groups) -> Groups:
     """Have torch's optimizers decay by themselves."""
-    return [{**group, "weight_decay": group["decay"]} for group in groups]
+    return [{"params": group["params"], "weight_decay": group["decay"]} for group in groups]
+
+
+def bare(groups: Groups) -> Groups:
+    """Leave out what is none of an optimizer's options."""
+    return [{"params": group["params"]} for group in groups]

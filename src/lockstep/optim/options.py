@@ -56,16 +56,18 @@ def option_names(defaults: Iterable[str]) -> set[str]:
     return {*defaults} - {"differentiable"}
 
 
-def unknown_options(group: Iterable[str], defaults: Iterable[str]) -> list[str]:
+def unknown_options(group: Mapping[str, Any], defaults: Iterable[str]) -> list[str]:
     """List the keys of a group that are neither options of its optimizer nor torch's own.
 
-    >>> unknown_options({"params": [], "lr": 0.1, "nesterov": True}, {"lr": 0.01, "momentum": 0.9})
+    A ``name`` is a label for whoever reads the groups, and no option.
+
+    >>> unknown_options({"params": [], "lr": 0.1, "nesterov": True, "name": "head"}, {"lr": 0.01, "momentum": 0.9})
     ['nesterov']
     """
-    return sorted({*group} - {"params"} - option_names(defaults) - WRITTEN_BY_TORCH)
+    return sorted({*group} - {"params", "name"} - option_names(defaults) - WRITTEN_BY_TORCH)
 
 
-def check_names(group: Iterable[str], defaults: Iterable[str], *, optimizer: str) -> None:
+def check_names(group: Mapping[str, Any], defaults: Iterable[str], *, optimizer: str) -> None:
     """Refuse options that an optimizer does not have, and would ignore.
 
     Raises:

@@ -53,6 +53,7 @@ class ShardRunner:
         replica: Its copy of the model.
         parameters: Those of its parameters that require a gradient.
         buffers: Its buffers.
+        names_batches: Whether errors tell which batch a shard is cut from, because there may be several.
     """
 
     place: int
@@ -61,6 +62,7 @@ class ShardRunner:
     replica: nn.Module
     parameters: Sequence[nn.Parameter]
     buffers: ReplicaBuffers
+    names_batches: bool = False
 
     def run(self, work: Iterable[tuple[Shard, Any]], task: ShardTask, streams: ShardStreams) -> None:
         """Run a task on shards one after another, each in its own random stream.
@@ -145,7 +147,8 @@ class ShardRunner:
         """Return the error that names the shard and device whose user code raised another one."""
         devices = self.replicas.devices
         where = f"{self.device} (device {self.place} of 0..{len(devices) - 1})"
-        what = f"The {phase} of shard {shard.index} ({samples_text(shard)} of batch {shard.batch})"
+        batch = f" of batch {shard.batch}" if self.names_batches else ""
+        what = f"The {phase} of shard {shard.index} ({samples_text(shard)}{batch})"
         return ReplicaError(
             f"{what} raised {type(error).__name__} on {where}: {error}",
             device=str(self.device),

@@ -77,6 +77,7 @@ class Layout:
                     replica,
                     [parameter for parameter in replica.parameters() if parameter.requires_grad],
                     ReplicaBuffers(model, replica, recipe.buffers),
+                    names_batches=True,
                 )
                 for place, (device, replica) in enumerate(zip(replicas.devices, replicas.replicas, strict=True))
             ],
