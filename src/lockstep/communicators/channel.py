@@ -163,7 +163,7 @@ class Channel:
 
 
 def looks_for(num_ranks: int) -> float:
-    """Give the seconds for which looking is worth a core.
+    """Return the seconds for which looking is worth a core.
 
     Args:
         num_ranks: How many there are, on this machine or on any.

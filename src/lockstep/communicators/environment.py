@@ -104,7 +104,7 @@ def _torchrun(variables: Mapping[str, str]) -> RunEnvironment:
 
 
 def launcher_keeps_store(variables: Mapping[str, str]) -> bool:
-    """Tell from the environment whether torchrun's own process keeps the store, or else rank 0's."""
+    """Return, by the environment, whether torchrun's own process keeps the store, or else rank 0's."""
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

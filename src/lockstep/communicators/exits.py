@@ -66,7 +66,7 @@ def end_with_agent(variables: Mapping[str, str]) -> None:
 
 
 def process_exists(process: int) -> bool:
-    """Tell whether there is a process of that number, whosever it is."""
+    """Return whether there is a process of that number, whosever it is."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -63,7 +63,7 @@ class Failure:
 
 
 def break_group(group: dist.ProcessGroup) -> None:
-    """Let every call that waits in a process group raise, now and from now on.
+    """Make every call that waits in a process group raise, now and from now on.
 
     NCCL has a call for that. Gloo's `abort` leaves waiting calls as they are; but a receive that runs out of
     time closes all connections of its group, so one is begun that nobody will ever answer.

@@ -17,7 +17,7 @@ LONG: Final = 2**18
 
 
 def plan_packets(like: Sequence[torch.Tensor], order: Iterable[int], *, limit: int, alone: int) -> list[list[int]]:
-    """Say which tensors travel together, in the order in which they go out.
+    """Return which tensors travel together, in the order in which they go out.
 
     Only sizes, dtypes and devices count: ranks that hold the same tensors, however they lie in memory, plan
     the same packets. An empty tensor is in none.

@@ -186,7 +186,7 @@ class Readiness:
                 self._ready[bucket].set()
 
     def is_ready(self, bucket: int) -> bool:
-        """Tell whether all that a bucket needs has been brought."""
+        """Return whether all that a bucket needs has been brought."""
         return self._ready[bucket].is_set() and not self._given_up
 
     def wait(self, bucket: int) -> None:
