@@ -139,15 +139,16 @@ def assemble(
             "num_shards is not given: %d shards, one a device; other devices give other bits.",
             engine.shards_a_batch,
         )
+    coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
     return Parts(
         recipe,
         arranged,
         training,
         communicator,
-        LocalCoordinator() if ranks is None else ranks.coordinator,
+        coordinator,
         engine,
-        OverflowRetry(engine, training, recipe, deferral),
+        OverflowRetry(engine, training, recipe, deferral, coordinator),
         Committer(engine, training, deferral, auto_new_epoch=recipe.auto_new_epoch),
         deferral,
         Followers(group.model, arranged.followers),

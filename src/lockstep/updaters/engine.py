@@ -267,9 +267,13 @@ class GradientEngine:
     def check(self, attempt: Attempt) -> None:
         """Name the first parameter whose gradient is not finite, or leave the check on the device.
 
+        Of an attempt that is not complete there is nothing to check.
+
         Raises:
             ValueError: No parameter has a gradient.
         """
+        if not attempt.complete:
+            return
         layout, gradients = self.layout, attempt.gradients
         for gradient in gradients:
             if gradient is not None:

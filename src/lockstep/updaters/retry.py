@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.errors import NonFiniteError
 from lockstep.precision import MovingScale
 from lockstep.updaters.attempt import Attempt, GradientRequest
+from lockstep.updaters.coordinator import Coordinator
 from lockstep.updaters.deferred import Deferral
 from lockstep.updaters.engine import GradientEngine
 from lockstep.updaters.names import Names
@@ -24,10 +25,19 @@ class OverflowRetry:
         training: Has the loss scale that the first attempt is made with.
         recipe: Says what the user has chosen.
         deferral: Decides whether the overflow check stays on the device.
+        coordinator: Tells the other ranks where the next batch cannot be loaded.
     """
 
-    def __init__(self, engine: GradientEngine, training: Training, recipe: Recipe, deferral: Deferral) -> None:
+    def __init__(
+        self,
+        engine: GradientEngine,
+        training: Training,
+        recipe: Recipe,
+        deferral: Deferral,
+        coordinator: Coordinator,
+    ) -> None:
         self._deferral = deferral
+        self._coordinator = coordinator
         self._engine = engine
         self._training = training
         self._recipe = recipe
@@ -70,7 +80,7 @@ class OverflowRetry:
         lower = scale.after(finite=False)
         draws_next = recipe.on_overflow == "next" and not attempt.given_batches
         exhausted = attempt.tries == recipe.max_tries or lower.factor >= scale.factor
-        if exhausted or (draws_next and not self._engine.has_batches(attempt.taken)):
+        if exhausted or (draws_next and not self._has_batches(attempt)):
             if recipe.on_exhausted == "raise":
                 raise _exhausted(attempt)
             attempt.is_final = True
@@ -84,6 +94,11 @@ class OverflowRetry:
             passed=attempt.taken if draws_next else attempt.passed,
             nonfinite_before=bad,
         )
+
+    def _has_batches(self, attempt: Attempt) -> bool:
+        """Return whether there is a batch after those that the update gives up; every rank loads its own."""
+        with self._coordinator.telling():
+            return self._engine.has_batches(attempt.taken)
 
 
 def _exhausted(attempt: Attempt) -> NonFiniteError:
