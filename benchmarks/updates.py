@@ -2,6 +2,7 @@
 
     python benchmarks/updates.py                      all four workloads, about five minutes on two cores
     python benchmarks/updates.py --workload mlp --rounds 10
+    python benchmarks/updates.py --before ../checkout --contender "lockstep, S=2"     another checkout takes turns too
 
 All contenders are started at once and take turns in short rounds, so that a machine whose speed drifts
 drifts for all of them. Each gets the same model, the same ready-made batches of 256 samples and the same
@@ -21,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -30,9 +32,8 @@ from workloads import BATCH_SIZE, WORKLOADS, Workload
 
 import lockstep as ls
 from lockstep.data import Iterator
-from lockstep.updaters.engine import GradientEngine
-from lockstep.updaters.optimizer_step import OptimizerStep
 
+BEFORE = "before: "
 ROUND_SECONDS = 0.25  # long beside the hand-over between contenders, short beside the drift of the machine
 
 
@@ -136,8 +137,13 @@ def serve(pipe: Connection, name: str, build: Callable[..., Update], options: di
 class Contender:
     """One or two processes that take a turn together."""
 
-    def __init__(self, workload: str, parts: list[tuple[Callable[..., Update], dict[str, int]]]) -> None:
+    def __init__(
+        self, workload: str, parts: list[tuple[Callable[..., Update], dict[str, int]]], checkout: Path | None = None
+    ) -> None:
         context = get_context("spawn")
+        path = [*sys.path]
+        if checkout is not None:
+            sys.path.insert(0, str(checkout / "src"))  # a spawned process takes over its parent's path
         port = {"port": free_port()} if parts[0][0] in JOINED else {}
         self._pipes, self._processes = [], []
         for build, options in parts:
@@ -147,6 +153,7 @@ class Contender:
             theirs.close()  # so that the end of a process that fails is the end of the pipe
             self._pipes.append(pipe)
             self._processes.append(process)
+        sys.path[:] = path
         for pipe in self._pipes:
             pipe.recv()
 
@@ -165,19 +172,20 @@ class Contender:
             process.kill()
 
 
-PHASES = (
-    (GradientEngine, "compute", "forward and backward of the shards"),
-    (GradientEngine, "reduce", "reduce and check"),
-    (OptimizerStep, "step", "optimizer"),
-    (ls.ParallelUpdater, "update", "whole update"),
-)
-
-
 def phases(pipe: Connection, name: str, num_shards: int, devices: int) -> None:
     """Say how long the phases of an update take, in seconds: the medians over many."""
+    from lockstep.updaters.engine import GradientEngine  # noqa: PLC0415 - another checkout may have no such modules
+    from lockstep.updaters.optimizer_step import OptimizerStep  # noqa: PLC0415 - so too
+
+    timed_methods = (
+        (GradientEngine, "compute", "forward and backward of the shards"),
+        (GradientEngine, "reduce", "reduce and check"),
+        (OptimizerStep, "step", "optimizer"),
+        (ls.ParallelUpdater, "update", "whole update"),
+    )
     torch.set_num_threads(1)
-    seconds: dict[str, list[float]] = {label: [] for _, _, label in PHASES}
-    for owner, method, label in PHASES:
+    seconds: dict[str, list[float]] = {label: [] for _, _, label in timed_methods}
+    for owner, method, label in timed_methods:
         setattr(owner, method, timed(getattr(owner, method), seconds[label]))
     update = lockstep(WORKLOADS[name], num_shards=num_shards, devices=devices)
     begin = time.perf_counter()
@@ -221,9 +229,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def compare(workload: str, names: list[str], rounds: int) -> dict[str, list[float]]:
+def compare(workload: str, names: list[str], rounds: int, before: Path | None) -> dict[str, list[float]]:
     """Let the contenders take turns, and give the seconds of one update in each round."""
     contenders = {name: Contender(workload, CONTENDERS[name]) for name in names}
+    if before is not None:
+        ours = [name for name in names if name.startswith("lockstep")]
+        contenders |= {f"{BEFORE}{name}": Contender(workload, CONTENDERS[name], before) for name in ours}
     seconds = take_turns(contenders, rounds)
     for contender in contenders.values():
         contender.stop()
@@ -260,7 +271,12 @@ def report(workload: str, seconds: dict[str, list[float]]) -> bool:
         pairs = [a / b for a, b in zip(limit, values, strict=True)]
         ratios[name] = statistics.median(pairs)
         low, high = min(values) * 1e3, statistics.median(values) * 1e3
-        print(f"  {name:20} {ratios[name]:5.2f} of the limit   {high:8.2f} ms median {low:8.2f} ms least")
+        print(f"  {name:34} {ratios[name]:5.2f} of the limit   {high:8.2f} ms median {low:8.2f} ms least")
+    for name, values in seconds.items():
+        if name.startswith(BEFORE):
+            now = seconds[name.removeprefix(BEFORE)]
+            gain = statistics.median(a / b for a, b in zip(values, now, strict=True))
+            print(f"  {name.removeprefix(BEFORE)}: {gain:.2f} times as fast as before")
     misses = check(ratios, seconds)
     if any("S=2" in miss for miss in misses):
         explain(workload, num_shards=2, devices=2)
@@ -299,11 +315,12 @@ def main() -> None:
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS), help="repeat; default all")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--before", type=Path, help="another checkout, whose updates take turns with these")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, batch {BATCH_SIZE}, {options.rounds} rounds")
     names = ["limit", *(name for name in options.contender or CONTENDERS if name != "limit")]
     workloads = list(WORKLOADS) if options.workload == "all" else [options.workload]
-    good = [report(name, compare(name, names, options.rounds)) for name in workloads]
+    good = [report(name, compare(name, names, options.rounds, options.before)) for name in workloads]
     sys.exit(0 if all(good) else 1)
 
 

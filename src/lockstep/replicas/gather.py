@@ -19,11 +19,33 @@ from typing import Any, Final
 import torch
 
 from lockstep import nest
-from lockstep.replicas.replica_passes import HALF, ShardForward
+from lockstep.plan import Shard
+from lockstep.precision import HALF_PRECISION
 from lockstep.replicas.scatter import BatchDim, given_dims, positive_dim
 from lockstep.tree import PartialSum, Tensors, total
 
 PLAIN: Final = (str, bytes, int, float, complex)
+
+
+@dataclass(slots=True)
+class ShardForward:
+    """What the forward of one shard left behind.
+
+    Attributes:
+        shard: Which one.
+        leaves: One entry an input: where backward leaves its gradient, None where none is wanted.
+        returned: What the replica returned, with the graph behind it if one was kept.
+        tensors: The tensors in that, in order.
+        buffers: Where backward leaves the gradients of buffers that require one.
+        position: How far the shard's stream was drawn from; None where no graph was kept.
+    """
+
+    shard: Shard
+    leaves: list[torch.Tensor | None]
+    returned: Any
+    tensors: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    position: list[torch.Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +227,7 @@ def _only_value(values: list[torch.Tensor]) -> torch.Tensor:
 
 def _weighted_mean(values: list[torch.Tensor], shards: Sequence[ShardForward]) -> torch.Tensor:
     """Give the mean over shards, each weighted by its number of samples, summed in the tree's order."""
-    dtype = torch.float32 if values[0].dtype in HALF else values[0].dtype
+    dtype = torch.float32 if values[0].dtype in HALF_PRECISION else values[0].dtype
     weights = [len(each.shard.samples) for each in shards]
     partials = [
         PartialSum(each.shard.index, [value.to(dtype) * weight])

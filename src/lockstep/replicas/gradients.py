@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 
+from lockstep.replicas.input_gradients import GradMode, checked_mode
+from lockstep.replicas.summing import hooked
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
-
-GradMode: TypeAlias = Literal["write", "add", "null"]
 
 
 def read_grad_modes(
@@ -54,18 +53,6 @@ def _differentiable(model: nn.Module, *, remove_duplicate: bool = True) -> Itera
     for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
         if buffer.is_floating_point() or buffer.is_complex():
             yield name, buffer
-
-
-def checked_mode(word: object, argument: str) -> GradMode:
-    """Refuse what is none of the three words.
-
-    Raises:
-        ValueError: It is none.
-    """
-    for mode in get_args(GradMode):
-        if word == mode:
-            return mode  # type: ignore[no-any-return]
-    raise ValueError(f"`{argument}` must be 'write', 'add' or 'null', got {word!r}.")
 
 
 def _known(name: str, names: Mapping[str, str], argument: str) -> str:
@@ -153,22 +140,3 @@ def _sum(old: torch.Tensor | None, new: torch.Tensor | None, total: torch.Tensor
     if old is None or new is None or old is total:
         return new if old is None else old
     return old.add_(new)
-
-
-def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Run the hooks that a user registered on a parameter on its gradient, once for the whole batch.
-
-    Args:
-        parameter: Left as it is.
-        gradient: What its hooks see.
-
-    Returns:
-        The answer of the last hook that gave one; the gradient itself where none did.
-    """
-    if not parameter._backward_hooks:
-        return gradient
-    with torch.no_grad():
-        for hook in parameter._backward_hooks.values():
-            replaced = hook(gradient)
-            gradient = gradient if replaced is None else replaced
-    return gradient

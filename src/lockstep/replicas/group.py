@@ -17,8 +17,8 @@ from lockstep.replicas.binding import Description
 from lockstep.replicas.buffers import BufferRule
 from lockstep.replicas.copies import REQUIRES_GRAD
 from lockstep.replicas.devices import Devices
-from lockstep.replicas.gradients import GradientStore, GradMode, read_grad_modes
-from lockstep.replicas.input_gradients import NO_GRADIENTS, InputGradients, read_input_modes
+from lockstep.replicas.gradients import GradientStore, read_grad_modes
+from lockstep.replicas.input_gradients import GradMode, NO_GRADIENTS, InputGradients, read_input_modes
 from lockstep.replicas.interrupts import Interrupts
 from lockstep.replicas.measuring import Updatable, portions
 from lockstep.replicas.monitor import Monitor

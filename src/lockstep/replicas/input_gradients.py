@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
 import torch
 
 from lockstep.plan import Shard
-from lockstep.replicas.gradients import GradMode, checked_mode
 from lockstep.replicas.scatter import Inputs, by_longest_name
 from lockstep.tree import PartialSum, Tensors, total
+
+GradMode: TypeAlias = Literal["write", "add", "null"]
+
+
+def checked_mode(word: object, argument: str) -> GradMode:
+    """Refuse what is none of the three words.
+
+    Raises:
+        ValueError: It is none.
+    """
+    for mode in get_args(GradMode):
+        if word == mode:
+            return mode  # type: ignore[no-any-return]
+    raise ValueError(f"`{argument}` must be 'write', 'add' or 'null', got {word!r}.")
 
 
 @dataclass(frozen=True, slots=True)

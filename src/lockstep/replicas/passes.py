@@ -21,9 +21,9 @@ from lockstep import plan
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
 from lockstep.replicas.buffers import AnyBufferSum, BufferRule, ReplicaBuffers, combine
-from lockstep.replicas.gather import Outputs, read_outputs
+from lockstep.replicas.gather import Outputs, ShardForward, read_outputs
 from lockstep.replicas.interrupts import Interrupts
-from lockstep.replicas.replica_passes import BackwardTask, ForwardTask, Mode, ShardForward, ShardObserver
+from lockstep.replicas.replica_passes import BackwardTask, ForwardTask, Mode, ShardObserver
 from lockstep.replicas.replica_set import ReplicaSet
 from lockstep.replicas.scatter import BatchDim, Inputs
 from lockstep.replicas.settings import SINGLE_THREAD, ComputeMode, InheritedSettings, ThreadSettings

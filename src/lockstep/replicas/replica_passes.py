@@ -12,15 +12,15 @@ from torch import nn
 
 from lockstep import nest
 from lockstep.plan import Shard
+from lockstep.precision import HALF_PRECISION
 from lockstep.replicas.buffers import AnyBufferSum
+from lockstep.replicas.gather import ShardForward
 from lockstep.replicas.scatter import Inputs
 from lockstep.replicas.shard_runner import ShardRunner
 from lockstep.replicas.shard_streams import resume_stream, stream_position
 from lockstep.tree import ShardSum, Tensors
 
 NOTHING: Final[AbstractContextManager[None]] = nullcontext()
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 class ShardObserver(Protocol):
@@ -31,27 +31,6 @@ class ShardObserver(Protocol):
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Give what is entered around the backward of a shard."""
-
-
-@dataclass(slots=True)
-class ShardForward:
-    """What the forward of one shard left behind.
-
-    Attributes:
-        shard: Which one.
-        leaves: One entry an input: where backward leaves its gradient, None where none is wanted.
-        returned: What the replica returned, with the graph behind it if one was kept.
-        tensors: The tensors in that, in order.
-        buffers: Where backward leaves the gradients of buffers that require one.
-        position: How far the shard's stream was drawn from; None where no graph was kept.
-    """
-
-    shard: Shard
-    leaves: list[torch.Tensor | None]
-    returned: Any
-    tensors: list[torch.Tensor]
-    buffers: list[torch.Tensor]
-    position: list[torch.Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +188,6 @@ def _take(tensors: Sequence[torch.Tensor | None]) -> Tensors:
 def _widened(gradients: Tensors) -> Tensors:
     """Return gradients in half precision as float32, so that they are summed there and rounded once."""
     for index, gradient in enumerate(gradients):
-        if gradient is not None and gradient.dtype in HALF:
+        if gradient is not None and gradient.dtype in HALF_PRECISION:
             gradients[index] = gradient.float()
     return gradients

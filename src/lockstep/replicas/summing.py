@@ -191,3 +191,22 @@ def _total_apart(partials: Sequence[PartialSum]) -> Tensors:
             for left, right in zip(sums[into], sums[other], strict=True)
         ]
     return sums[0]
+
+
+def hooked(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Run the hooks that a user registered on a parameter on its gradient, once for the whole batch.
+
+    Args:
+        parameter: Left as it is.
+        gradient: What its hooks see.
+
+    Returns:
+        The answer of the last hook that gave one; the gradient itself where none did.
+    """
+    if not parameter._backward_hooks:
+        return gradient
+    with torch.no_grad():
+        for hook in parameter._backward_hooks.values():
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
+    return gradient

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.replicas.buffers import combine
-from lockstep.replicas.gradients import hooked
 from lockstep.replicas.settings import ThreadSettings
+from lockstep.replicas.summing import hooked
 from lockstep.strides import laid_out_for
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.deferred import Deferral
