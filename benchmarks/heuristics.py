@@ -25,12 +25,11 @@ from typing import Any, NamedTuple
 
 from networks import LOOPBACK, Side, cable, enter, measured_rate
 from peers import Update, meet_at
-from updates import WORKLOADS, Contender, free_port, take_turns
-from updates import lockstep as updates_of
+from updates import WORKLOADS, Contender, free_port, lockstep as updates_of, take_turns
 from workloads import Workload
 
-from lockstep.updaters import rank_sum
-from lockstep.updaters.rank_sum import Heuristics
+from lockstep.updaters.ranks import rank_sum
+from lockstep.updaters.ranks.rank_sum import Heuristics
 
 HEURISTICS = {
     "early": "gradients sent during backward",

@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 
 from lockstep import ProcessCommunicator
 from lockstep.communicators import Contribution
-from lockstep.communicators.watch import Watch
+from lockstep.communicators.failures.watch import Watch
 from lockstep.tree import PartialSum
 
 SIZES = [10_000, 100_000, 1_000_000, 5_000_000, 25_000_000]

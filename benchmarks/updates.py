@@ -174,8 +174,8 @@ class Contender:
 
 def phases(pipe: Connection, name: str, num_shards: int, devices: int) -> None:
     """Say how long the phases of an update take, in seconds: the medians over many."""
-    from lockstep.updaters.engine import GradientEngine  # noqa: PLC0415 - another checkout may have no such modules
-    from lockstep.updaters.optimizer_step import OptimizerStep  # noqa: PLC0415 - so too
+    from lockstep.updaters.step.engine import GradientEngine  # noqa: PLC0415 - another checkout may have no such modules
+    from lockstep.updaters.step.optimizer_step import OptimizerStep  # noqa: PLC0415 - so too
 
     timed_methods = (
         (GradientEngine, "compute", "forward and backward of the shards"),

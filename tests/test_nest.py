@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.nest import map_tensors, named_tensors, narrow, rebuild, rows, tensors
 

@@ -15,7 +15,7 @@ import pytest
 
 from launch.processes import descendants
 from lockstep.cli import main
-from lockstep.communicators.exits import end_with_agent
+from lockstep.communicators.failures.exits import end_with_agent
 from lockstep.launch.agent import Run
 
 RUN = [sys.executable, "-m", "lockstep", "run"]

@@ -1,4 +1,4 @@
-"""Run a function on several ranks: real processes, gloo, the loopback."""
+"""Segment a function on several ranks: real processes, gloo, the loopback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lockstep import ProcessCommunicator
-from lockstep.communicators.watch import Watch
+from lockstep.communicators.failures.watch import Watch
 
 
 def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:

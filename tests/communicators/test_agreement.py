@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep import DisagreementError, LocalCommunicator
-from lockstep.communicators.agreement import StateWatch, check_fields
+from lockstep.communicators.agreement import StateComparer, check_fields
 from lockstep.communicators.kernel_class import kernel_class, self_test
 
 CPU = torch.device("cpu")
@@ -176,7 +176,7 @@ def test_every_element_is_looked_at_within_so_many_updates(every: int) -> None:
         "c": torch.zeros(7),
         "d": torch.zeros(4, 4).T[:3],
     }
-    watch = StateWatch(lambda: tensors, every)
+    watch = StateComparer(lambda: tensors, every)
     calm = [watch.part_of(update) for update in range(every)]
     assert [watch.part_of(update) for update in range(every, 2 * every)] == calm
     for tensor in tensors.values():
@@ -198,7 +198,7 @@ def _at(tensor: torch.Tensor, place: int) -> list[int]:
 
 def test_a_state_that_was_replaced_is_looked_at_after_forgetting() -> None:
     tensors = {"a": torch.zeros(4)}
-    watch = StateWatch(lambda: tensors, 1)
+    watch = StateComparer(lambda: tensors, 1)
     before = watch.part_of(0)
     tensors["a"] = torch.ones(4)
     watch.forget()

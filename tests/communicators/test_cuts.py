@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from lockstep.communicators.cuts import cut_over_ranks, time_of
 from lockstep.plan import assign
 from lockstep.tree import ShardSum
+from lockstep.updaters.compute.cuts import cut_over_ranks, time_of
 
 TRANSFERS = [0.0, 0.1, 0.5, 1.0, 3.0, 10.0, 100.0]
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import lockstep as ls
 from communicators.groups import run_on_ranks
 from lockstep import DisagreementError, ProcessCommunicator
-from lockstep.communicators import Contribution, agreement, packing, pair
-from lockstep.communicators.agreement import Difference, StateWatch, check_fields, first_difference
-from lockstep.communicators.packing import LONG, plan_packets
+from lockstep.communicators import Contribution, agreement
+from lockstep.communicators.agreement import Difference, StateComparer, check_fields, first_difference
+from lockstep.communicators.sums import pair
+from lockstep.communicators.transport import packing
+from lockstep.communicators.transport.packing import LONG, plan_packets
 from lockstep.tree import PartialSum
 from tests.laws.models import MLP
 from tests.laws.runs import finalized, updater_for
@@ -38,7 +39,7 @@ def fields(communicator: ProcessCommunicator, tensors: dict[str, torch.Tensor]) 
 
 
 def state(communicator: ProcessCommunicator, tensors: dict[str, torch.Tensor]) -> None:
-    raise StateWatch(lambda: tensors, 1).explain(communicator, 7)
+    raise StateComparer(lambda: tensors, 1).explain(communicator, 7)
 
 
 def models(communicator: ProcessCommunicator, tensors: dict[str, torch.Tensor]) -> None:

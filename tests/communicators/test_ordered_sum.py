@@ -13,8 +13,8 @@ import torch.distributed as dist
 from communicators.groups import run_on_ranks
 from lockstep import Communicator, digest
 from lockstep.communicators import Contribution, PendingSum, ProcessCommunicator
-from lockstep.communicators.ordered import Sizes
-from lockstep.communicators.watch import Watch
+from lockstep.communicators.failures.watch import Watch
+from lockstep.communicators.sums.planning import Sizes
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 

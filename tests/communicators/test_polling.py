@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.channel import LONGEST_PAIR, looks_for, poll
+from lockstep.communicators.transport.channel import LONGEST_PAIR, looks_for, spin_wait
 
 SECONDS = timedelta(seconds=60)
 
@@ -35,14 +35,14 @@ def test_polling_ends_with_the_work_or_after_a_short_time() -> None:
     tensor = torch.ones(3)
     work = here.allreduce([tensor])
     begin = time.perf_counter()
-    poll(work, LONGEST_PAIR)
+    spin_wait(work, LONGEST_PAIR)
     assert time.perf_counter() - begin >= LONGEST_PAIR
     assert not work.is_completed()
     other = there.allreduce([torch.full((3,), 2.0)])
     for each in (work, other):
         each.wait(SECONDS)
     begin = time.perf_counter()
-    poll(work, SECONDS.total_seconds())
+    spin_wait(work, SECONDS.total_seconds())
     assert time.perf_counter() - begin < SECONDS.total_seconds()
     assert tensor.tolist() == [3.0, 3.0, 3.0]
 

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.communicators.failure import Failure
-from lockstep.communicators.pulse import ALERT_LOOKS, INTERVAL, Beat, Pulse
-from lockstep.communicators.watch import START, PeerWatch, Watch
+from lockstep.communicators.failures.failure import Failure
+from lockstep.communicators.failures.heartbeat import ALERT_LOOKS, INTERVAL, Beat, Heartbeat
+from lockstep.communicators.failures.watch import START, PeerWatch, Watch
 
 LONG = 60.0
 """Seconds after which a test gives up."""
@@ -139,7 +139,7 @@ def test_a_rank_that_ended_is_missed_only_by_who_waits_for_it(stores: list[dist.
 
 def test_who_was_stopped_himself_accuses_nobody(stores: list[dist.Store]) -> None:
     # Silence is counted in looks: however much time passes between two of them, they are two.
-    pulse = Pulse(stores[0], 0, 2, news=lambda: (False, "forward"), patience=12, keeper=None)
+    pulse = Heartbeat(stores[0], 0, 2, news=lambda: (False, "forward"), patience=12, keeper=None)
     stores[1].set("beat/1", "7 0 forward")
     for _ in range(12):
         pulse._look_at(1)

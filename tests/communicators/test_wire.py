@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.communicators.wire import (
-    Arena,
+from lockstep.communicators.sums.wire import (
     BFloat16Format,
     Float16Format,
     PlainFormat,
+    ScratchBuffer,
     WireFormat,
     wire_format,
 )
 
-ARENA = Arena(torch.device("cpu"))
+ARENA = ScratchBuffer(torch.device("cpu"))
 
 
 def travel(wire: WireFormat, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tests.late_copies import LateCopies
 from torch.utils.data import Subset, TensorDataset
 

@@ -29,7 +29,7 @@ class Weighted:
     metrics: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
-class Passes:
+class ForwardBackward:
     """An iterator that must be reset before each pass."""
 
     def __init__(self, batches: Sequence[Any], *, repeat: bool = False) -> None:
@@ -183,7 +183,7 @@ def test_metrics_are_reset_before_each_pass() -> None:
 @pytest.mark.parametrize(
     "iterator",
     [
-        Passes(batches()),
+        ForwardBackward(batches()),
         DataLoader(TensorDataset(*data()), 4),  # yields lists
         [list(batch) for batch in batches()],
     ],
@@ -304,7 +304,7 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
         ),
         (lambda: Evaluator([], {"x": len}), TypeError, "must have update, compute and reset, got .* as 'x'"),
         (
-            lambda: Evaluator(Passes([], repeat=True), {"x": Average()}),
+            lambda: Evaluator(ForwardBackward([], repeat=True), {"x": Average()}),
             ValueError,
             "Make it with repeat=False",
         ),

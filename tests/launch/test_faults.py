@@ -26,8 +26,8 @@ from torch.utils.data import Dataset
 import lockstep as ls
 from launch.processes import children, left_in_memory, listening
 from lockstep.communicators import PendingSum
-from lockstep.communicators.watch import PeerWatch, Watch
-from lockstep.updaters import rank_sum
+from lockstep.communicators.failures.watch import PeerWatch, Watch
+from lockstep.updaters.ranks import rank_sum
 
 TIMEOUT = 15.0
 """Seconds that ranks wait for each other; a third of it may pass in silence."""

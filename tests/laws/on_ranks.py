@@ -15,13 +15,14 @@ from torch import nn
 import lockstep as ls
 from lockstep import Communicator, tree
 from lockstep.communicators import Contribution
-from lockstep.replicas import shard_streams
+from lockstep.replicas.passes import shard_streams
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum
-from lockstep.updaters import engine, inline, rank_reduction
-from lockstep.updaters.coordinator import RankCoordinator
-from lockstep.updaters.shares import share_of
-from lockstep.updaters.speeds import RankMeasurement, RankSpeeds, RankTimer
+from lockstep.updaters.compute.shares import share_of
+from lockstep.updaters.compute.speeds import RankMeasurement, RankSpeeds, RankTimer
+from lockstep.updaters.ranks import inline, rank_reduction
+from lockstep.updaters.ranks.coordinator import RankCoordinator
+from lockstep.updaters.step import engine
 from tests.laws import several
 from tests.laws.half import TOO_HIGH, in_half, loss_of
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.shard_streams import ShardStreams
+from lockstep.replicas.passes.shard_streams import ShardStreams
 from tests.backward import in_backward
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, Workload
 from tests.laws.runs import (

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from lockstep import tree
-from lockstep.replicas import settings, shard_streams, summing
-from lockstep.replicas.buffer_sums import BufferSum
-from lockstep.replicas.buffers import ReplicaBuffers
+from lockstep.replicas.buffers.buffer_sums import BufferSum
+from lockstep.replicas.buffers.replica_buffers import ReplicaBuffers
+from lockstep.replicas.passes import shard_streams, summing
+from lockstep.replicas.pool import settings
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
 from tests.laws.runs import EQUAL, cross_entropy, digests

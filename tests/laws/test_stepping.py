@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from lockstep.optim import LAMB, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
 

@@ -13,14 +13,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import Optimizer
 
 from lockstep.errors import StateError
-from lockstep.optim import (
-    CorrectedMomentumSGD,
-    MomentumSGD,
-    UpdateSchedule,
-    hooks,
-    large_batch_schedule,
-    schedule,
-)
+from lockstep.optim import CorrectedMomentumSGD, MomentumSGD, UpdateSchedule, hooks, large_batch_schedule, schedule
 
 FACTORS: dict[str, schedule.Factor] = {
     "warmup": schedule.warmup(6, start=0.1),

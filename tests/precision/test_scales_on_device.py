@@ -7,16 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from lockstep.precision import (
-    DynamicLossScale,
-    LossScale,
-    RampLossScale,
-    StaticLossScale,
-    nnabla_loss_scale,
-)
+from lockstep.precision import DynamicLossScale, LossScale, RampLossScale, StaticLossScale, nnabla_loss_scale
 
 # F a finite gradient, N one that is not; the factor after each.
 TABLES: list[tuple[LossScale, str, list[float]]] = [

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.replicas.replica_set import ReplicaSet
-from lockstep.replicas.worker import Worker
+from lockstep.replicas.pool.replica_set import ReplicaSet
+from lockstep.replicas.pool.worker import Worker
 
 LONG = 60.0
 """Seconds that a busy machine may take for what is done at once."""

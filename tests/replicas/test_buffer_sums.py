@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.buffer_sums import BufferSum
-from lockstep.replicas.buffers import AnyBufferSum, combine
-from lockstep.replicas.packed_sums import PackedSum, packs_of
-from lockstep.replicas.slots import buffer_slots
+from lockstep.replicas.buffers.buffer_refs import buffer_refs
+from lockstep.replicas.buffers.buffer_sums import BufferSum
+from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, packs_of
+from lockstep.replicas.buffers.replica_buffers import AnyBufferSum, combine
 from lockstep.tree import Tensors
 from tests.precision.reads import Reads
 
@@ -50,14 +49,14 @@ def left_by(shard: int, starts: Tensors, changes: list[list[bool]]) -> Tensors:
 def combined(kind: str, changes: list[list[bool]], cut: int, *, mean: bool, device: str = "cpu") -> tuple[str, int]:
     """Sum up shards in two places, name the buffers that come of it, and count what is read."""
     model = model_of().to(device)
-    slots = buffer_slots(model)
+    slots = buffer_refs(model)
     starts: Tensors = [slot.get() for slot in slots]
     sums: list[AnyBufferSum] = []
     with Reads() as reads:
         for run in (range(cut), range(cut, len(WEIGHTS))):
             place: AnyBufferSum = BufferSum.begun(run.start, len(slots))
             if kind != "known":
-                place = PackedSum.begun(run.start, starts, packs_of(starts))
+                place = DeferredBufferSum.begun(run.start, starts, packs_of(starts))
             for shard in run:
                 place.add(shard, left_by(shard, starts, changes), starts, WEIGHTS[shard], mean=mean)
             sums.append(place.read() if kind == "read" else place)
@@ -83,12 +82,12 @@ def test_packed_or_known_or_read_they_are_the_same(changes: list[list[bool]], cu
 @pytest.mark.parametrize("kind", ["known", "packed"])
 def test_a_flag_on_the_device_leaves_them_as_they_are(kind: str) -> None:
     model = model_of()
-    slots = buffer_slots(model)
+    slots = buffer_refs(model)
     starts: Tensors = [slot.get() for slot in slots]
     for flag, stays in ((1.0, True), (0.0, False)):
         place: AnyBufferSum = BufferSum.begun(0, len(slots))
         if kind == "packed":
-            place = PackedSum.begun(0, starts, packs_of(starts))
+            place = DeferredBufferSum.begun(0, starts, packs_of(starts))
         place.add(0, left_by(0, starts, [[True]]), starts, 1, mean=True)
         combine([place], slots, weight=1, unless=torch.tensor(flag))
         assert (ls.digest(model) == ls.digest(model_of())) == stays

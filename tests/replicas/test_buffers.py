@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.buffers import BufferRule
+from lockstep.replicas.buffers.replica_buffers import BufferRule
 from tests.updaters.small import Changing, updater_of
 
 

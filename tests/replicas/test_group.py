@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import lockstep as ls
-from lockstep.replicas.settings import SMALLEST_DENORMAL
+from lockstep.replicas.pool.settings import SMALLEST_DENORMAL
 from tests.updaters.small import updater_of
 
 

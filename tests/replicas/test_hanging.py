@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.plan import Shard
-from lockstep.replicas.replica_set import PATIENCE, ReplicaSet
+from lockstep.replicas.pool.replica_set import PATIENCE, ReplicaSet
 from tests.replicas.hanging import HUNG, LONG, here_it_hangs, wait_patiently  # noqa: F401 - a fixture
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.interrupts import Interrupts
-from lockstep.replicas.progress import DeviceProgress
+from lockstep.replicas.pool.interrupts import CallSigint
+from lockstep.replicas.pool.progress import DeviceProgress
 from lockstep.streams import stream_is_open
 
 SHARDS = 4
@@ -193,7 +193,7 @@ def test_what_may_not_be_interrupted_is_done_first() -> None:
     done = []
 
     def work(*, opened: bool) -> None:
-        with Interrupts() as interrupts:
+        with CallSigint() as interrupts:
             here()
             done.append("whole")
             with interrupts.window if opened else nullcontext():

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.replica_set import ReplicaSet
+from lockstep.replicas.pool.replica_set import ReplicaSet
 from tests.laws.models import CONVNET
 from tests.laws.runs import Placement, finalized, train, updater_for
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
-from lockstep.replicas.passes import Backward, Forward, Passes
-from lockstep.replicas.replica_set import ReplicaSet
-from lockstep.replicas.scatter import Inputs, argument_names, named_inputs, read_inputs
+from lockstep.replicas.batch.inputs import Inputs, argument_names, named_inputs, read_inputs
+from lockstep.replicas.passes.passes import Backward, Forward, ForwardBackward
+from lockstep.replicas.pool.replica_set import ReplicaSet
 from tests.backward import in_backward
 
 DEVICES = [1, 2, 3, 5]
@@ -50,7 +50,7 @@ def run(
     model: nn.Module, args: tuple[Any, ...], devices: int, num_shards: int | None = None, key: int = 3
 ) -> tuple[Forward, list[torch.Tensor], Backward]:
     with ReplicaSet(model, ["cpu"] * devices) as replicas:
-        passes = Passes(replicas)
+        passes = ForwardBackward(replicas)
         try:
             forward = passes.forward(inputs_of(model, *args), num_shards=num_shards, key=key)
             merged = forward.outputs.merged(torch.device("cpu"))
@@ -168,7 +168,7 @@ def test_a_forward_inside_another_ones_shard_draws_from_streams_of_its_own() -> 
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with ReplicaSet(inner, ["cpu"] * self.devices) as replicas:
-                passes = Passes(replicas)
+                passes = ForwardBackward(replicas)
                 forward = passes.forward(inputs_of(inner, x), num_shards=2)
                 (noisy,) = forward.outputs.merged(torch.device("cpu"))
                 passes.release()
@@ -214,7 +214,7 @@ def test_forwards_may_overlap() -> None:
     x, scale = arguments()
     model = net()
     with ReplicaSet(model, ["cpu"] * 2) as replicas:
-        passes = Passes(replicas)
+        passes = ForwardBackward(replicas)
         kept = [passes.forward(inputs_of(model, part, scale), num_shards=3, key=1) for part in (x, x * 2)]
         grads = [torch.ones(11, 3), torch.tensor(1.0)]
         late = [ls.digest(passes.backward(each, grads).total(keep=False)) for each in kept]
@@ -231,7 +231,7 @@ def test_backward_frees_the_graphs_unless_told_otherwise() -> None:
     x, scale = arguments()
     model = net()
     with ReplicaSet(model, ["cpu"] * 2) as replicas:
-        passes = Passes(replicas)
+        passes = ForwardBackward(replicas)
         forward = passes.forward(inputs_of(model, x, scale))
         grads = [torch.ones(11, 3), None]
         first = passes.backward(forward, grads, retain_graph=True)
@@ -271,7 +271,7 @@ def test_modes(name: str) -> None:
 
     model.__class__ = Noting
     with ReplicaSet(model, ["cpu"] * 2) as replicas:
-        passes = Passes(replicas)
+        passes = ForwardBackward(replicas)
         passes.forward(inputs_of(model, arguments()[0]), training=training)
         after = [[module.training for module in replica.modules()] for replica in replicas.replicas]
         passes.release()

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.replica_set import ReplicaSet
-from lockstep.replicas.summing import SIDE_BY_SIDE, TreeSum
+from lockstep.replicas.passes.summing import SIDE_BY_SIDE, TreeSum
+from lockstep.replicas.pool.replica_set import ReplicaSet
 from lockstep.tree import PartialSum, Tensors, total
 
 LARGE = (SIDE_BY_SIDE, 3, 130, 0, 70)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.replica_set import ReplicaSet
+from lockstep.replicas.pool.replica_set import ReplicaSet
 
 DEVICES = [["cpu"], ["cpu"] * 2, ["cpu"] * 3]
 FORMS: dict[str, dict[str, Any]] = {"at once": {}, "in one graph": {"parallel_backward": False}}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hashlib import blake2s
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.streams import stream_seed
 from lockstep.streams.seeds import _key

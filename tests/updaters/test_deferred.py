@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.precision import LossScale
-from lockstep.updaters import deferred
+from lockstep.updaters.attempt import deferred
 from tests.laws.runs import finalized
 from tests.updaters.skipping import skipping, told
 

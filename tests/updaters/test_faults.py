@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.replica_set import PATIENCE
+from lockstep.replicas.pool.replica_set import PATIENCE
 from tests.backward import in_backward
 from tests.laws import several
 from tests.laws.models import CONVNET, MLP, WIDE

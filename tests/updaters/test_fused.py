@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.gradients import GradientStore
+from lockstep.replicas.group.gradients import GradientStore
 
 Make = Callable[..., torch.optim.Optimizer]
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from lockstep.updaters.lanes import INITIALISATION, STEP, computation_lane, lane
+from lockstep.streams.substreams import INITIALISATION, STEP, computation_substream, substream
 
 positions = st.integers(0, 2**28 - 1)
 
 
 def test_the_first_computation_counts_from_the_start() -> None:
-    assert computation_lane(0) == 0
+    assert computation_substream(0) == 0
 
 
 @given(st.integers(0, 15), positions, st.integers(0, 15), positions)
 def test_sixteen_lanes_never_share_a_position_within_as_many_shards(
     first: int, at: int, second: int, other: int
 ) -> None:
-    same = (lane(first) + at) % 2**32 == (lane(second) + other) % 2**32
+    same = (substream(first) + at) % 2**32 == (substream(second) + other) % 2**32
     assert same == ((first, at) == (second, other))
 
 
 def test_every_use_has_a_lane_of_its_own() -> None:
-    uses = [lane(STEP), lane(INITIALISATION), *map(computation_lane, range(50))]
+    uses = [substream(STEP), substream(INITIALISATION), *map(computation_substream, range(50))]
     assert len(set(uses)) == len(uses)

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.updaters.balance import MEASURED, WARM_UP
+from lockstep.updaters.compute.device_timer import MEASURED, WARM_UP
 from tests.laws.models import CONVNET, MLP
 from tests.laws.runs import PLACEMENTS, Placement, cross_entropy, digests, finalized, train, updater_for
 from tests.laws.several import run, snapshot

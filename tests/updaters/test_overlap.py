@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.updaters import rank_sum, speeds
-from lockstep.updaters.overlap import PATIENCE, Overlap
-from lockstep.updaters.speeds import MEASURED, WARM_UP
+from lockstep.updaters.compute import speeds
+from lockstep.updaters.compute.speeds import MEASURED, WARM_UP
+from lockstep.updaters.ranks import rank_sum
+from lockstep.updaters.ranks.overlap import PATIENCE, Overlap
 from tests.backward import in_backward
 from tests.laws.runs import finalized, state_digest
 

@@ -13,10 +13,10 @@ from torch import nn
 import lockstep as ls
 from lockstep.communicators import PendingSum, Table
 from lockstep.tree import Tensors
-from lockstep.updaters import rank_reduction, rank_sum
-from lockstep.updaters.inline import SMALL, SMALL_BETWEEN_MACHINES
-from lockstep.updaters.overlap import PATIENCE
-from lockstep.updaters.rank_sum import Heuristics
+from lockstep.updaters.ranks import rank_reduction, rank_sum
+from lockstep.updaters.ranks.inline import SMALL, SMALL_BETWEEN_MACHINES
+from lockstep.updaters.ranks.overlap import PATIENCE
+from lockstep.updaters.ranks.rank_sum import Heuristics
 from tests.laws.runs import finalized, state_digest
 
 NUM_UPDATES = PATIENCE + 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.updaters.savepoint import copied
+from lockstep.updaters.state.savepoint import copied
 from tests.updaters.small import mean_of_output, updater_of
 
 

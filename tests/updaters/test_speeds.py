@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import lockstep as ls
 from lockstep import plan
 from lockstep.tree import Tensors
-from lockstep.updaters.shares import ShardAssignment, share_of
-from lockstep.updaters.speeds import AGAIN, MEASURED, WARM_UP, RankMeasurement, RankSpeeds, RankTimer
+from lockstep.updaters.compute.shares import ShardAssignment, share_of
+from lockstep.updaters.compute.speeds import AGAIN, MEASURED, WARM_UP, RankMeasurement, RankSpeeds, RankTimer
 from tests.laws.runs import finalized, state_digest
 
 SETTLED = WARM_UP + MEASURED + 1

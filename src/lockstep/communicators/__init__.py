@@ -1,9 +1,27 @@
 """What processes tell each other: small messages, weights, and the sum of their gradients."""
 
-from lockstep.communicators.communicator import Communicator as Communicator
-from lockstep.communicators.communicator import Contribution as Contribution
-from lockstep.communicators.communicator import PendingSum as PendingSum
+from lockstep.communicators.agreement import (
+    StateComparer as StateComparer,
+    check_fields as check_fields,
+    compare as compare,
+)
+from lockstep.communicators.communicator import (
+    Communicator as Communicator,
+    Contribution as Contribution,
+    PendingSum as PendingSum,
+)
+from lockstep.communicators.environment import (
+    BRIEF as BRIEF,
+    TIMEOUT as TIMEOUT,
+    RunEnvironment as RunEnvironment,
+    timeout_for as timeout_for,
+)
+from lockstep.communicators.failures import AGENT as AGENT, Watch as Watch, end_with_parent as end_with_parent
+from lockstep.communicators.kernel_class import kernel_class as kernel_class, self_test as self_test
 from lockstep.communicators.local import LocalCommunicator as LocalCommunicator
-from lockstep.communicators.messages import Table as Table
-from lockstep.communicators.process import ProcessCommunicator as ProcessCommunicator
-from lockstep.communicators.process import find_communicator as find_communicator
+from lockstep.communicators.process import (
+    ProcessCommunicator as ProcessCommunicator,
+    find_communicator as find_communicator,
+)
+from lockstep.communicators.sums import is_pair as is_pair
+from lockstep.communicators.transport import Table as Table

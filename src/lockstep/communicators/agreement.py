@@ -143,7 +143,7 @@ def _named_tensors(subject: nn.Module | Named | Sequence[torch.Tensor]) -> Named
     return {f"tensor {index}": tensor for index, tensor in enumerate(subject)}
 
 
-class StateWatch:
+class StateComparer:
     """Compares the tensors of a state, a part of it every few updates and all of it every so many.
 
     The digest of a part has 128 bits and travels in a message that the ranks send anyway.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.communicators.messages import Table
-from lockstep.communicators.watch import Watch
+from lockstep.communicators.failures import Watch
+from lockstep.communicators.transport import Table
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors
 

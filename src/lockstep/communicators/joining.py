@@ -16,9 +16,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from lockstep.communicators.environment import BRIEF, RunEnvironment, read_environment
-from lockstep.communicators.exits import PeerErrorHook
-from lockstep.communicators.failure import Failure
-from lockstep.communicators.watch import START, PeerWatch, Watch
+from lockstep.communicators.failures import START, Failure, PeerErrorHook, PeerWatch, Watch
 from lockstep.errors import OrderError, PeerError
 
 if TYPE_CHECKING:

@@ -13,20 +13,29 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.communicators.agreement import check_same
-from lockstep.communicators.channel import Channel
 from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
 from lockstep.communicators.environment import read_environment, timeout_for
-from lockstep.communicators.exits import end_with_agent
+from lockstep.communicators.failures import Watch, end_with_agent, watch_group
 from lockstep.communicators.joining import join_run
 from lockstep.communicators.local import LocalCommunicator
-from lockstep.communicators.messages import Table, exchange
-from lockstep.communicators.ordered import Extent, Sizes, plan_sum
-from lockstep.communicators.packing import all_reduce, broadcast
-from lockstep.communicators.pair import PairSum, is_pair, sum_pair
-from lockstep.communicators.reduction import ARENAS, Reduction, give_up_at_exit
-from lockstep.communicators.sparse import split_sparse, sum_sparse
-from lockstep.communicators.watch import Watch, watch_group
-from lockstep.communicators.wire import Arena, PlainFormat, WireFormat, wire_format
+from lockstep.communicators.sums import (
+    ARENAS,
+    Extent,
+    OrderedSum,
+    PairSum,
+    PlainFormat,
+    ScratchBuffer,
+    Sizes,
+    WireFormat,
+    give_up_at_exit,
+    is_pair,
+    plan_sum,
+    split_sparse,
+    sum_pair,
+    sum_sparse,
+    wire_format,
+)
+from lockstep.communicators.transport import Channel, Table, all_reduce, broadcast, exchange
 from lockstep.tree import PartialSum, Tensors
 
 SMALLER: Final = 4
@@ -71,8 +80,8 @@ class ProcessCommunicator(Communicator):
         self._channel = Channel(found, seconds, watch_group(found, seconds) if watch is None else watch)
         self._wire = PLAIN if compression is None else wire_format(compression)
         self._sizes = Sizes()
-        self._arenas: dict[torch.device, list[Arena]] = {}
-        self._underway = weakref.WeakSet[Reduction]()
+        self._arenas: dict[torch.device, list[ScratchBuffer]] = {}
+        self._underway = weakref.WeakSet[OrderedSum]()
         give_up_at_exit(self._underway)
 
     @property
@@ -162,10 +171,10 @@ class ProcessCommunicator(Communicator):
         sizes: Sizes,
         *,
         background: bool,
-    ) -> Reduction:
+    ) -> OrderedSum:
         """Plan a sum and begin it."""
         extents = tuple(Extent(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
-        reduction = Reduction(
+        reduction = OrderedSum(
             self._channel,
             plan_sum(tuple(contributions), extents, sizes),
             like,
@@ -178,10 +187,10 @@ class ProcessCommunicator(Communicator):
             self._underway.add(reduction)
         return reduction
 
-    def _arenas_on(self, device: torch.device) -> list[Arena]:
+    def _arenas_on(self, device: torch.device) -> list[ScratchBuffer]:
         """Give the memory for what is on its way; it is kept from sum to sum."""
         if device not in self._arenas:
-            self._arenas[device] = [Arena(device) for _ in range(ARENAS)]
+            self._arenas[device] = [ScratchBuffer(device) for _ in range(ARENAS)]
         return self._arenas[device]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:

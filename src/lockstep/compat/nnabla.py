@@ -11,8 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
-from lockstep.optim import LAMB, SGDW
-from lockstep.optim.hooks import WeightDecay
+from lockstep.optim import LAMB, SGDW, WeightDecay
 from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale
 from lockstep.state import check_keys
 

@@ -13,13 +13,12 @@ from torch import nn
 
 from lockstep import nest
 from lockstep.errors import OrderError
-from lockstep.replicas import DataParallel, OnDevice
-from lockstep.replicas.wrapping import Wrapping
+from lockstep.replicas import DataParallel, ModuleWrapper, OnDevice
 
 Device: TypeAlias = "int | str | torch.device"
 
 
-class DataParallelTable(Wrapping):
+class DataParallelTable(ModuleWrapper):
     """A module on several devices that share its batch; see `lockstep.DataParallel`, which does it.
 
     It works in two ways. As any torch module, with a criterion and ``loss.backward()``; and as in Torch7, by

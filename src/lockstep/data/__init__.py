@@ -2,7 +2,7 @@
 
 from lockstep.data.batch_iterator import BatchIterator as BatchIterator
 from lockstep.data.collate import collate as collate
-from lockstep.data.iterable_batches import IterableBatches as IterableBatches
-from lockstep.data.iterable_batches import as_iterator as as_iterator
+from lockstep.data.iterable_batches import IterableBatches as IterableBatches, as_iterator as as_iterator
 from lockstep.data.iterator import Iterator as Iterator
 from lockstep.data.samples import Samples as Samples
+from lockstep.data.source import Source as Source

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from collections.abc import Iterator as PythonIterator
+from collections.abc import Callable, Iterable, Iterator as PythonIterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, Protocol, TypeAlias, final, runtime_checkable

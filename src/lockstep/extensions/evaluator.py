@@ -11,15 +11,13 @@ import torch
 
 from lockstep import nest
 from lockstep.communicators import Communicator
-from lockstep.data import Iterator as LockstepIterator
-from lockstep.data import Samples, collate
+from lockstep.data import Iterator as LockstepIterator, Samples, collate
 from lockstep.extensions.deal import NOT_OWN, Deal, deal_out
 from lockstep.metrics import Average, Mean, Metric, Observed, Observers, collecting
-from lockstep.replicas.settings import OneIntraOpThread
+from lockstep.replicas import OneIntraOpThread
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Loss
-from lockstep.updaters.batches import Converter
+from lockstep.updaters import Converter, Loss
 
 
 @runtime_checkable

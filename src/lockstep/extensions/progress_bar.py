@@ -9,8 +9,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from lockstep.trainer import READER, Extension, Trainer
-from lockstep.triggers import Until
-from lockstep.triggers.position import Unit, position
+from lockstep.triggers import Unit, Until, position
 
 BOUNDED = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
 UNBOUNDED = "{desc} [{elapsed}]"

@@ -14,8 +14,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lockstep.communicators.environment import BRIEF, TIMEOUT, timeout_for
-from lockstep.communicators.exits import AGENT
+from lockstep.communicators import AGENT, BRIEF, TIMEOUT, timeout_for
 from lockstep.launch.rank import loopback_interface
 
 ENDING: Final = 10

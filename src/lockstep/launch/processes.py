@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from lockstep.communicators.environment import RunEnvironment, timeout_for
+from lockstep.communicators import RunEnvironment, timeout_for
 from lockstep.errors import PeerError
 from lockstep.launch.outcome import Outcome, first_cause
 from lockstep.launch.rank import run_rank

@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.environment import TIMEOUT, RunEnvironment
-from lockstep.communicators.exits import end_with_parent
+from lockstep.communicators import TIMEOUT, RunEnvironment, end_with_parent
 from lockstep.errors import PeerError, PeerInterrupt
 from lockstep.launch.outcome import Outcome
 

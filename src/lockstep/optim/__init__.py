@@ -1,15 +1,20 @@
 """Momentum rules with hooks, and the schedules that large batches need."""
 
-from lockstep.optim import hooks as hooks
-from lockstep.optim import schedule as schedule
+from lockstep.optim import hooks as hooks, schedule as schedule
 from lockstep.optim.corrected_momentum_sgd import CorrectedMomentumSGD as CorrectedMomentumSGD
-from lockstep.optim.hooked import HookedOptimizer as HookedOptimizer
-from lockstep.optim.lamb import LAMB as LAMB
-from lockstep.optim.lamb import lamb_step as lamb_step
+from lockstep.optim.hooked import (
+    HookedOptimizer as HookedOptimizer,
+    HookList as HookList,
+    without_pre_hooks as without_pre_hooks,
+)
+from lockstep.optim.hooks import WeightDecay as WeightDecay
+from lockstep.optim.lamb import LAMB as LAMB, lamb_step as lamb_step
 from lockstep.optim.large_batch import large_batch_schedule as large_batch_schedule
-from lockstep.optim.momentum import fused_momentum_step as fused_momentum_step
-from lockstep.optim.momentum import lr_momentum_step as lr_momentum_step
-from lockstep.optim.momentum import momentum_step as momentum_step
+from lockstep.optim.momentum import (
+    fused_momentum_step as fused_momentum_step,
+    lr_momentum_step as lr_momentum_step,
+    momentum_step as momentum_step,
+)
 from lockstep.optim.momentum_sgd import MomentumSGD as MomentumSGD
 from lockstep.optim.schedule import UpdateSchedule as UpdateSchedule
 from lockstep.optim.sgdw import SGDW as SGDW

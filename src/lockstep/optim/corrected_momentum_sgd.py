@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.foreach import ForeachOptimizer
+from lockstep.optim.hooked import ForeachOptimizer, scalar
 from lockstep.optim.momentum import check_fused, decayed, fused_momentum_step, momentum_step
-from lockstep.optim.options import scalar
 
 
 class CorrectedMomentumSGD(ForeachOptimizer):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.foreach import ForeachOptimizer
+from lockstep.optim.hooked import ForeachOptimizer
 from lockstep.optim.norm import norms
 
 

@@ -8,9 +8,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.foreach import ForeachOptimizer
+from lockstep.optim.hooked import ForeachOptimizer, scalar
 from lockstep.optim.momentum import add_to_lr_velocity, decayed, lr_momentum_step
-from lockstep.optim.options import scalar
 
 
 class MomentumSGD(ForeachOptimizer):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lockstep.optim.hooked import check_lr_size, scalar
 from lockstep.optim.momentum_sgd import MomentumSGD
-from lockstep.optim.options import check_lr_size, scalar
 
 
 class SGDW(MomentumSGD):

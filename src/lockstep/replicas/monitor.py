@@ -18,7 +18,7 @@ from torch import nn
 from lockstep import nest
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
-from lockstep.replicas.scatter import argument_names
+from lockstep.replicas.batch import argument_names
 from lockstep.state import check_keys
 
 NOTHING: Final = nullcontext()

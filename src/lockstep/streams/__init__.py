@@ -8,11 +8,17 @@ whether something drew past it.
 """
 
 from lockstep.streams.guard import DefaultGeneratorGuard as DefaultGeneratorGuard
-from lockstep.streams.override import StreamOverride as StreamOverride
-from lockstep.streams.override import StreamOverrideError as StreamOverrideError
-from lockstep.streams.override import shard_stream as shard_stream
+from lockstep.streams.override import (
+    StreamOverride as StreamOverride,
+    StreamOverrideError as StreamOverrideError,
+    shard_stream as shard_stream,
+)
 from lockstep.streams.seeds import stream_seed as stream_seed
-from lockstep.streams.serial import ONE_BORROWER as ONE_BORROWER
-from lockstep.streams.serial import DefaultStream as DefaultStream
-from lockstep.streams.thread import THREAD as THREAD
-from lockstep.streams.thread import stream_is_open as stream_is_open
+from lockstep.streams.serial import ONE_BORROWER as ONE_BORROWER, DefaultStream as DefaultStream
+from lockstep.streams.substreams import (
+    INITIALISATION as INITIALISATION,
+    STEP as STEP,
+    computation_substream as computation_substream,
+    substream as substream,
+)
+from lockstep.streams.thread import THREAD as THREAD, stream_is_open as stream_is_open

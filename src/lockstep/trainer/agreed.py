@@ -6,7 +6,7 @@ import struct
 from collections.abc import Mapping
 
 from lockstep.metrics import Observed
-from lockstep.triggers.trigger import Progress
+from lockstep.triggers import Progress
 from lockstep.updaters import Updater
 
 

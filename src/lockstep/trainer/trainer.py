@@ -18,12 +18,11 @@ import torch
 from lockstep.errors import OrderError, StateError
 from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean, read_means
-from lockstep.replicas.settings import OneIntraOpThread
+from lockstep.replicas import OneIntraOpThread
 from lockstep.state import check_keys
 from lockstep.trainer.agreed import AgreedProgress
 from lockstep.trainer.extension import Action, Extension, FunctionExtension
-from lockstep.triggers import Trigger, TriggerSpec, get_trigger, get_until
-from lockstep.triggers.trigger import Progress
+from lockstep.triggers import Progress, Trigger, TriggerSpec, get_trigger, get_until
 from lockstep.updaters import Updater
 
 KEYS = ("updater", "until", "triggers", "extensions", "elapsed_time", "observation", "due", "pending")

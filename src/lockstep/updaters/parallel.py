@@ -11,26 +11,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator, find_communicator
-from lockstep.data import Iterator, collate
-from lockstep.data.source import Source
+from lockstep.data import Iterator, Source, collate
 from lockstep.errors import OrderError
 from lockstep.integers import check_integer
 from lockstep.precision import LossScale
-from lockstep.replicas.buffers import BufferRule
-from lockstep.replicas.devices import Devices
-from lockstep.replicas.replica_set import Timeout
-from lockstep.updaters import recipe as recipes
-from lockstep.updaters.alike import Differing
-from lockstep.updaters.assembly import Schedulers, assemble
-from lockstep.updaters.attempt import GradientRequest
-from lockstep.updaters.batches import Converter
-from lockstep.updaters.context import StepContext
-from lockstep.updaters.custom_step import CustomStep
-from lockstep.updaters.fitting import check_communicator
+from lockstep.replicas import BufferRule, Devices, Timeout
+from lockstep.updaters.attempt import GradientRequest, StepContext
 from lockstep.updaters.loss import LossFunction, model_is_loss
-from lockstep.updaters.names import MAIN, look_up
+from lockstep.updaters.ranks import Differing
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
-from lockstep.updaters.saving import load_state, state_of
+from lockstep.updaters.setup import MAIN, Converter, look_up, recipe as recipes
+from lockstep.updaters.state import load_state, state_of
+from lockstep.updaters.step import CustomStep, Schedulers, assemble, check_communicator
 from lockstep.updaters.updater import Updater
 
 

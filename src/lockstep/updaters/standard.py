@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.data import Iterator
-from lockstep.data.source import Source
+from lockstep.data import Iterator, Source
 from lockstep.updaters.parallel import ParallelUpdater
 
 

@@ -9,9 +9,10 @@ References: Chainer 7.8.1 (Tokui et al., "Chainer: A Deep Learning Framework for
 Cycle", 2019, arXiv:1908.00213), for the names and what they mean. The arithmetic is the core's.
 """
 
-from lockstep.compat.chainer.optimizers import CorrectedMomentumSGD as CorrectedMomentumSGD
-from lockstep.compat.chainer.optimizers import GradientMethod as GradientMethod
-from lockstep.compat.chainer.optimizers import MomentumSGD as MomentumSGD
-from lockstep.compat.chainer.optimizers import UpdateRule as UpdateRule
-from lockstep.compat.chainer.updater import ParallelUpdater as ParallelUpdater
-from lockstep.compat.chainer.updater import concat_examples as concat_examples
+from lockstep.compat.chainer.optimizers import (
+    CorrectedMomentumSGD as CorrectedMomentumSGD,
+    GradientMethod as GradientMethod,
+    MomentumSGD as MomentumSGD,
+    UpdateRule as UpdateRule,
+)
+from lockstep.compat.chainer.updater import ParallelUpdater as ParallelUpdater, concat_examples as concat_examples

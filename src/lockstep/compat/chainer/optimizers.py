@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep import optim
 from lockstep.errors import OrderError
-from lockstep.optim.hook_list import HookList
+from lockstep.optim import HookList
 from lockstep.precision import first_nonfinite
 
 Self = TypeVar("Self", bound="GradientMethod")

@@ -12,12 +12,10 @@ from torch.optim import Optimizer
 
 from lockstep import updaters
 from lockstep.compat.chainer.optimizers import GradientMethod, Serializer
-from lockstep.data import Iterator, collate
-from lockstep.data.source import Source
+from lockstep.data import Iterator, Source, collate
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
-from lockstep.updaters.batches import Converter
-from lockstep.updaters.names import MAIN, look_up
+from lockstep.updaters import MAIN, Converter, look_up
 
 Device: TypeAlias = "int | str | torch.device"
 

@@ -4,8 +4,7 @@ References: Apache MXNet 1.9.1 (Chen et al., "MXNet: A Flexible and Efficient Ma
 Heterogeneous Distributed Systems", 2015, arXiv:1512.01274), for the names and what they mean.
 """
 
-from lockstep.compat.mxnet.descriptions import DataBatch as DataBatch
-from lockstep.compat.mxnet.descriptions import DataDesc as DataDesc
+from lockstep.compat.mxnet.descriptions import DataBatch as DataBatch, DataDesc as DataDesc
 from lockstep.compat.mxnet.group import DataParallelExecutorGroup as DataParallelExecutorGroup
 from lockstep.compat.mxnet.kvstore import KVStore as KVStore
 from lockstep.compat.mxnet.slices import split_input_slice as split_input_slice

@@ -10,19 +10,10 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.compat.mxnet.descriptions import (
-    DataBatch,
-    DataDesc,
-    Description,
-    batch_size,
-    described,
-    joined,
-    pairs,
-)
+from lockstep.compat.mxnet.descriptions import DataBatch, DataDesc, Description, batch_size, described, joined, pairs
 from lockstep.compat.mxnet.grad_req import GradReqs, read_grad_req
 from lockstep.compat.mxnet.slices import loads_of, split_input_slice
-from lockstep.replicas import Monitor, ReplicaGroup
-from lockstep.replicas.measuring import Updatable
+from lockstep.replicas import Monitor, ReplicaGroup, Updatable
 
 Tensors: TypeAlias = "Sequence[torch.Tensor | None]"
 

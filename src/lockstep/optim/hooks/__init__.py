@@ -4,10 +4,11 @@ Each hook here works on lockstep's optimizers, ``optimizer.add_hook(hook)``, and
 torch's, ``optimizer.register_step_pre_hook(hook)``.
 """
 
-from lockstep.optim.hooks.clipping import GradientClipping as GradientClipping
-from lockstep.optim.hooks.clipping import GradientHardClipping as GradientHardClipping
-from lockstep.optim.hooks.decay import Lasso as Lasso
-from lockstep.optim.hooks.decay import WeightDecay as WeightDecay
+from lockstep.optim.hooks.clipping import (
+    GradientClipping as GradientClipping,
+    GradientHardClipping as GradientHardClipping,
+)
+from lockstep.optim.hooks.decay import Lasso as Lasso, WeightDecay as WeightDecay
 from lockstep.optim.hooks.gradient_hook import GradientHook as GradientHook
 from lockstep.optim.hooks.gradient_lars import GradientLARS as GradientLARS
 from lockstep.optim.hooks.gradient_noise import GradientNoise as GradientNoise

@@ -1,0 +1,92 @@
+"""Refuse the state of an optimizer that is not like this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import StateError
+from lockstep.optim.hooked.options import option_names, unknown_options
+
+
+def check_saved(
+    saved: Mapping[str, Any],
+    own_groups: Sequence[Mapping[str, Any]],
+    *,
+    wanted: set[str],
+    options: Mapping[str, Any],
+    state_keys: Callable[[Mapping[str, Any]], frozenset[str]],
+) -> None:
+    """Refuse a state that was not written by an optimizer like this one.
+
+    Args:
+        saved: What ``state_dict`` gave.
+        own_groups: The groups of the optimizer that is to load it.
+        wanted: The keys of a state.
+        options: Those that every group has.
+        state_keys: Gives for a group what is remembered of each of its parameters.
+
+    Raises:
+        StateError: Something is missing, unknown or of another shape.
+    """
+    _check_keys("The state", saved, wanted)
+    groups = saved["param_groups"]
+    sizes = [len(group["params"]) for group in own_groups]
+    saved_sizes = [len(group["params"]) for group in groups]
+    if sizes != saved_sizes:
+        raise StateError(f"The groups must hold as many parameters as in the saved state ({saved_sizes}), got {sizes}.")
+    group_keys = {"params"} | option_names(options)
+    for index, group in enumerate(groups):
+        _check_missing(f"Group {index} of the state", group, group_keys)
+        unknown = unknown_options(group, options)
+        if unknown:
+            raise StateError(
+                f"Group {index} of the state must hold nothing but {sorted(group_keys)} and what torch's "
+                f"schedulers keep there, got {unknown} too."
+            )
+    known = {index for group in groups for index in group["params"]}
+    strangers = sorted(saved["state"].keys() - known)
+    if strangers:
+        raise StateError(f"The state must be about parameters of its groups, got {strangers} too.")
+    _check_parameters(saved["state"], own_groups, groups, state_keys)
+
+
+def _check_parameters(
+    remembered: Mapping[int, Any],
+    own_groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    state_keys: Callable[[Mapping[str, Any]], frozenset[str]],
+) -> None:
+    """Refuse what is remembered of parameters of other shapes, or under other keys."""
+    for group, saved_group in zip(own_groups, groups, strict=True):
+        states = [remembered.get(index) for index in saved_group["params"]]
+        keys = state_keys(saved_group)
+        for index, weight, state in zip(saved_group["params"], group["params"], states, strict=True):
+            if state is not None:
+                _check_parameter_state(f"The state of parameter {index}", state, keys, weight.shape)
+
+
+def _check_missing(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
+    """Refuse a mapping that lacks a key."""
+    missing = sorted(wanted - saved.keys())
+    if missing:
+        raise StateError(f"{subject} must hold {sorted(wanted)}, got none for {missing}.")
+
+
+def _check_keys(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
+    """Refuse a mapping that lacks a key or has another."""
+    _check_missing(subject, saved, wanted)
+    unknown = sorted(saved.keys() - wanted)
+    if unknown:
+        raise StateError(f"{subject} must hold nothing but {sorted(wanted)}, got {unknown} too.")
+
+
+def _check_parameter_state(subject: str, state: Mapping[str, Any], keys: frozenset[str], shape: torch.Size) -> None:
+    """Refuse what is remembered for another parameter or by another optimizer."""
+    _check_keys(subject, state, keys)
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape != shape:
+            raise StateError(f"{subject} must hold a {key!r} of shape {tuple(shape)}, got {tuple(value.shape)}.")

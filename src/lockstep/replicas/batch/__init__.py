@@ -1,0 +1,31 @@
+"""From a batch to the inputs of shards, and from the outputs of shards to those of the batch."""
+
+from lockstep.replicas.batch.input_gradients import (
+    NO_GRADIENTS as NO_GRADIENTS,
+    GradMode as GradMode,
+    InputGradients as InputGradients,
+    InputModes as InputModes,
+    checked_mode as checked_mode,
+    read_input_modes as read_input_modes,
+)
+from lockstep.replicas.batch.inputs import (
+    BatchDim as BatchDim,
+    Inputs as Inputs,
+    ShardInputs as ShardInputs,
+    argument_names as argument_names,
+    as_call as as_call,
+    check_dims as check_dims,
+    count_samples as count_samples,
+    given_dims as given_dims,
+    named_inputs as named_inputs,
+    positional_names as positional_names,
+    positive_dim as positive_dim,
+    read_inputs as read_inputs,
+    with_numbers as with_numbers,
+)
+from lockstep.replicas.batch.outputs import (
+    Outputs as Outputs,
+    ShardForward as ShardForward,
+    named_outputs as named_outputs,
+    read_outputs as read_outputs,
+)

@@ -1,0 +1,50 @@
+"""Send parameters to the replicas on other GPUs in one message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lockstep.replicas.modules.flat_parameters import lay_end_to_end
+from lockstep.replicas.pool import ReplicaSet
+
+
+class BroadcastingSet(ReplicaSet):
+    """Replicas that receive parameters by NCCL, where each has a GPU of its own; else as usual.
+
+    The model's parameters must lie end to end in one tensor; so the replicas' do. What arrives has the bits
+    that were sent.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._receivers: list[torch.Tensor] = []
+
+    def refresh(self) -> bool:
+        """Make the replicas follow the model; see `ReplicaSet.refresh`."""
+        rebuilt = super().refresh()
+        if rebuilt:
+            others = self._replicas[1:] if self._can_broadcast() else []
+            self._receivers = [lay_end_to_end(list(replica.parameters())) for replica in others]
+        return rebuilt
+
+    @torch.no_grad()
+    def sync_parameters(self) -> None:
+        """Send the model's parameters to all other GPUs."""
+        if not self._receivers:
+            super().sync_parameters()
+            return
+        self._sending.count_writes()
+        sender = next(self.model.parameters()).detach()
+        whole = sender.as_strided((self._receivers[0].numel(),), (1,))
+        torch.cuda.nccl.broadcast([whole, *self._receivers], root=0)
+
+    def _can_broadcast(self) -> bool:
+        """Tell whether there are several GPUs, each with one replica, and the model is on the first."""
+        return (
+            len(self.devices) > 1
+            and len(set(self.devices)) == len(self.devices)
+            and {parameter.device for parameter in self.model.parameters()} == {self.devices[0]}
+            and all(device.type == "cuda" for device in self.devices)
+        )

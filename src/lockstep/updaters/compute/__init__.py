@@ -1,0 +1,11 @@
+"""Compute this process's share of an update: from shards to partial sums."""
+
+from lockstep.updaters.compute.device_timer import DeviceTimer as DeviceTimer
+from lockstep.updaters.compute.layout import ModelLayout as ModelLayout
+from lockstep.updaters.compute.shard_gradients import DeviceGradients as DeviceGradients, GradientTask as GradientTask
+from lockstep.updaters.compute.shares import (
+    RankShare as RankShare,
+    ShardAssignment as ShardAssignment,
+    share_of as share_of,
+)
+from lockstep.updaters.compute.speeds import RankMeasurement as RankMeasurement, RankTimer as RankTimer

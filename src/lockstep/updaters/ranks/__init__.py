@@ -1,0 +1,9 @@
+"""From the partial sums of this process to the sum over all ranks."""
+
+from lockstep.updaters.ranks.consistency import (
+    Differing as Differing,
+    RankConsistency as RankConsistency,
+    describe_run as describe_run,
+)
+from lockstep.updaters.ranks.coordinator import Coordinator as Coordinator, LocalCoordinator as LocalCoordinator
+from lockstep.updaters.ranks.rank_reduction import RankReduction as RankReduction, join_ranks as join_ranks

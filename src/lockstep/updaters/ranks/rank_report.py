@@ -1,0 +1,123 @@
+"""What a rank tells of its share of an attempt, so that every rank can go on as if it had computed all of it.
+
+A report is text (JSON), so nothing that arrives from another process can run code, and numbers come back
+as they were: floats by their shortest exact decimal, tensors of one element with their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, SupportsFloat
+
+import torch
+
+from lockstep.communicators import Contribution
+from lockstep.updaters.compute import RankMeasurement
+from lockstep.updaters.result import ShardReport
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What the devices of one rank made of their shards.
+
+    Attributes:
+        shards: What each shard that took part measured, in order.
+        samples: How many samples these hold; 1 where a single shard makes up the update.
+        gradients: Which partial sums of gradients there are.
+        buffers: The same for buffers.
+        buffer_weights: For each buffer, the weights of the shards that changed it.
+        workloads: The relative speeds of the rank's devices from the next attempt on.
+        measurement: How long the rank takes, if it has measured that.
+    """
+
+    shards: Sequence[ShardReport]
+    samples: int
+    gradients: Contribution
+    buffers: Contribution
+    buffer_weights: Sequence[float]
+    workloads: Sequence[float]
+    measurement: RankMeasurement | None
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as lists, numbers and text."""
+        shards = []
+        for report in self.shards:
+            metrics: dict[str, Any] = {}
+            for name, (total, weight) in report.metrics.items():
+                metrics[name] = [_plain(total), _plain(weight)]
+            shards.append([report.shard, report.weight, _plain(report.loss.reshape(())), metrics])
+        told = self.measurement
+        return {
+            "shards": shards,
+            "samples": self.samples,
+            "gradients": _text(self.gradients),
+            "buffers": _text(self.buffers),
+            "buffer_weights": self.buffer_weights,
+            "workloads": self.workloads,
+            "measurement": None if told is None else [told.seconds, told.transfer],
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> RankReport:
+        """Read what `to_plain` returned."""
+        shards = []
+        for shard, weight, loss, values in plain["shards"]:
+            metrics: dict[str, Any] = {}
+            for name, (total, share) in values.items():
+                metrics[name] = (_value(total), _value(share))
+            shards.append(ShardReport(shard, weight, torch.as_tensor(_value(loss)), metrics))
+        told = plain["measurement"]
+        return cls(
+            shards,
+            plain["samples"],
+            _contribution(plain["gradients"]),
+            _contribution(plain["buffers"]),
+            plain["buffer_weights"],
+            plain["workloads"],
+            None if told is None else RankMeasurement(*told),
+        )
+
+
+def _plain(value: SupportsFloat) -> Any:
+    """Turn a number into one that JSON knows, or a tensor into its dtype and number; waits for its device."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype).removeprefix("torch."), value.item()]
+    return value if isinstance(value, int | float) else float(value)
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        kind, number = plain
+        dtype = getattr(torch, kind)
+        if isinstance(number, float):
+            return torch.scalar_tensor(number, dtype=dtype, device="cpu")  # several times as fast as `tensor`
+        return torch.tensor(number, dtype=dtype, device="cpu")
+    return plain
+
+
+# Contributions are mostly those of the last update, so what they are as text is remembered.
+@lru_cache(maxsize=64)
+def _text(contribution: Contribution) -> str:
+    """Write a contribution; in hexadecimal, for decimal digits of masks over thousands of tensors are slow.
+
+    >>> _text(Contribution((0, 4), (7, 31)))
+    '0:7 4:1f/0'
+    """
+    sums = zip(contribution.shards, contribution.present, strict=True)
+    return " ".join(f"{shard}:{mask:x}" for shard, mask in sums) + f"/{contribution.sparse:x}"
+
+
+@lru_cache(maxsize=64)
+def _contribution(text: str) -> Contribution:
+    """Read what `_text` wrote.
+
+    >>> _contribution("0:7 4:1f/0"), _contribution("/0")
+    (Contribution(shards=(0, 4), present=(7, 31), sparse=0), Contribution(shards=(), present=(), sparse=0))
+    """
+    sums, _, sparse = text.partition("/")
+    pairs = [each.split(":") for each in sums.split()]
+    return Contribution(
+        tuple(int(shard) for shard, _ in pairs), tuple(int(mask, 16) for _, mask in pairs), int(sparse, 16)
+    )

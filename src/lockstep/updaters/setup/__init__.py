@@ -1,0 +1,19 @@
+"""Read and check the arguments of an updater."""
+
+from lockstep.updaters.setup import recipe as recipe
+from lockstep.updaters.setup.batches import (
+    Converter as Converter,
+    batch_size as batch_size,
+    call_arguments as call_arguments,
+    shard_arrays as shard_arrays,
+)
+from lockstep.updaters.setup.names import (
+    MAIN as MAIN,
+    Names as Names,
+    by_name as by_name,
+    iterators_by_name as iterators_by_name,
+    look_up as look_up,
+    named_schedulers as named_schedulers,
+)
+from lockstep.updaters.setup.networks import Arrangement as Arrangement, arrange as arrange
+from lockstep.updaters.setup.recipe import OnOverflow as OnOverflow, Recipe as Recipe, check_choice as check_choice

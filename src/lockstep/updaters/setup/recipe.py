@@ -1,0 +1,114 @@
+"""What an update is: those arguments of an updater that its result depends on, beside what is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from torch.nn.modules.loss import _Loss
+
+from lockstep.integers import check_integer
+from lockstep.precision import Precision, parse_precision
+from lockstep.replicas import BufferRule
+from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.setup.batches import Converter
+
+Split = Literal["contiguous", "strided"]
+Reduction = Literal["mean", "sum"]
+OnOverflow = Literal["retry", "next", "skip"]
+OnExhausted = Literal["skip", "raise"]
+StepFunction: TypeAlias = Callable[[Any, Any], object]
+"""Called as ``step_fn(updater, batch)``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What an update is, wherever it runs; each attribute is the argument of `ParallelUpdater` of its name.
+
+    Raises:
+        TypeError: A count or the seed is no integer, or a function cannot be called.
+        ValueError: A count is below 1, or a word is not one of those there are.
+    """
+
+    num_shards: int | None
+    seed: int
+    accumulate: int
+    split: Split
+    reduction: Reduction
+    precision: str
+    buffers: BufferRule
+    on_overflow: OnOverflow
+    max_tries: int
+    on_exhausted: OnExhausted
+    flat_gradients: bool
+    auto_new_epoch: bool
+    loss_fn: LossFunction | None
+    step_fn: StepFunction | None
+    converter: Converter
+
+    def __post_init__(self) -> None:
+        if self.num_shards is not None:
+            check_integer("num_shards", self.num_shards, minimum=1)
+        check_integer("accumulate", self.accumulate, minimum=1)
+        check_integer("max_tries", self.max_tries, minimum=1)
+        check_integer("seed", self.seed)
+        check_choice("split", self.split, get_args(Split))
+        check_choice("reduction", self.reduction, get_args(Reduction))
+        check_choice("on_overflow", self.on_overflow, get_args(OnOverflow))
+        check_choice("on_exhausted", self.on_exhausted, get_args(OnExhausted))
+        check_choice("buffers", self.buffers, get_args(BufferRule))
+        parse_precision(self.precision)
+        check_functions(converter=self.converter, loss_fn=self.loss_fn, step_fn=self.step_fn)
+
+    @property
+    def policy(self) -> Precision:
+        """The policy of number formats."""
+        return parse_precision(self.precision)
+
+    def check_own_steps(self) -> None:
+        """Refuse what only the usual update can do, where a step function says what an update does.
+
+        Raises:
+            ValueError: Something of that kind is asked for.
+        """
+        if self.accumulate > 1:
+            raise ValueError(
+                "`accumulate` must be 1 where a step function says what an update does, got "
+                f"{self.accumulate}. Give it larger batches and more shards."
+            )
+        if self.on_overflow == "next":
+            raise ValueError(
+                "`on_overflow` must be 'retry' or 'skip' where a step function says what an update does, got 'next'."
+            )
+
+
+def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> None:
+    """Refuse what cannot be called, and a criterion, which does not know the model.
+
+    All but the converter may be None, for none.
+
+    Raises:
+        TypeError: There is one.
+    """
+    if isinstance(loss_fn, _Loss):
+        kind = type(loss_fn).__name__
+        raise TypeError(
+            f"`loss_fn` must take the model before the batch, got a criterion, {kind}. Give "
+            f"lockstep.supervised({kind}(...))."
+        )
+    optional = {"loss_fn": loss_fn, "step_fn": step_fn}
+    given = {"converter": converter} | {name: each for name, each in optional.items() if each is not None}
+    for name, function in given.items():
+        if not callable(function):
+            raise TypeError(f"`{name}` must be callable, got a {type(function).__name__}.")
+
+
+def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
+    """Refuse a word that is not one of those there are.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if choice not in choices:
+        raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {choice!r}.")

@@ -1,0 +1,113 @@
+"""Copy what an update of several steps changes, and put it back where the update fails."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep.optim import without_pre_hooks
+from lockstep.precision import MasterWeights
+
+
+class Savepoint:
+    """The values of parameters, buffers, optimizers and schedulers as they are now.
+
+    Args:
+        model: All networks; parameters without shapes are left out, see `include`.
+        optimizers: With their state, options and counters.
+        schedulers: With theirs.
+        masters: What optimizers move in the place of parameters in half precision.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        schedulers: Iterable[LRScheduler],
+        masters: Iterable[MasterWeights] = (),
+    ) -> None:
+        self._tensors: dict[torch.Tensor, torch.Tensor] = {}
+        self.include(model)
+        self._optimizers = [(optimizer, copied(optimizer.state_dict())) for optimizer in optimizers]
+        self._schedulers = [(scheduler, copied(scheduler.state_dict())) for scheduler in schedulers]
+        self._masters = [(each, copied(each.saved_masters())) for each in masters]
+
+    def include(self, model: nn.Module) -> None:
+        """Copy what has got its shape since."""
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor not in self._tensors and not is_lazy(tensor):
+                self._tensors[tensor] = tensor.detach().clone()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, bit for bit."""
+        for tensor, before in self._tensors.items():
+            tensor.copy_(before)
+        for optimizer, state in self._optimizers:
+            _restore(optimizer, state)
+        for scheduler, state in self._schedulers:
+            scheduler.load_state_dict(state)
+        for masters, values in self._masters:
+            masters.load_masters(values)
+
+
+def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Load an optimizer's own state, each tensor in the dtype it had."""
+    with without_pre_hooks(optimizer):
+        optimizer.load_state_dict(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Loading casts to the dtype of the parameter, where state in float32 would lose bits.
+    for index, parameter in enumerate(parameters):
+        if index in saved["state"]:
+            optimizer.state[parameter] = saved["state"][index]
+
+
+def copied(value: Any) -> Any:
+    """Copy a nest of state; tensors by value, which `copy.deepcopy` does at three times the cost.
+
+    What is one tensor under several names, as tied weights are in a state, is one in the copy.
+    """
+    return _copied(value, {})
+
+
+def _copied(value: Any, copies: dict[Hashable, torch.Tensor]) -> Any:
+    """Copy a nest, given the copies that there are by what they are copies of."""
+    if isinstance(value, torch.Tensor):
+        return _copied_tensor(value, copies)
+    if isinstance(value, Mapping):
+        parts = {key: _copied(part, copies) for key, part in value.items()}
+        return with_metadata(parts, value)
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_copied(part, copies) for part in value)
+    return copy.deepcopy(value)
+
+
+def with_metadata(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a state the versions of its modules that another has: by them they know what to migrate."""
+    # An attribute that torch gives to what `state_dict` returns.
+    metadata = getattr(source, "_metadata", None)
+    if metadata is None:
+        return state
+    named = OrderedDict(state)
+    named._metadata = copy.deepcopy(metadata)  # type: ignore[attr-defined]  # noqa: SLF001
+    return named
+
+
+def _copied_tensor(value: torch.Tensor, copies: dict[Hashable, torch.Tensor]) -> torch.Tensor:
+    """Copy a tensor once; a state names a tied weight by a view for each of its names."""
+    if value.layout is not torch.strided or not value.numel():
+        return value.detach().clone()
+    # Views that begin at one address and are alike in all of this hold the same numbers.
+    form = (value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
+    place = (value.device, value.data_ptr(), form)
+    if place not in copies:
+        copies[place] = value.detach().clone()
+    return copies[place]

@@ -1,0 +1,109 @@
+"""Decide what follows a gradient that is not finite: another attempt at a lower loss scale, or the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lockstep.errors import NonFiniteError
+from lockstep.precision import MovingScale
+from lockstep.updaters.attempt import Attempt, Deferral, GradientRequest
+from lockstep.updaters.ranks import Coordinator
+from lockstep.updaters.setup import Names, Recipe
+from lockstep.updaters.state import Training
+from lockstep.updaters.step.engine import GradientEngine
+
+
+class OverflowRetry:
+    """Return one attempt after another, for the stages of an update to fill in, until one is final.
+
+    Args:
+        engine: Knows whether there is another batch.
+        training: Has the loss scale that the first attempt is made with.
+        recipe: Says what the user has chosen.
+        deferral: Decides whether the overflow check stays on the device.
+        coordinator: Tells the other ranks where the next batch cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        engine: GradientEngine,
+        training: Training,
+        recipe: Recipe,
+        deferral: Deferral,
+        coordinator: Coordinator,
+    ) -> None:
+        self._deferral = deferral
+        self._coordinator = coordinator
+        self._engine = engine
+        self._training = training
+        self._recipe = recipe
+
+    def first(
+        self, request: GradientRequest, names: Names, batches: Sequence[Any] = (), *, once: bool = False
+    ) -> Attempt:
+        """Return the first attempt of an update.
+
+        Args:
+            request: Which gradient.
+            names: The optimizers that are to step by it.
+            batches: What it is of, if the attempt is not to take the iterator's.
+            once: Whether this attempt is the last, whatever comes of it.
+        """
+        if self._recipe.on_overflow == "skip" and not once and self._deferral.defers(names):
+            request = replace(request, deferred=True)
+        scale = self._training.scale
+        return Attempt(request, scale, scale, given_batches=batches, once=once or request.deferred)
+
+    def after(self, attempt: Attempt) -> Attempt:
+        """Return the attempt that follows, or the same one, final now, where none does.
+
+        Args:
+            attempt: The last one, which has gone through all stages.
+
+        Raises:
+            NonFiniteError: No attempt is left, and `on_exhausted` is ``"raise"``.
+        """
+        self._deferral.reads_weights = attempt.task.reads_weights
+        if not attempt.complete:  # the same again: shards were left out
+            attempt.complete = True
+            return attempt
+        recipe = self._recipe
+        bad = None if attempt.once else attempt.check.nonfinite
+        if bad is None or recipe.on_overflow == "skip":
+            attempt.is_final = True
+            return attempt
+        scale = attempt.scale.value
+        lower = scale.after(finite=False)
+        draws_next = recipe.on_overflow == "next" and not attempt.given_batches
+        exhausted = attempt.tries == recipe.max_tries or lower.factor >= scale.factor
+        if exhausted or (draws_next and not self._has_batches(attempt)):
+            if recipe.on_exhausted == "raise":
+                raise _exhausted(attempt)
+            attempt.is_final = True
+            return attempt
+        return Attempt(
+            attempt.request,
+            MovingScale(lower),
+            attempt.first_scale,
+            given_batches=attempt.given_batches,
+            tries=attempt.tries + 1,
+            passed=attempt.taken if draws_next else attempt.passed,
+            nonfinite_before=bad,
+        )
+
+    def _has_batches(self, attempt: Attempt) -> bool:
+        """Return whether there is a batch after those that the update gives up; every rank loads its own."""
+        with self._coordinator.telling():
+            return self._engine.has_batches(attempt.taken)
+
+
+def _exhausted(attempt: Attempt) -> NonFiniteError:
+    """Return the error that says that no attempt is left."""
+    return NonFiniteError(
+        f"The gradient of {attempt.nonfinite!r} is not finite after {attempt.tries} tries, the last with "
+        f"a loss scale of {attempt.scale.value.factor}. The weights are those of the update before.",
+        parameter=str(attempt.nonfinite),
+        tries=attempt.tries,
+    )
