@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from tests.laws.models import Workload
-from tests.laws.runs import PLACEMENTS, Placement, digests
-from tests.laws.several import PHASES, GanStep, gan, generator_loss, run, snapshot
+from tests.support.gan import PHASES, GanStep, gan, generator_loss, run, snapshot
+from tests.support.runs import PLACEMENTS, Placement, digests
+from tests.support.workloads import Workload
 
 UPDATES = 7
 """More than three epochs of the main iterator."""

@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 import pytest
-from tests.optim.test_momentum_sgd import bits, parameters, put_grads
 
 from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD
+from tests.optim.test_momentum_sgd import bits, parameters, put_grads
 
 
 def in_threads(calls: list[Any]) -> None:

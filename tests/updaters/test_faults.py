@@ -19,10 +19,10 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.pool.replica_set import PATIENCE
-from tests.backward import in_backward
-from tests.laws import several
-from tests.laws.models import CONVNET, MLP, WIDE
-from tests.laws.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support import gan as several
+from tests.support.backward import in_backward
+from tests.support.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support.workloads import CONVNET, MLP, WIDE
 
 NUM_SHARDS = 6
 FAULT_AT = 3

@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.updaters.compute.device_timer import MEASURED, WARM_UP
-from tests.laws.models import CONVNET, MLP
-from tests.laws.runs import PLACEMENTS, Placement, cross_entropy, digests, finalized, train, updater_for
-from tests.laws.several import run, snapshot
-from tests.updaters.small import updater_of
+from tests.support.gan import run, snapshot
+from tests.support.runs import PLACEMENTS, Placement, cross_entropy, digests, finalized, train, updater_for
+from tests.support.small_updater import updater_of
+from tests.support.workloads import CONVNET, MLP
 
 
 def test_shards_may_be_dealt_round_robin() -> None:
