@@ -15,9 +15,8 @@ import pytest
 
 from lockstep.replicas.pool.replica_set import ReplicaSet
 from lockstep.replicas.pool.worker import Worker
+from tests.support.waiting import LONG
 
-LONG = 60.0
-"""Seconds that a busy machine may take for what is done at once."""
 HUNG = set[int]()
 """The threads that hang."""
 RELEASED = threading.Event()

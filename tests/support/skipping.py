@@ -5,14 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import lockstep as ls
+from lockstep.precision import LossScale
 from tests.support.runs import finalized
 
 NUM_SHARDS = 3
+
+
+@dataclass(frozen=True)
+class OnlyAfter(LossScale):
+    """A policy of a user, which cannot move its numbers to a device."""
+
+    def after(self, *, finite: bool) -> OnlyAfter:
+        return self if finite else OnlyAfter(self.factor / 2)
 
 
 class Spoiling:

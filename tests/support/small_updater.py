@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from tests.support.runs import finalized
 
 
 class Changing(nn.Module):
@@ -57,15 +58,14 @@ def updater_of(
 ) -> Iterator[ls.ParallelUpdater]:
     """Make an updater in the order of the data, by default SGD of a rate of 1/8, and end its threads."""
     samples = TensorDataset(*(data or (torch.ones(4, 1),)))
-    updater = ls.ParallelUpdater(
-        ls.BatchIterator(samples, batch_size),
-        optimizer or torch.optim.SGD(model.parameters(), lr=0.125),
-        model,
-        devices=["cpu"] * devices if isinstance(devices, int) else devices,
-        loss_fn=loss_fn,
-        **options,
-    )
-    try:
+    with finalized(
+        ls.ParallelUpdater(
+            ls.BatchIterator(samples, batch_size),
+            optimizer or torch.optim.SGD(model.parameters(), lr=0.125),
+            model,
+            devices=["cpu"] * devices if isinstance(devices, int) else devices,
+            loss_fn=loss_fn,
+            **options,
+        )
+    ) as updater:
         yield updater
-    finally:
-        updater.finalize()

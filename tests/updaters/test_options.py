@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.updaters.compute.device_timer import MEASURED, WARM_UP
+from tests.support.faults import fail, interrupt
 from tests.support.gan import run, snapshot
 from tests.support.runs import PLACEMENTS, Placement, cross_entropy, digests, finalized, train, updater_for
 from tests.support.small_updater import updater_of
@@ -222,14 +221,6 @@ def test_work_loads_are_measured_and_change_no_bit(caplog: pytest.LogCaptureFixt
 
 
 # After the weights have moved --------------------------------------------------------------------
-
-
-def fail() -> None:
-    raise RuntimeError("sprung")
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 def late_hook(trap: Callable[..., None]) -> ls.ParallelUpdater:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,7 @@ import lockstep as ls
 from lockstep.communicators.failures.failure import Failure
 from lockstep.communicators.failures.heartbeat import ALERT_LOOKS, INTERVAL, Beat, Heartbeat
 from lockstep.communicators.failures.watch import START, PeerWatch, Watch
-
-LONG = 60.0
-"""Seconds after which a test gives up."""
+from tests.support.waiting import LONG, await_true
 
 
 @pytest.fixture
@@ -80,13 +76,6 @@ def gather(watches: list[PeerWatch]) -> None:
 
 def _beat(watch: PeerWatch, rank: int) -> Beat:
     return watch._pulse.beats.get(rank) or Beat(0, False, START)
-
-
-def await_true(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class _Lost:

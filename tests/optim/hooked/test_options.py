@@ -15,7 +15,7 @@ from lockstep.compat import chainer
 from lockstep.errors import StateError
 from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, UpdateSchedule
 from lockstep.optim.schedule import warmup
-from tests.optim.test_momentum_sgd import bits, parameters, put_grads
+from tests.support.optimizers import bits, parameters, put_cut_grads
 
 ALL = pytest.mark.parametrize("cls", [CorrectedMomentumSGD, MomentumSGD, SGDW, LAMB])
 DECAYING = pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_chainers_optimizers_are_set_up_again_after_a_schedule() -> None:
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.3])
 def test_decay_has_the_bits_of_torch_sgd(fused: bool, dtype: torch.dtype, momentum: float, weight_decay: float) -> None:
-    ours, theirs = parameters(dtype=dtype), parameters(dtype=dtype)
+    ours, theirs = parameters(dtype), parameters(dtype)
     optimizer = CorrectedMomentumSGD(
         [{"params": ours, "weight_decay": weight_decay}], lr=0.1, momentum=momentum, fused=fused
     )
@@ -104,7 +104,7 @@ def test_decay_has_the_bits_of_torch_sgd(fused: bool, dtype: torch.dtype, moment
     reference = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, weight_decay=weight_decay, **options)
     for step in range(6):
         for weights in (ours, theirs):
-            put_grads(weights, step)
+            put_cut_grads(weights, step)
         given = bits([each.grad for each in ours if each.grad is not None])
         optimizer.step()
         reference.step()
@@ -114,12 +114,12 @@ def test_decay_has_the_bits_of_torch_sgd(fused: bool, dtype: torch.dtype, moment
 
 @pytest.mark.parametrize("correction", [False, True])
 def test_decay_passes_through_a_velocity_that_has_the_rate_inside(correction: bool) -> None:
-    ours, theirs = parameters(dtype=torch.float64), parameters(dtype=torch.float64)
+    ours, theirs = parameters(torch.float64), parameters(torch.float64)
     optimizer = MomentumSGD(ours, lr=0.1, weight_decay=0.3, correction=correction)
     reference = CorrectedMomentumSGD(theirs, lr=0.1, weight_decay=0.3)
     for step in range(6):
         for weights in (ours, theirs):
-            put_grads(weights, step)
+            put_cut_grads(weights, step)
         if correction:
             optimizer.lr = reference.lr = 0.1 / (1 + step)
         optimizer.step()

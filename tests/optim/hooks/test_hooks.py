@@ -12,6 +12,7 @@ from torch.optim.optimizer import Optimizer
 from lockstep.errors import StateError
 from lockstep.optim import CorrectedMomentumSGD, MomentumSGD, hooks
 from lockstep.optim.norm import PIECE, global_norm, norms
+from tests.support.optimizers import same_bits
 
 ALL = [
     hooks.WeightDecay(0.1),
@@ -36,10 +37,6 @@ def grads(weights: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     return [weight.grad.clone() for weight in weights if weight.grad is not None]
 
 
-def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("hook", ALL, ids=lambda hook: hook.name)
 @pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, CorrectedMomentumSGD, MomentumSGD])
@@ -50,17 +47,17 @@ def test_hook_does_the_same_on_every_optimizer(
     before = grads(by_call)
     copy.deepcopy(hook)(cls(by_call))
     expected = grads(by_call)
-    assert not equal(before, expected)
+    assert not same_bits(before, expected)
 
     seen = cls(by_torch)
     seen.register_step_pre_hook(copy.deepcopy(hook))
     seen.step()
-    assert equal(grads(by_torch), expected)
+    assert same_bits(grads(by_torch), expected)
 
     ours = CorrectedMomentumSGD(by_add)
     ours.add_hook(copy.deepcopy(hook))
     ours.step()
-    assert equal(grads(by_add), expected)
+    assert same_bits(grads(by_add), expected)
 
 
 @pytest.mark.parametrize("hook", ALL, ids=lambda hook: hook.name)
@@ -73,7 +70,7 @@ def test_hook_leaves_missing_gradients_and_frozen_groups_alone(hook: hooks.Gradi
     optimizer.add_hook(copy.deepcopy(hook))
     optimizer.step()
     assert weights[0].grad is None
-    assert equal(grads(frozen), before)
+    assert same_bits(grads(frozen), before)
 
 
 @pytest.mark.parametrize("hook", ALL, ids=lambda hook: hook.name)
@@ -122,7 +119,7 @@ def test_a_coefficient_that_is_a_power_of_two_scales_the_rates_exactly() -> None
     plain, scaled = parameters(), parameters()
     hooks.GradientLARS(weight_decay=0.1)(torch.optim.SGD(plain))
     hooks.GradientLARS(weight_decay=0.1, coefficient=2.0**-10)(torch.optim.SGD(scaled))
-    assert equal(grads(scaled), [grad * 2.0**-10 for grad in grads(plain)])
+    assert same_bits(grads(scaled), [grad * 2.0**-10 for grad in grads(plain)])
 
 
 @pytest.mark.parametrize(
@@ -203,7 +200,7 @@ def test_noise_leaves_the_default_generator_alone_and_goes_on_from_its_state() -
     for weight, grad in zip(resumed, first, strict=True):
         weight.grad = grad
     other(torch.optim.SGD(resumed))
-    assert equal(grads(resumed), grads(straight))
+    assert same_bits(grads(resumed), grads(straight))
 
 
 def test_noise_fades_as_the_paper_says() -> None:
@@ -353,7 +350,7 @@ def test_saved_state_holds_the_stream_of_a_hook() -> None:
     other.load_state_dict(saved)
     optimizer.step()
     other.step()
-    assert equal(list(straight), list(resumed))
+    assert same_bits(list(straight), list(resumed))
 
 
 def test_saved_state_of_a_hook_is_checked_before_anything_changes() -> None:

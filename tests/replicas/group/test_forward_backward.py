@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep as ls
 from tests.support.backward import in_backward
-from tests.support.hanging import here_it_hangs, wait_patiently  # noqa: F401 - a fixture
+from tests.support.hanging import here_it_hangs
 
 THREE = ["cpu"] * 3
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
-from tests.support.hanging import here_it_hangs, wait_patiently  # noqa: F401 - a fixture
+from tests.support.hanging import here_it_hangs
 
 DEVICES = [1, 2, 3, 5]
 

@@ -14,7 +14,8 @@ from torch import nn
 import lockstep as ls
 from lockstep.plan import Shard
 from lockstep.replicas.pool.replica_set import PATIENCE, ReplicaSet
-from tests.support.hanging import HUNG, LONG, here_it_hangs, wait_patiently  # noqa: F401 - a fixture
+from tests.support.hanging import HUNG, here_it_hangs
+from tests.support.waiting import LONG
 
 
 class Hanging(nn.Module):

@@ -21,10 +21,9 @@ import lockstep as ls
 from lockstep.replicas.pool.interrupts import CallSigint
 from lockstep.replicas.pool.progress import DeviceProgress
 from lockstep.streams import stream_is_open
+from tests.support.waiting import LONG
 
 SHARDS = 4
-LONG = 60.0
-"""Seconds that a busy machine may take for what is done at once."""
 
 
 class Busy(nn.Module):
@@ -241,7 +240,8 @@ import torch
 from torch import nn
 import lockstep as ls
 from lockstep.replicas.pool.progress import DeviceProgress
-from tests.replicas.pool.test_interrupts import LONG, MARKED, SHARDS, batch, grouped, mark, parallel, seeded, state
+from tests.replicas.pool.test_interrupts import MARKED, SHARDS, batch, grouped, mark, parallel, seeded, state
+from tests.support.waiting import LONG
 
 DeviceProgress.mark = mark
 

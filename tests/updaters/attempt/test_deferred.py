@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.precision import LossScale
 from lockstep.updaters.attempt import deferred
 from tests.support.runs import finalized
-from tests.support.skipping import skipping, told
+from tests.support.skipping import OnlyAfter, skipping, told
 
 NUM_UPDATES = 6
 BAD = 2
@@ -50,14 +48,6 @@ def updater_of(*, model: nn.Module | None = None, scheduled: bool = False, **opt
         "loss_scale": ls.DynamicLossScale(),
     }
     return skipping(ls.BatchIterator(TensorDataset(x), 4), optimizer, model, **{**recipe, **options})
-
-
-@dataclass(frozen=True)
-class OnlyAfter(LossScale):
-    """A policy of one's own, which knows nothing of devices."""
-
-    def after(self, *, finite: bool) -> OnlyAfter:
-        return self if finite else OnlyAfter(self.factor / 2)
 
 
 def with_an_expanded_buffer() -> nn.Module:

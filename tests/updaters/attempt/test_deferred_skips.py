@@ -7,7 +7,6 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from lockstep.optim.hooks import GradientClipping
 from lockstep.precision import LossScale
 from tests.support.reads import Reads
 from tests.support.runs import PLACEMENTS, Placement, finalized, state_digest
-from tests.support.skipping import NUM_SHARDS, Spoiling, skipping, told
+from tests.support.skipping import NUM_SHARDS, OnlyAfter, Spoiling, skipping, told
 from tests.support.workloads import CONVNET, MLP, Workload
 
 BAD = {2, 3, 5}
@@ -339,14 +338,6 @@ def test_why_it_waits() -> None:
     assert reason(on_overflow="retry") == ("on_overflow='retry' decides on the host whether there is another try")
     assert reason(step_fn=lambda *_: None, loss_fn=None) is None
     assert reason(reads=True) == "AdamW has a hook of its step that may do more than change gradients"
-
-
-@dataclass(frozen=True)
-class OnlyAfter(LossScale):
-    """A policy of one's own, which knows nothing of devices."""
-
-    def after(self, *, finite: bool) -> OnlyAfter:
-        return self if finite else OnlyAfter(self.factor / 2)
 
 
 def test_what_is_read_though_the_verdict_is_not_is_named_and_nothing_else_is_read() -> None:
