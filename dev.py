@@ -21,6 +21,9 @@ ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
+# The tests of a file share fixtures, so one process runs them all.
+TWO_PROCESSES = ["-n", "2", "--dist", "loadfile"]
+
 
 def prepare(extra: str) -> None:
     """Create the environment, and install lockstep with one of its extras unless that is already done."""
@@ -54,17 +57,16 @@ def digits(options: list[str]) -> None:
 
 
 def quick(options: list[str]) -> None:
-    """Run the checks beside the unit tests, and show what they print after the tests."""
+    """Run the checks beside the unit tests, which two processes share, and then show what the checks printed."""
     prepare("test")
-    with tempfile.TemporaryFile() as output:
-        checks = subprocess.Popen([sys.executable, __file__, "check"], stdout=output, stderr=subprocess.STDOUT)
-        tests = subprocess.run(
-            [str(PYTHON), "-m", "pytest", "-m", "unit and not slow", *options], cwd=ROOT, check=False
-        )
-        status = checks.wait()
-        output.seek(0)
-        sys.stdout.write(output.read().decode())
-    sys.exit(tests.returncode or status)
+    with tempfile.TemporaryFile() as printed:
+        checks = subprocess.Popen([sys.executable, __file__, "check"], stdout=printed, stderr=subprocess.STDOUT)
+        command = [str(PYTHON), "-m", "pytest", "-m", "unit and not slow", *(options or TWO_PROCESSES)]
+        tests = subprocess.run(command, cwd=ROOT, check=False)
+        checks.wait()
+        printed.seek(0)
+        print(printed.read().decode())
+    sys.exit(tests.returncode or checks.returncode)
 
 
 def check(_: list[str]) -> None:
