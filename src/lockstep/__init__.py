@@ -58,4 +58,5 @@ from lockstep.updaters import (
     Updater as Updater,
     UpdateResult as UpdateResult,
     supervised as supervised,
+    token_mean as token_mean,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,13 +47,20 @@ class LossFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """Run the model on the inputs and compare its output with the target; see `supervised`."""
+    """Run the model on the inputs and compare its output with the target; see `supervised`.
+
+    Attributes:
+        criterion: Called as ``criterion(output, target)``.
+        target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
+        summed: Whether the criterion returns a sum over samples instead of a mean.
+    """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
+    summed: bool = False
 
-    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the criterion's mean loss over the shard."""
+    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
+        """Return the loss of the shard."""
         if self.target is None:
             if not args:
                 raise ValueError(
@@ -60,52 +68,107 @@ class Supervised:
                     f"target=...) with one of {sorted(kwargs)}."
                 )
             *inputs, target = args
-            return self.criterion(model(*inputs, **kwargs), target)
+            return self._compare(model(*inputs, **kwargs), target)
         if not kwargs:
             raise ValueError(f"`target` must be None where a batch is no dict, got {self.target!r}.")
         if self.target not in kwargs:
             keys = ", ".join(kwargs)
             raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
         target = kwargs.pop(self.target)
-        return self.criterion(model(*args, **kwargs), target)
+        return self._compare(model(*args, **kwargs), target)
+
+    def _compare(self, output: Any, target: Any) -> torch.Tensor | Loss:
+        """Return the criterion's loss, with the summed class weights where it is a mean by these."""
+        loss = self.criterion(output, target)
+        weights = getattr(self.criterion, "weight", None)
+        if self.summed or weights is None or not isinstance(self.criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+            return loss
+        if target.is_floating_point():  # class probabilities, for which torch divides by the number of samples
+            return loss
+        counted = target[target != self.criterion.ignore_index]
+        return Loss(loss, weight=weights.to(counted.device)[counted].sum())
 
 
 def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | None = None) -> Supervised:
-    """Make a loss function of a criterion that compares an output with a target.
+    """Return a loss function that applies a criterion to the model's output and a target.
+
+    A criterion with ``reduction="sum"``, such as ``nn.MSELoss(reduction="sum")``, yields the sum over the
+    whole batch for every number of shards, and the gradient of that sum. Any other criterion must return the
+    mean over the samples of a shard. Class weights of `torch.nn.CrossEntropyLoss` and `torch.nn.NLLLoss` are
+    taken into account where means of shards are combined. Targets that the criterion ignores (`ignore_index`)
+    count as samples nevertheless; use `token_mean` if there are many of them.
 
     Args:
-        criterion: Called as ``criterion(output, target)``; returns the mean over samples.
-        target: The key of the target in a dict batch. Without it the target is the last of a tuple.
+        criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read from its
+            attribute `reduction`, or from the keyword argument of a `functools.partial`; the default is a mean.
+        target: The key of the target in a dict batch. By default the target is the last entry of a tuple.
 
     Raises:
-        TypeError: The criterion cannot be called.
+        TypeError: If the criterion is not callable.
+        ValueError: If the criterion's reduction is ``"none"``.
 
-    >>> loss_fn = supervised(nn.functional.mse_loss)
-    >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
-    tensor(2.)
+    Example:
+        >>> loss_fn = supervised(nn.functional.mse_loss)
+        >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+        tensor(2.)
     """
     if not callable(criterion):
         raise TypeError(f"`criterion` must be callable, got a {type(criterion).__name__}.")
-    return Supervised(criterion, target)
+    keywords = criterion.keywords if isinstance(criterion, partial) else {}
+    reduction = keywords.get("reduction", getattr(criterion, "reduction", "mean"))
+    if reduction == "none":
+        raise ValueError(
+            "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "
+            "'sum' for the sum over the whole batch."
+        )
+    return Supervised(criterion, target, summed=reduction == "sum")
+
+
+def is_summed(loss_fn: LossFunction) -> bool:
+    """Return whether a loss function returns sums over samples instead of means."""
+    return isinstance(loss_fn, Supervised) and loss_fn.summed
 
 
 def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
-    """Take what the model itself returns as the loss."""
+    """Return what the model itself returns, where no loss function is given.
+
+    Raises:
+        TypeError: If the model returns something else than a loss.
+    """
     returned: torch.Tensor | Loss = model(*args, **kwargs)
+    if not isinstance(returned, torch.Tensor | Loss):
+        raise TypeError(
+            "Without `loss_fn` the model must return its loss as a tensor or a lockstep.Loss, got a "
+            f"{type(returned).__name__}. {_remedy(returned)}"
+        )
     return returned
 
 
+def _remedy(returned: object) -> str:
+    """Return how a loss function gets from a common kind of return value to a loss."""
+    if hasattr(returned, "loss") or (isinstance(returned, Mapping) and "loss" in returned):
+        return (
+            "Give loss_fn=lambda model, **batch: model(**batch).loss, or loss_fn=lockstep.token_mean() for the mean "
+            "over tokens."
+        )
+    return (
+        "To report further numbers beside the loss, return lockstep.Loss(value, metrics={name: (sum, weight)}); to "
+        "apply a criterion to outputs, give loss_fn=lockstep.supervised(criterion)."
+    )
+
+
 def check_loss(returned: object) -> Loss:
-    """Make a `Loss` of what a loss function returned.
+    """Convert what a loss function returned to a `Loss`.
 
     Raises:
-        TypeError: It is neither a tensor nor a `Loss`, is complex, or has a metric that is no pair.
-        ValueError: It has more than one element, or carries no gradient.
+        TypeError: If it is neither a tensor nor a `Loss`, is complex, or has a metric that is not a pair.
+        ValueError: If it has more than one element, or carries no gradient.
     """
     loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type]  # checked next
     value = loss.value
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`loss_fn` must return a tensor or a Loss, got a {type(value).__name__}.")
+        what = "a tensor or a lockstep.Loss"
+        raise TypeError(f"`loss_fn` must return {what}, got a {type(value).__name__}. {_remedy(value)}")
     if value.is_complex():
         raise TypeError(f"`loss_fn` must return a real loss, got {value.dtype}. Take its real part.")
     if value.numel() != 1:

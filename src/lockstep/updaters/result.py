@@ -62,6 +62,7 @@ class UpdateResult:
         nonfinite: See the attribute.
         reports: What each shard of the last try measured, in order; of all computations where the update made
             several.
+        summed: Whether losses are sums over the samples of a shard instead of means.
         parts: Where the update made several computations for different optimizers, what each came to, by the
             optimizer's name. Computations for the same one are taken together.
     """
@@ -74,6 +75,7 @@ class UpdateResult:
         loss_scale: float | Callable[[], float],
         nonfinite: str | Callable[[], str | None] | None,
         reports: Sequence[ShardReport],
+        summed: bool = False,
         parts: Mapping[str, UpdateResult] | None = None,
     ) -> None:
         self._applied = applied
@@ -81,6 +83,7 @@ class UpdateResult:
         self._loss_scale = loss_scale
         self._nonfinite = nonfinite
         self.reports = reports
+        self.summed = summed
         self.parts: Mapping[str, UpdateResult] = {} if parts is None else parts
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,9 +124,12 @@ class UpdateResult:
 
     @cached_property
     def loss(self) -> torch.Tensor:
-        """The mean loss over all shards, 0-d, float64, not scaled; NaN where no shard took part."""
+        """The loss of the update, not scaled: the mean or sum over all shards; NaN if no shard took part.
+
+        It has no dimension and is in float64.
+        """
         total = torch.as_tensor(self._loss_sum(), dtype=torch.float64)
-        return total / self.weight if self.reports else total
+        return total / self._loss_weight() if self.reports else total
 
     @cached_property
     def metrics(self) -> dict[str, Mean]:
@@ -140,19 +146,26 @@ class UpdateResult:
             return {
                 f"{name}/{key}": mean for name, part in self.parts.items() for key, mean in part.observation().items()
             }
-        return {"loss": Mean(self._loss_sum(), self.weight), **self.metrics}
+        return {"loss": Mean(self._loss_sum(), self._loss_weight()), **self.metrics}
+
+    def _loss_weight(self) -> float:
+        """Return what `_loss_sum` is divided by: a summed loss is not divided."""
+        return float(bool(self.reports)) if self.summed else self.weight
 
     def _loss_sum(self) -> float | torch.Tensor:
         """Sum weight times loss in order of shards, in float64: a number on CPUs, else on one device."""
         if not self.reports:
             return math.nan
         if all(report.loss.device.type == "cpu" for report in self.reports):
-            return sum(report.loss.item() * report.weight for report in self.reports)
+            return sum(report.loss.item() * self._factor(report) for report in self.reports)
         device = self.reports[0].loss.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for report in self.reports:
-            total += report.loss.reshape(()).to(device, torch.float64) * report.weight
+            total += report.loss.reshape(()).to(device, torch.float64) * self._factor(report)
         return total
+
+    def _factor(self, report: ShardReport) -> float:
+        return 1.0 if self.summed else report.weight
 
     def _means(self, name: str) -> list[Mean]:
         """List one metric's parts in order of shards, all on one device."""

@@ -15,7 +15,7 @@ from lockstep.replicas import AnyBufferSum
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.deferred import Check, DeferredCheck, FiniteCheck
 from lockstep.updaters.compute import DeviceGradients, GradientTask, RankShare
-from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.result import ShardReport, UpdateResult
 
 
@@ -145,6 +145,7 @@ class Attempt:
             loss_scale=partial(float, self.task.loss_scale),
             nonfinite=lambda: check.nonfinite or before,
             reports=self.reports,
+            summed=is_summed(self.request.loss_fn),
         )
 
     def following(self, scale: MovingScale) -> MovingScale:

@@ -227,5 +227,6 @@ def _merged(
         loss_scale=lambda: results[-1].loss_scale if results else scale.value.factor,
         nonfinite=last_bad,
         reports=[report for result in results for report in result.reports],
+        summed=bool(results) and all(result.summed for result in results),
         parts=parts,
     )

@@ -33,6 +33,7 @@ from lockstep.updaters.compute import (
     ShardAssignment,
     share_of,
 )
+from lockstep.updaters.loss import is_summed
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.setup import MAIN, Recipe, batch_size, call_arguments, shard_arrays
@@ -136,7 +137,7 @@ class GradientEngine:
             None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
             self._factor(attempt),
             self.watch,
-            recipe.reduction == "mean",
+            recipe.reduction == "mean" and not is_summed(request.loss_fn),
             request.look,
             request.deferred,
         )
