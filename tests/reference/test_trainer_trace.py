@@ -94,10 +94,10 @@ def test_a_real_run_moves_the_weights_alike(case: dict[str, Any], tmp_path: Path
     optimizer = CorrectedMomentumSGD(model.parameters(), lr=shift["warmup_start"], momentum=case["momentum"])
     data = TensorDataset(tensor(SHARED["data"]["x"]), tensor(SHARED["data"]["t"]))
     updater = ParallelUpdater(
-        BatchIterator(data, case["batch_size"]),
+        BatchIterator(data, case["batch_size"], last_batch="wrap"),
         optimizer,
         model,
-        devices=dict.fromkeys(case["devices"] or ["main"], "cpu"),
+        devices=["cpu"] * len(case["devices"] or ["main"]),
         split="strided",
         reduction="sum",
         loss_fn=supervised(torch.nn.functional.mse_loss),

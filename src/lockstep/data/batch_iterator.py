@@ -34,9 +34,9 @@ class BatchIterator(RecountingIterator):
         shuffle: Whether every epoch has a random order of its own; else it is the dataset's.
         repeat: Whether epoch follows epoch without end. If not, there is one epoch, whose last batch
             is as short as it comes, unless dropped; then the iterator is at its end, until `reset`.
-        last_batch: What becomes of a batch that the epoch is too short for: ``"wrap"`` fills it up
-            from the next epoch (or the next few), ``"short"`` leaves it short, ``"drop"`` leaves it
-            out, with its samples.
+        last_batch: How an epoch ends whose number of samples is not a multiple of `batch_size`: ``"short"``
+            (the default, as in a `torch.utils.data.DataLoader`) makes a smaller last batch, ``"drop"``
+            leaves its samples out, and ``"wrap"`` fills it up from the next epoch (or the next few).
         seed: Where the random orders come from; any integer.
         order_sampler: Called as ``order_sampler(order, position)`` for the order of the first epoch,
             with the dataset's own and 0, and whenever an epoch ends, with that epoch's order and the
@@ -64,7 +64,7 @@ class BatchIterator(RecountingIterator):
     References: the bookkeeping is that of ``SerialIterator`` in Chainer (Tokui et al., "Chainer: A
     Deep Learning Framework for Accelerating the Research Cycle", 2019, arXiv:1908.00213).
 
-    >>> batches = BatchIterator("abcde", batch_size=2)
+    >>> batches = BatchIterator("abcde", batch_size=2, last_batch="wrap")
     >>> [list(next(batches)) for _ in range(3)], batches.epoch, batches.epoch_detail
     ([['a', 'b'], ['c', 'd'], ['e', 'a']], 1, 1.2)
     >>> list(batches.peek()), list(batches.peek(1)), batches.epoch_detail
@@ -78,7 +78,7 @@ class BatchIterator(RecountingIterator):
         *,
         shuffle: bool = False,
         repeat: bool = True,
-        last_batch: LastBatch = "wrap",
+        last_batch: LastBatch = "short",
         seed: int = 0,
         order_sampler: OrderSampler | None = None,
         num_workers: int = 0,

@@ -36,6 +36,8 @@ class LogReport(Extension):
         keys: The names to keep; all unless given.
         trigger: When an interval ends.
         filename: The file, below the trainer's folder.
+        last: Names of values of which an entry holds the last one of the interval instead of the mean, such
+            as a learning rate. A name stands for itself and for every name that ends with ``"/"`` and it.
 
     Determinism: the means depend on the values alone (see `metrics.Average`); ``elapsed_time`` is a clock's.
     """
@@ -45,10 +47,13 @@ class LogReport(Extension):
         keys: Sequence[str] | None = None,
         trigger: TriggerSpec = (1, "epoch"),
         filename: str = "log.jsonl",
+        *,
+        last: Sequence[str] = ("lr",),
     ) -> None:
         self.keys = None if keys is None else tuple(keys)
         self.trigger = trigger
         self.filename = filename
+        self.last = tuple(last)
         self._log: list[LogEntry] = []
         self._averages: dict[str, Average] = {}
 
@@ -65,8 +70,11 @@ class LogReport(Extension):
     def collect(self, trainer: Trainer) -> None:
         """Take the observation of one update in; nothing is read from the device."""
         for name, value in trainer.observation.items():
-            if self.keys is None or name in self.keys:
-                self._averages.setdefault(name, Average()).update(value)
+            if self.keys is not None and name not in self.keys:
+                continue
+            if name.endswith(tuple(f"/{last}" for last in self.last)) or name in self.last:
+                self._averages[name] = Average()
+            self._averages.setdefault(name, Average()).update(value)
 
     def __call__(self, trainer: Trainer) -> None:
         """End the interval: read the means and write a line."""

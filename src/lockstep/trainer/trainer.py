@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import OrderError, StateError
+from lockstep.errors import EndOfDataError, OrderError, StateError
 from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean, read_means
 from lockstep.replicas import OneIntraOpThread
@@ -81,7 +81,7 @@ class Trainer:
         if not isinstance(updater, Updater):
             raise TypeError(f"`updater` must be a lockstep Updater, got a {type(updater).__name__}.")
         self.updater = updater
-        self.until = get_until(until)
+        self._until = get_until(until)
         self.out = Path(out)
         self.observation: dict[str, Observed] = {}
         self._entries: dict[str, Entry] = {}
@@ -96,6 +96,15 @@ class Trainer:
         for extension in extensions:
             self.extend(extension)
         updater.connect_trainer(self)
+
+    @property
+    def until(self) -> Trigger:
+        """The trigger that ends the run; you may set it to a pair such as ``(10, "epoch")``."""
+        return self._until
+
+    @until.setter
+    def until(self, until: TriggerSpec) -> None:
+        self._until = get_until(until)
 
     @property
     def _progress(self) -> Progress:
@@ -197,6 +206,7 @@ class Trainer:
 
         Raises:
             OrderError: The run is under way.
+            EndOfDataError: If the iterator ends before `until` is reached.
 
         An exception is passed on after each extension's `on_error` and `finalize` and the
         updater's `finalize` were called. What fails among these is reported on stderr and noted on
@@ -310,7 +320,15 @@ class Trainer:
         self._begun = True
 
     def _update(self) -> None:
-        result = self.updater.update()
+        try:
+            result = self.updater.update()
+        except StopIteration as end:
+            raise EndOfDataError(
+                f"The iterator ended after {self.updater.epoch_detail:g} epochs and {self.updater.iteration} updates, "
+                f"before `until` ({self.until!r}) was reached. Give an iterator that repeats, such as "
+                "lockstep.BatchIterator(..., repeat=True), a DataLoader or another source that can be iterated over "
+                "again; or a smaller `until`."
+            ) from end
         self.observation = {f"main/{name}": mean for name, mean in result.observation().items()}
         self._pending.extend(self._order)
 

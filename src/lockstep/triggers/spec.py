@@ -31,12 +31,13 @@ class Call(Trigger):
         return self.function(progress)
 
 
-def get_trigger(spec: TriggerSpec) -> Trigger:
+def get_trigger(spec: TriggerSpec, argument: str = "trigger") -> Trigger:
     """Return the trigger that a short form stands for.
 
     Args:
         spec: A `Trigger` is returned as it is; ``(period, unit)`` is an `Interval`; a function of
             the progress is asked each time, and nothing of it is saved; None never fires.
+        argument: The name of the argument in error messages.
 
     Raises:
         TypeError: It is none of these.
@@ -50,18 +51,23 @@ def get_trigger(spec: TriggerSpec) -> Trigger:
     if spec is None:
         return Never()
     if isinstance(spec, tuple):
-        return Interval(*checked_pair(spec))
+        return Interval(*checked_pair(spec, argument))
     if callable(spec):
         return Call(spec)
-    raise TypeError(f"A trigger must be a Trigger, (period, unit), a callable or None, got {spec!r}.")
+    kinds = 'a Trigger, a pair such as (10, "epoch"), a function of the trainer or None'
+    raise TypeError(f"`{argument}` must be {kinds}, got {spec!r}.")
 
 
-def checked_pair(spec: tuple[Any, ...]) -> tuple[float, Unit]:
+def checked_pair(spec: tuple[Any, ...], argument: str) -> tuple[float, Unit]:
     """Return a pair of a number and a unit.
 
+    Args:
+        spec: The tuple to check.
+        argument: The name of the argument in error messages.
+
     Raises:
-        TypeError: It is not such a pair.
+        TypeError: If it is not such a pair.
     """
     if len(spec) != 2 or not isinstance(spec[0], (int, float)):  # noqa: PLR2004 - a pair
-        raise TypeError(f"A trigger given as a tuple must be (number, unit), got {spec!r}.")
+        raise TypeError(f'`{argument}` must be a pair such as (10, "epoch") where it is a tuple, got {spec!r}.')
     return spec[0], spec[1]

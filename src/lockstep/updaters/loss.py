@@ -53,11 +53,13 @@ class Supervised:
         criterion: Called as ``criterion(output, target)``.
         target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
         summed: Whether the criterion returns a sum over samples instead of a mean.
+        weighted: Whether the criterion's mean is over class weights instead of samples.
     """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
     summed: bool = False
+    weighted: bool = False
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
         """Return the loss of the shard."""
@@ -68,24 +70,26 @@ class Supervised:
                     f"target=...) with one of {sorted(kwargs)}."
                 )
             *inputs, target = args
-            return self._compare(model(*inputs, **kwargs), target)
+            loss = self.criterion(model(*inputs, **kwargs), target)
+            return self._by_class(loss, target) if self.weighted else loss
         if not kwargs:
             raise ValueError(f"`target` must be None where a batch is no dict, got {self.target!r}.")
         if self.target not in kwargs:
             keys = ", ".join(kwargs)
             raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
         target = kwargs.pop(self.target)
-        return self._compare(model(*args, **kwargs), target)
+        loss = self.criterion(model(*args, **kwargs), target)
+        return self._by_class(loss, target) if self.weighted else loss
 
-    def _compare(self, output: Any, target: Any) -> torch.Tensor | Loss:
-        """Return the criterion's loss, with the summed class weights where it is a mean by these."""
-        loss = self.criterion(output, target)
-        weights = getattr(self.criterion, "weight", None)
-        if self.summed or weights is None or not isinstance(self.criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+    def _by_class(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
+        """Return the criterion's mean with its weight, the summed class weights of the targets."""
+        criterion = self.criterion
+        if target.is_floating_point() or not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+            return loss  # torch divides by the number of samples where targets are probabilities
+        weights = criterion.weight
+        if weights is None:
             return loss
-        if target.is_floating_point():  # class probabilities, for which torch divides by the number of samples
-            return loss
-        counted = target[target != self.criterion.ignore_index]
+        counted = target[target != criterion.ignore_index]
         return Loss(loss, weight=weights.to(counted.device)[counted].sum())
 
 
@@ -121,7 +125,9 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
             "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "
             "'sum' for the sum over the whole batch."
         )
-    return Supervised(criterion, target, summed=reduction == "sum")
+    weighted = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
+    summed = reduction == "sum"
+    return Supervised(criterion, target, summed=summed, weighted=weighted and not summed)
 
 
 def is_summed(loss_fn: LossFunction) -> bool:

@@ -17,7 +17,7 @@ from lockstep.integers import check_integer
 from lockstep.precision import LossScale
 from lockstep.replicas import BufferRule, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, StepContext
-from lockstep.updaters.loss import LossFunction, model_is_loss
+from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.ranks import Differing
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
 from lockstep.updaters.setup import MAIN, Converter, look_up, recipe as recipes
@@ -173,7 +173,8 @@ class ParallelUpdater(Updater):
             takes_steps=self._takes_steps,
         )
         self._training, self._engine = parts.training, parts.engine
-        self._usual = GradientRequest(model_is_loss if loss_fn is None else parts.arranged.loss_fn(loss_fn))
+        usual = model_is_loss if loss_fn is None else parts.arranged.loss_fn(loss_fn)
+        self._usual = GradientRequest(usual, summed=is_summed(usual))
         self._custom = CustomStep(parts, self._usual)
 
     def update(self) -> UpdateResult:

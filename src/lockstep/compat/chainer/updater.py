@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lockstep import updaters
 from lockstep.compat.chainer.optimizers import GradientMethod, Serializer
 from lockstep.compat.chainer.replicas import FollowingReplicas, check_replicas, main_first
-from lockstep.data import Iterator, Source, collate
+from lockstep.data import BatchIterator, Iterator, MapDataset, OrderSampler, Source, collate
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
 from lockstep.updaters import MAIN, Converter, UpdateResult, by_name, look_up
@@ -33,6 +33,34 @@ def concat_examples(batch: Any, device: Any = None, padding: Any = None) -> Any:
         ValueError: There is no sample, or samples differ in structure, dtype or shape.
     """
     return collate(batch, device, padding=padding)
+
+
+def SerialIterator(  # noqa: N802 - Chainer's name
+    dataset: MapDataset,
+    batch_size: int,
+    repeat: bool = True,
+    shuffle: bool | None = None,
+    order_sampler: OrderSampler | None = None,
+) -> BatchIterator:
+    """Return a `lockstep.BatchIterator` with Chainer's arguments, whose last batch is filled up from the next epoch.
+
+    Args:
+        dataset: The dataset, with ``len()`` and ``[index]``.
+        batch_size: The number of samples per batch, at least 1.
+        repeat: Whether epochs follow each other without end.
+        shuffle: Whether each epoch has a random order. By default it has, unless `order_sampler` is given.
+        order_sampler: Called as ``order_sampler(order, position)`` for the order of an epoch.
+
+    Raises:
+        TypeError: As `lockstep.BatchIterator`.
+        ValueError: As `lockstep.BatchIterator`.
+
+    References: Chainer 7.8.1, ``chainer.iterators.SerialIterator``.
+    """
+    shuffled = order_sampler is None if shuffle is None else shuffle
+    return BatchIterator(
+        dataset, batch_size, repeat=repeat, shuffle=shuffled, order_sampler=order_sampler, last_batch="wrap"
+    )
 
 
 class ParallelUpdater(updaters.ParallelUpdater):

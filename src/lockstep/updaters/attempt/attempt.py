@@ -15,7 +15,7 @@ from lockstep.replicas import AnyBufferSum
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.deferred import Check, DeferredCheck, FiniteCheck
 from lockstep.updaters.compute import DeviceGradients, GradientTask, RankShare
-from lockstep.updaters.loss import LossFunction, is_summed
+from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import ShardReport, UpdateResult
 
 
@@ -30,6 +30,7 @@ class GradientRequest:
         deferred: Whether the overflow check stays on the device; see `updaters.deferred`.
         look: Called with every shard that takes part, its gradients and its report, by the thread that
             computed it. Then the gradient is only looked at, and no parameter receives it.
+        summed: Whether `loss_fn` returns sums over samples instead of means.
     """
 
     loss_fn: LossFunction
@@ -37,6 +38,7 @@ class GradientRequest:
     ordinal: int = 0
     deferred: bool = False
     look: Callable[[Shard, Tensors, ShardReport], None] | None = None
+    summed: bool = False
 
 
 FINITE: Final = FiniteCheck()
@@ -145,7 +147,7 @@ class Attempt:
             loss_scale=partial(float, self.task.loss_scale),
             nonfinite=lambda: check.nonfinite or before,
             reports=self.reports,
-            summed=is_summed(self.request.loss_fn),
+            summed=self.request.summed,
         )
 
     def following(self, scale: MovingScale) -> MovingScale:

@@ -14,7 +14,7 @@ from lockstep.errors import OrderError
 from lockstep.precision import MovingScale
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext
-from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.step.assembly import Parts
@@ -113,9 +113,11 @@ class CustomStep:
         names = self._training.names_of(optimizer)
         if loss_fn is None and not self._has_loss:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
+        loss_fn = self._usual.loss_fn if loss_fn is None else self._arranged.loss_fn(loss_fn)
         request = replace(
             self._usual,
-            loss_fn=self._usual.loss_fn if loss_fn is None else self._arranged.loss_fn(loss_fn),
+            loss_fn=loss_fn,
+            summed=is_summed(loss_fn),
             wanted=None if optimizer is None else self._training.parameters_of(optimizer),
         )
         state = self.state

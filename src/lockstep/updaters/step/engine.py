@@ -33,7 +33,6 @@ from lockstep.updaters.compute import (
     ShardAssignment,
     share_of,
 )
-from lockstep.updaters.loss import is_summed
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.setup import MAIN, Recipe, batch_size, call_arguments, shard_arrays
@@ -119,6 +118,11 @@ class GradientEngine:
             ValueError: A batch is empty or uneven, or the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
+        for network in self.training.models.values():
+            if network.training:
+                break
+        else:
+            self.training.ensure_training_mode()
         attempt.sizes = list(map(batch_size, attempt.batches))
         if self._uninitialised:
             self._initialise(attempt, context)
@@ -137,7 +141,7 @@ class GradientEngine:
             None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
             self._factor(attempt),
             self.watch,
-            recipe.reduction == "mean" and not is_summed(request.loss_fn),
+            recipe.reduction == "mean" and not request.summed,
             request.look,
             request.deferred,
         )
