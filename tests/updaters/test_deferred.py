@@ -66,11 +66,11 @@ def with_an_expanded_buffer() -> nn.Module:
     return model
 
 
-OVER_RANKS = "the processes tell each other of every try"
+OVER_RANKS = "the processes report every attempt to each other"
 WEIGHTS = "the weight of a Loss is a tensor, which tells whether its shard takes part"
 ALONE: dict[str, tuple[str, Callable[[], ls.ParallelUpdater]]] = {
-    "on_overflow={!r} decides on the host whether there is another try": (
-        "on_overflow='retry' decides on the host whether there is another try",
+    "on_overflow={!r} decides on the host whether there is another attempt": (
+        "on_overflow='retry' decides on the host whether there is another attempt",
         lambda: updater_of(on_overflow="retry", on_exhausted="skip", max_tries=2),
     ),
     "{}": (
@@ -95,7 +95,7 @@ ALONE: dict[str, tuple[str, Callable[[], ls.ParallelUpdater]]] = {
 
 
 def test_each_reason_has_its_updater() -> None:
-    assert {*ALONE, OVER_RANKS} == set(deferred.REASONS)
+    assert {*ALONE, OVER_RANKS} == set(deferred.SYNC_REASONS)
 
 
 @pytest.mark.parametrize("sentence", ALONE)
@@ -108,7 +108,7 @@ def test_a_reason_is_given_and_without_it_there_is_none(sentence: str, monkeypat
             found = [updater.why_it_waits]
             updater.update()
             assert [*found, updater.why_it_waits] == reason
-        for reasons in (deferred.REASONS, deferred.READS_CHECK):
+        for reasons in (deferred.SYNC_REASONS, deferred.CHECK_REASONS):
             monkeypatch.delitem(reasons, sentence, raising=False)
 
 

@@ -222,7 +222,7 @@ def test_places_have_names(alone: bool) -> None:
         num_shards=5,
         loss_fn=cross_entropy,
     )
-    assert updater._engine.group.workloads == [1, 2, 5]
+    assert updater._engine.replicas.workloads == [1, 2, 5]
     with finalized(updater):
         for _ in range(12):
             updater.update()

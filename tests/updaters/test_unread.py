@@ -336,7 +336,7 @@ def test_others_fall_back_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_why_it_waits() -> None:
     assert reason() is None
-    assert reason(on_overflow="retry") == ("on_overflow='retry' decides on the host whether there is another try")
+    assert reason(on_overflow="retry") == ("on_overflow='retry' decides on the host whether there is another attempt")
     assert reason(step_fn=lambda *_: None, loss_fn=None) is None
     assert reason(reads=True) == "AdamW has a hook of its step that may do more than change gradients"
 

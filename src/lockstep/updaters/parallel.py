@@ -156,7 +156,7 @@ class ParallelUpdater(Updater):
         check_integer("check_every", check_every, minimum=1)
         recipes.check_choice("differing_models", differing_models, get_args(Differing))
         check_communicator(communicator)
-        self._takes_steps = step_fn is not None or type(self).update_core is not ParallelUpdater.update_core
+        self._has_custom_step = step_fn is not None or type(self).update_core is not ParallelUpdater.update_core
         joined = find_communicator() if communicator is None else communicator
         if communicator is None:
             weakref.finalize(self, joined.close).atexit = False
@@ -172,11 +172,11 @@ class ParallelUpdater(Updater):
             communicator=joined,
             check_every=check_every,
             differing_models=differing_models,
-            takes_steps=self._takes_steps,
+            takes_steps=self._has_custom_step,
         )
         self._training, self._engine = parts.training, parts.engine
-        self._usual = GradientRequest(model_is_loss if loss_fn is None else parts.arranged.loss_fn(loss_fn))
-        self._custom = CustomStep(parts, self._usual)
+        self._default_request = GradientRequest(model_is_loss if loss_fn is None else parts.arranged.loss_fn(loss_fn))
+        self._custom = CustomStep(parts, self._default_request)
 
     def update(self) -> UpdateResult:
         """Do one update with the iterator's next batch.
@@ -194,26 +194,26 @@ class ParallelUpdater(Updater):
         if self._custom.state is not None:
             raise OrderError("`update` must not be called by a step function.")
         parts, engine, names = self._parts, self._engine, tuple(self._training.optimizers)
-        parts.coordinator.begin()
+        parts.coordinator.start_update()
         with StepContext(self._training.group) as context:
-            if self._takes_steps:
+            if self._has_custom_step:
                 result = self._custom.update(self.update_core, context)
             else:
-                attempt = parts.retry.first(self._usual, names)
+                attempt = parts.retry.first_attempt(self._default_request, names)
                 while not attempt.is_final:
-                    with parts.coordinator.telling():
+                    with parts.coordinator.reporting_errors():
                         engine.take(attempt)
                         engine.plan(attempt, context)
                         engine.compute(attempt, context)
                         engine.reduce(attempt, context)
                         engine.check(attempt)
                     # After an overflow there is another attempt, at a lower loss scale.
-                    attempt = parts.retry.after(attempt)
+                    attempt = parts.retry.next_attempt(attempt)
                 # Nothing of the training state has changed up to here: an error or Ctrl-C leaves the state of
                 # the last update, and the batch is still the iterator's next. From here on Ctrl-C waits.
-                parts.coordinator.commit(context.interrupts)
+                parts.coordinator.hold_interrupts(context.interrupts)
                 result = parts.committer.commit(
-                    names, attempt, context.settings, drawn={MAIN: attempt.passed + len(attempt.batches)}
+                    names, attempt, context.settings, consumed={MAIN: attempt.skipped_batches + len(attempt.batches)}
                 )
             if parts.followers.modules:
                 parts.followers.follow()
@@ -295,11 +295,11 @@ class ParallelUpdater(Updater):
             OrderError: The updater has a step function.
             ReplicaError: User code raised in a shard.
         """
-        if self._takes_steps:
+        if self._has_custom_step:
             raise OrderError("`find_nonfinite` must be called of an updater that takes no steps of its own.")
-        self._parts.coordinator.begin()
-        with StepContext(self._training.group) as context, self._parts.coordinator.telling():
-            return self._engine.find_nonfinite(self._usual, context)
+        self._parts.coordinator.start_update()
+        with StepContext(self._training.group) as context, self._parts.coordinator.reporting_errors():
+            return self._engine.find_nonfinite(self._default_request, context)
 
     @property
     def iteration(self) -> int:
@@ -385,7 +385,7 @@ class ParallelUpdater(Updater):
             raise OrderError("`load_state_dict` must not be called by a step function.")
         num_shards = self._engine.shards_a_batch
         load_state(self._training, state, num_shards=num_shards, seed=self._parts.recipe.seed)
-        self._engine.look_for_shapes()
+        self._engine.refresh_uninitialised()
         self._parts.followers.follow()
         self._parts.coordinator.state_loaded()
-        self._custom.forget()
+        self._custom.forget_gradients()

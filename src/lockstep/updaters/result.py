@@ -49,7 +49,7 @@ class NonFiniteShard:
     parameter: str
 
 
-Read = TypeVar("Read", bool, float, "str | None")
+ValueT = TypeVar("ValueT", bool, float, "str | None")
 
 
 class UpdateResult:
@@ -99,12 +99,12 @@ class UpdateResult:
     @cached_property
     def applied(self) -> bool:
         """Whether the weights moved; waits for the device if that is decided there."""
-        return _read(self._applied)
+        return _resolve(self._applied)
 
     @cached_property
     def loss_scale(self) -> float:
         """The factor of the last try; waits for the device if it is there."""
-        return _read(self._loss_scale)
+        return _resolve(self._loss_scale)
 
     @cached_property
     def nonfinite(self) -> str | None:
@@ -112,7 +112,7 @@ class UpdateResult:
 
         Waits for the device if that is known there.
         """
-        return _read(self._nonfinite)
+        return _resolve(self._nonfinite)
 
     @cached_property
     def weight(self) -> float:
@@ -165,5 +165,5 @@ def _move(value: float | torch.Tensor, device: torch.device) -> float | torch.Te
     return value.detach().to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _read(value: Read | Callable[[], Read]) -> Read:
+def _resolve(value: ValueT | Callable[[], ValueT]) -> ValueT:
     return value() if callable(value) else value

@@ -28,7 +28,7 @@ class GradientRequest:
         wanted: The parameters that get a gradient, by ``id``; None for all that require one.
         ordinal: How many gradients the update has computed before.
         deferred: Whether the overflow check stays on the device; see `updaters.deferred`.
-        look: Called with every shard that takes part, its gradients and its report, by the thread that
+        inspect_shard: Called with every shard that takes part, its gradients and its report, by the thread that
             computed it. Then the gradient is only looked at, and no parameter receives it.
     """
 
@@ -36,7 +36,7 @@ class GradientRequest:
     wanted: frozenset[int] | None = None
     ordinal: int = 0
     deferred: bool = False
-    look: Callable[[Shard, Tensors, ShardReport], None] | None = None
+    inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
 
 
 FINITE: Final = FiniteCheck()
@@ -73,61 +73,61 @@ class Attempt:
         scale: The loss scale it is made with.
         first_scale: The loss scale of the first attempt.
         given_batches: What the gradient is of, if not of the iterator's next batches.
-        once: Whether no other attempt follows, whatever comes of this one.
+        no_retry: Whether no other attempt follows, whatever comes of this one.
         is_final: Whether no other attempt follows.
-        tries: How many attempts there were, with this one.
-        passed: How many batches earlier attempts of the update have given up.
-        nonfinite_before: The first non-finite parameter of the last bad attempt before this one.
+        number: How many attempts there were, with this one.
+        skipped_batches: How many batches earlier attempts of the update have given up.
+        previous_nonfinite: The first non-finite parameter of the last bad attempt before this one.
         batches: *Take*: what the gradient is of.
         sizes: *Plan*: how many samples each batch holds.
         share: The shards that this process computes.
-        work: These shards by device, each with its arrays.
+        device_shards: These shards by device, each with its arrays.
         task: What every shard is computed by.
-        devices: *Compute*: what the shards of each device add up to.
+        device_gradients: *Compute*: what the shards of each device add up to.
         gradients: *Reduce*: the gradient for each parameter that requires one; None where no shard reached
             it.
-        finite: For each slice of the gradients whether it is finite; None where nobody looked.
+        finite_slices: For each slice of the gradients whether it is finite; None where nobody looked.
         buffers: What the shards made of the buffers, one entry for each part that is to be combined.
         samples: How many samples took part; 1 where a single shard did.
         reports: What each shard that took part measured, in order.
         complete: Whether no shard was left out. One is after an interrupt whose handler lets the work go on.
         check: *Check*: whether the gradient is finite.
-        handed_over: Whether the gradient lies where optimizers look for it.
+        gradients_assigned: Whether the gradient lies where optimizers look for it.
     """
 
     request: GradientRequest
     scale: MovingScale
     first_scale: MovingScale
     given_batches: Sequence[Any] = ()
-    once: bool = False
+    no_retry: bool = False
     is_final: bool = False
-    tries: int = 1
-    passed: int = 0
-    nonfinite_before: str | None = None
+    number: int = 1
+    skipped_batches: int = 0
+    previous_nonfinite: str | None = None
     batches: Sequence[Any] = ()
     sizes: Sequence[int] = ()
     share: RankShare = field(init=False)
-    work: Sequence[Sequence[tuple[Shard, Any]]] = ()
+    device_shards: Sequence[Sequence[tuple[Shard, Any]]] = ()
     task: GradientTask = field(init=False)
-    devices: Sequence[DeviceGradients] = ()
+    device_gradients: Sequence[DeviceGradients] = ()
     gradients: Tensors = field(default_factory=list)
-    finite: Sequence[bool | None] = ()
+    finite_slices: Sequence[bool | None] = ()
     buffers: Sequence[AnyBufferSum] = ()
     samples: int = 0
     reports: Sequence[ShardReport] = ()
     complete: bool = True
     check: Check = FINITE
-    handed_over: bool = False
+    gradients_assigned: bool = False
 
     @property
-    def taken(self) -> int:
+    def consumed_batches(self) -> int:
         """How many batches the iterator is to move past."""
-        return self.passed + len(self.batches)
+        return self.skipped_batches + len(self.batches)
 
     @property
     def nonfinite(self) -> str | None:
         """The first parameter whose gradient is not finite here or in the last bad attempt before; else None."""
-        return self.check.nonfinite or self.nonfinite_before
+        return self.check.nonfinite or self.previous_nonfinite
 
     @property
     def applied(self) -> bool | torch.Tensor:
@@ -138,16 +138,16 @@ class Attempt:
 
     def result(self, *, applied: bool | torch.Tensor) -> UpdateResult:
         """Return what the user is told, who may look at it whenever; it keeps no gradient alive."""
-        check, before = self.check, self.nonfinite_before
+        check, previous = self.check, self.previous_nonfinite
         return UpdateResult(
             applied=partial(bool, applied),
-            tries=self.tries,
+            tries=self.number,
             loss_scale=partial(float, self.task.loss_scale),
-            nonfinite=lambda: check.nonfinite or before,
+            nonfinite=lambda: check.nonfinite or previous,
             reports=self.reports,
         )
 
-    def following(self, scale: MovingScale) -> MovingScale:
+    def next_scale(self, scale: MovingScale) -> MovingScale:
         """Return the loss scale that follows.
 
         Args:
@@ -158,8 +158,8 @@ class Attempt:
             return scale.after(self.check.flag, given=self.first_scale)
         if not self.reports or scale.fixed_factor is not None:
             return scale
-        following, now = self.scale.value.after(finite=self.check.nonfinite is None), scale.value
+        next_value, now = self.scale.value.after(finite=self.check.nonfinite is None), scale.value
         may_rise = now is self.first_scale.value
-        if following is now or not (may_rise or following.factor < now.factor):
+        if next_value is now or not (may_rise or next_value.factor < now.factor):
             return scale
-        return MovingScale(following)
+        return MovingScale(next_value)

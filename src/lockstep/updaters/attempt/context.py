@@ -17,11 +17,11 @@ class UpdateSigint(DeferredSigint):
     main thread only; elsewhere Python delivers no signals and this does nothing.
 
     Args:
-        group: Asked to stop at the first Ctrl-C, and knows who was at work then.
+        replicas: Asked to stop at the first Ctrl-C, and knows who was at work then.
     """
 
-    def __init__(self, group: ReplicaSet) -> None:
-        self._group = group
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
         self._committing = False
 
     def check(self) -> bool:
@@ -32,11 +32,11 @@ class UpdateSigint(DeferredSigint):
         """
         came, self._pending = self._pending, False
         if came:
-            with self._group.progress:
+            with self._replicas.progress:
                 self._handler(_signal.SIGINT, None)
         return came
 
-    def commit(self) -> None:
+    def check_and_hold(self) -> None:
         """Hold every interrupt from here to the end."""
         if self._pending:
             self.check()
@@ -52,7 +52,7 @@ class UpdateSigint(DeferredSigint):
             self._handler(number, frame)
             return
         self._pending = True
-        self._group.stop()
+        self._replicas.stop()
 
 
 class StepContext:

@@ -2,7 +2,7 @@
 
 With ``on_overflow="skip"`` there is one attempt, whatever comes of it. Optimizers that take a flag leave
 their step out by it, buffers keep their values by it, and the loss scale and the count of applied updates
-follow it, all on the device. `REASONS` lists what an update reads on the host all the same. The bits are
+follow it, all on the device. `SYNC_REASONS` lists what an update reads on the host all the same. The bits are
 those of the same run that reads.
 """
 
@@ -70,24 +70,26 @@ Conditions: TypeAlias = dict[str, Callable[["Deferral", str], object]]
 What is true about it stands in the sentence in the place of ``{}``.
 """
 
-READS_CHECK: Final[Conditions] = {
-    "on_overflow={!r} decides on the host whether there is another try": lambda run, _: (
-        run.on_overflow != "skip" and run.on_overflow
+CHECK_REASONS: Final[Conditions] = {
+    "on_overflow={!r} decides on the host whether there is another attempt": lambda deferral, _: (
+        deferral.on_overflow != "skip" and deferral.on_overflow
     ),
-    "the processes tell each other of every try": lambda run, _: run.num_processes > 1,
-    "{}": lambda run, name: cannot_skip(run.training.optimizers[name], run.training.masters.get(name)),
-    "a scheduler that counts applied updates counts on the host": lambda run, name: any(
-        each.optimizer is run.training.optimizers[name] for each in run.training.schedulers.values()
+    "the processes report every attempt to each other": lambda deferral, _: deferral.num_processes > 1,
+    "{}": lambda deferral, name: cannot_skip(deferral.training.optimizers[name], deferral.training.masters.get(name)),
+    "a scheduler that counts applied updates counts on the host": lambda deferral, name: any(
+        each.optimizer is deferral.training.optimizers[name] for each in deferral.training.schedulers.values()
     ),
 }
 """The reasons for which the overflow check is read, in the order in which they are looked for."""
 
-REASONS: Final[Conditions] = READS_CHECK | {
-    "{} has no after_on_device of its own": lambda run, _: (
-        (policy := run.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
+SYNC_REASONS: Final[Conditions] = CHECK_REASONS | {
+    "{} has no after_on_device of its own": lambda deferral, _: (
+        (policy := deferral.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
     ),
-    "the weight of a Loss is a tensor, which tells whether its shard takes part": lambda run, _: run.reads_weights,
-    "the buffer {!r} is no plain run of numbers": lambda run, _: unpackable(run.training.group.model),
+    "the weight of a Loss is a tensor, which tells whether its shard takes part": lambda deferral, _: (
+        deferral.has_tensor_weights
+    ),
+    "the buffer {!r} is no plain run of numbers": lambda deferral, _: unpackable(deferral.training.group.model),
 }
 """All reasons for which something is read: those, and others where the check is deferred all the same."""
 
@@ -100,17 +102,17 @@ class Deferral:
         on_overflow: What follows a gradient that is not finite.
         num_processes: How many processes the run has.
         training: What is trained.
-        reads_weights: Whether weights of the last losses were tensors, which the host waited for.
+        has_tensor_weights: Whether weights of the last losses were tensors, which the host waited for.
         has_logged: Whether the log says why every update reads its check.
     """
 
     on_overflow: OnOverflow
     num_processes: int
     training: Training
-    reads_weights: bool = False
+    has_tensor_weights: bool = False
     has_logged: bool = False
 
-    def reason(self, names: Names, conditions: Conditions = REASONS) -> str | None:
+    def reason(self, names: Names, conditions: Conditions = SYNC_REASONS) -> str | None:
         """Return the first of some reasons that holds for an update; None if none does.
 
         Args:
@@ -126,7 +128,7 @@ class Deferral:
 
     def defers(self, names: Names) -> bool:
         """Return whether the overflow check stays on the device; where it does not, log once why not."""
-        reason = self.reason(names, READS_CHECK)
+        reason = self.reason(names, CHECK_REASONS)
         if reason is not None and not self.has_logged:
             self.has_logged = True
             LOG.info("Every update reads whether its gradient is finite: %s.", reason)
@@ -134,4 +136,4 @@ class Deferral:
 
     def read_if_needed(self, check: Check, names: Names) -> Check:
         """Read a deferred check where these optimizers have come to need it since, such as by a new hook."""
-        return check if self.reason(names, READS_CHECK) is None else FiniteCheck(check.nonfinite)
+        return check if self.reason(names, CHECK_REASONS) is None else FiniteCheck(check.nonfinite)

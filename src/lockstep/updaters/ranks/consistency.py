@@ -27,9 +27,9 @@ LOG = logging.getLogger("lockstep")
 Differing = Literal["broadcast", "refuse"]
 """What is done about models that differ when a run begins."""
 
-SAME_KERNELS: Final = "Other kernels round differently: run all processes on one kind of machine and installation."
-SAME_CODE: Final = "Run the same script with the same arguments on every rank."
-SAME_SEED: Final = "Build the model from the same seed on every rank, or let rank 0's be broadcast."
+KERNELS_REMEDY: Final = "Other kernels round differently: run all processes on one kind of machine and installation."
+CODE_REMEDY: Final = "Run the same script with the same arguments on every rank."
+MODELS_REMEDY: Final = "Build the model from the same seed on every rank, or let rank 0's be broadcast."
 
 
 class RankConsistency:
@@ -56,39 +56,39 @@ class RankConsistency:
         self._training = training
         self._recipe = recipe
         self._differing: Differing = differing
-        self._watch = StateComparer(training.tensors, every)
-        self._begun = False
+        self._comparer = StateComparer(training.tensors, every)
+        self._is_checked = False
 
-    def begin(self) -> None:
+    def check_start(self) -> None:
         """Compare everything, before the first update and again when a state was loaded.
 
         Raises:
             DisagreementError: On every rank; it names what differs, and on which rank.
         """
-        if self._begun:
+        if self._is_checked:
             return
-        check_fields(self._communicator, self._kernels(), what="kernel class", remedy=SAME_KERNELS)
-        check_fields(self._communicator, self._recipe(), what="recipe", remedy=SAME_CODE)
+        check_fields(self._communicator, self._kernels(), what="kernel class", remedy=KERNELS_REMEDY)
+        check_fields(self._communicator, self._recipe(), what="recipe", remedy=CODE_REMEDY)
         self._compare_state()
-        self._begun = True
+        self._is_checked = True
 
     def state_loaded(self) -> None:
         """Compare everything before the next update: the state is another now."""
-        self._begun = False
-        self._watch.forget()
+        self._is_checked = False
+        self._comparer.forget()
 
-    def digest(self) -> str:
+    def state_digest(self) -> str:
         """Give the digest of the part of the state whose turn it is."""
-        return self._watch.part_of(self._training.iteration)
+        return self._comparer.part_of(self._training.iteration)
 
-    def check(self, digests: Sequence[str]) -> None:
+    def check_digests(self, digests: Sequence[str]) -> None:
         """Refuse to go on where the digests of the ranks differ.
 
         Raises:
             DisagreementError: On every rank; it names the rank, the tensor and the update.
         """
         if len(set(digests)) > 1:
-            raise self._watch.explain(self._communicator, self._training.iteration)
+            raise self._comparer.explain(self._communicator, self._training.iteration)
 
     def _kernels(self) -> Fields:
         """Describe the kernels of this rank, and what they make of a few numbers."""
@@ -108,12 +108,12 @@ class RankConsistency:
         if self._training.iteration or self._differing == "refuse":
             raise difference
         LOG.info("The models of the ranks differ (%s): all take rank 0's.", difference.subject)
-        self._take_rank_0()
+        self._broadcast_models()
         difference = self._difference()
         if difference is not None:
             raise difference
 
-    def _take_rank_0(self) -> None:
+    def _broadcast_models(self) -> None:
         model = self._training.group.model
         named = self._training.tensors()
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -128,7 +128,7 @@ class RankConsistency:
             {name: fingerprint([tensor]).hex() for name, tensor in self._training.tensors().items()},
         )
         what = "parameters, buffers and optimizer state"
-        return None if found is None else found.error(what=what, remedy=SAME_SEED)
+        return None if found is None else found.error(what=what, remedy=MODELS_REMEDY)
 
 
 Fields = dict[str, str]
@@ -139,7 +139,7 @@ def describe_run(training: Training, recipe: Recipe) -> Fields:
     """Describe a run as it stands."""
     return {
         "lockstep": __version__,
-        **{f"`{each.name}`": _text(getattr(recipe, each.name)) for each in fields(recipe)},
+        **{f"`{each.name}`": _stable_text(getattr(recipe, each.name)) for each in fields(recipe)},
         "loss scale": f"{type(training.loss_scale).__name__} {training.loss_scale.state_dict()}",
         "number of updates": f"{training.iteration}",
         **_joined("model", training.models, _model_fields),
@@ -174,7 +174,7 @@ def _optimizer_fields(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     for index, group in enumerate(optimizer.param_groups):
         yield f"number of parameters in group {index}", f"{len(group['params'])}"
         for key in sorted(group.keys() - {"params"}):
-            yield f"{key!r} in group {index}", _text(group[key])
+            yield f"{key!r} in group {index}", _stable_text(group[key])
 
 
 def _iterator_fields(iterator: BatchSource) -> Iterator[tuple[str, str]]:
@@ -190,14 +190,14 @@ def _kind_field(thing: object) -> Iterable[tuple[str, str]]:
     return [("kind", type(thing).__name__)]
 
 
-def _text(value: object) -> str:
+def _stable_text(value: object) -> str:
     """Write a value so that equal ones read alike in every process: no addresses."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {value.tolist()}"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(_stable_text, value))}]"
     if inspect.isroutine(value):
         return value.__qualname__
     return type(value).__name__

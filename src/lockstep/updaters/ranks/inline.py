@@ -16,11 +16,11 @@ import torch
 from lockstep.communicators import Contribution, Table, is_pair
 from lockstep.tree import PartialSum, Tensors, add_into, total
 
-SMALL: Final = 2**20
+INLINE_BYTES: Final = 2**20
 """Bytes that a rank may send with its message, to all others together, if all are on one machine."""
-SMALL_BETWEEN_MACHINES: Final = 2**16
+INLINE_BYTES_OVER_NETWORK: Final = 2**16
 """The same over a network: these take half a millisecond at 1 Gbit/s, about what the round trip does."""
-MEMORY: Final = 64
+CACHED_LAYOUTS: Final = 64
 """How many layouts are remembered: those of a few kinds of batches."""
 
 
@@ -66,7 +66,7 @@ class PackedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrivals:
+class _Received:
     """What all ranks send.
 
     Attributes:
@@ -98,7 +98,7 @@ class InlineGradients:
         self._limit = limit
         self.table = Table(size)
         """Has a body for each rank."""
-        self._follow(())
+        self._reset_layouts(())
 
     def pack(self, partials: Sequence[PartialSum], contribution: Contribution, like: Sequence[torch.Tensor]) -> None:
         """Put this rank's partial sums into the body of its message, if they fit.
@@ -111,7 +111,7 @@ class InlineGradients:
         if not self.table.room or contribution.sparse:
             return
         if self._like is not like:
-            self._follow(like)
+            self._reset_layouts(like)
         layout = self._layout(self._rank, contribution)
         if layout.tensors and partials:
             sums = [tensor for each in partials for tensor in each.tensors if tensor is not None]
@@ -134,61 +134,61 @@ class InlineGradients:
             The sums; None where something did not fit, for which there may be room the next time.
         """
         if self._like is not like:
-            self._follow(like)
-        arrivals = self._arrivals(contributions)
-        if not arrivals.dense:
+            self._reset_layouts(like)
+        received = self._received(contributions)
+        if not received.dense:
             return None
-        if arrivals.needed > self.table.room:
-            self._make_room(arrivals.needed, len(contributions))
+        if received.needed > self.table.room:
+            self._grow_table(received.needed, len(contributions))
             return None
-        if arrivals.pair:
+        if received.pair:
             # The bits are the same the other way round, and what is added to is no body, which needs a copy.
-            add_into(partials[0].tensors, arrivals.layouts[1 - self._rank].partials[0].tensors)
+            add_into(partials[0].tensors, received.layouts[1 - self._rank].partials[0].tensors)
             return partials[0].tensors
-        return self._in_order(partials, arrivals.layouts, len(like))
+        return self._sum_in_order(partials, received.layouts, len(like))
 
-    def _in_order(self, partials: Sequence[PartialSum], layouts: Sequence[PackedLayout], count: int) -> Tensors:
+    def _sum_in_order(self, partials: Sequence[PartialSum], layouts: Sequence[PackedLayout], count: int) -> Tensors:
         """Add up what all ranks bring."""
         sums: list[PartialSum] = []
         for rank, layout in enumerate(layouts):
-            arrived = [PartialSum(here.shard, list(here.tensors)) for here in layout.partials]
-            sums += partials if rank == self._rank else arrived
+            copies = [PartialSum(here.shard, list(here.tensors)) for here in layout.partials]
+            sums += partials if rank == self._rank else copies
         if not sums:
             return [None] * count
         own = {tensor.data_ptr() for each in partials for tensor in each.tensors if tensor is not None}
         # What lies in a body will be written over.
         return [tensor if tensor is None or tensor.data_ptr() in own else tensor.clone() for tensor in total(sums)]
 
-    def _make_room(self, needed: int, size: int) -> None:
+    def _grow_table(self, needed: int, size: int) -> None:
         if needed * (size - 1) <= self._limit:
             self.table = Table(size, needed)
-            self._follow(self._like)
+            self._reset_layouts(self._like)
 
-    def _follow(self, like: Sequence[torch.Tensor]) -> None:
+    def _reset_layouts(self, like: Sequence[torch.Tensor]) -> None:
         """Lay gradients of these shapes out, in the table that there is now.
 
         Layouts are mostly those of the last update, and remembered.
         """
-        self._like, fits = like, _fits(like)
+        self._like, fits = like, _can_be_packed(like)
 
-        @lru_cache(MEMORY)
+        @lru_cache(CACHED_LAYOUTS)
         def layout(rank: int, contribution: Contribution) -> PackedLayout:
             return PackedLayout.of(self.table.body(rank), contribution, like, fits=fits)
 
-        @lru_cache(MEMORY)
-        def arrivals(contributions: tuple[Contribution, ...]) -> _Arrivals:
+        @lru_cache(CACHED_LAYOUTS)
+        def received(contributions: tuple[Contribution, ...]) -> _Received:
             layouts = [layout(rank, each) for rank, each in enumerate(contributions)]
-            return _Arrivals(
+            return _Received(
                 layouts,
                 max(each.size for each in layouts),
                 fits and not any(each.sparse for each in contributions),
                 is_pair(contributions, like),
             )
 
-        self._layout, self._arrivals = layout, arrivals
+        self._layout, self._received = layout, received
 
 
-def _fits(tensors: Sequence[torch.Tensor]) -> bool:
+def _can_be_packed(tensors: Sequence[torch.Tensor]) -> bool:
     """Tell whether tensors can be laid end to end as bytes on the host."""
     return all(
         tensor.dtype == tensors[0].dtype and tensor.device.type == "cpu" and not tensor.is_sparse for tensor in tensors

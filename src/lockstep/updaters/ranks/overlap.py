@@ -23,13 +23,13 @@ from lockstep.communicators import Communicator, Contribution, PendingSum
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute import RankShare
 
-PATIENCE: Final = 2
+REPEATS_BEFORE_PREDICTION: Final = 2
 """Alike reductions in a row before the first prediction; twice as many after each wrong one."""
-LONGEST: Final = 1024
+MAX_REPEATS: Final = 1024
 """The most that are asked for."""
 
 KEPT: Final = "kept"
-GIVEN: Final = "given"
+SENT: Final = "sent"
 SPOILED: Final = "spoiled"
 """What a rank did with its partial sums: they are all its own, all in the pending sum, or neither."""
 
@@ -68,15 +68,15 @@ class Overlap:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._last: Prediction | None = None
-        self._alike = 0
-        self._patience = PATIENCE
+        self._repeats = 0
+        self._repeats_needed = REPEATS_BEFORE_PREDICTION
         self._prediction: Prediction | None = None
         self._pending: PendingSum | None = None
-        self._send: EarlySend | None = None
-        self._tried = False
+        self._early_send: EarlySend | None = None
+        self._was_predicted = False
         self._summed: Tensors | None = None
 
-    def learn(self, found: Prediction | None, *, steady: bool = True) -> None:
+    def observe(self, found: Prediction | None, *, steady: bool = True) -> None:
         """Take note of a reduction that all ranks made, and predict the next one.
 
         Args:
@@ -87,11 +87,11 @@ class Overlap:
         is_known = found == last and found is not None and last is not None and found.like is last.like
         if found is not None and not is_known and not found.can_be_sent_early:
             found = None
-        self._alike = self._alike + 1 if found is not None and found == last else 1
+        self._repeats = self._repeats + 1 if found is not None and found == last else 1
         self._last = found
-        self._prediction = found if steady and self._alike >= self._patience else None
+        self._prediction = found if steady and self._repeats >= self._repeats_needed else None
 
-    def begin(self, key: str, share: RankShare, like: Sequence[torch.Tensor]) -> EarlySend | None:
+    def begin_predicted(self, key: str, share: RankShare, like: Sequence[torch.Tensor]) -> EarlySend | None:
         """Begin the sum that was predicted, if this is it.
 
         Args:
@@ -104,47 +104,47 @@ class Overlap:
             return None
         self._pending = self._communicator.begin_sum(prediction.contributions, like)
         announced = prediction.contributions[self._communicator.rank]
-        self._send = EarlySend(self._pending, announced, share)
-        return self._send
+        self._early_send = EarlySend(self._pending, announced, share)
+        return self._early_send
 
-    def close(self) -> str:
+    def end_prediction(self) -> str:
         """Make sure that no rank waits for this one's gradients; called before every message.
 
         Returns:
             What became of them.
         """
-        prediction, send, pending = self._prediction, self._send, self._pending
-        self._prediction = self._send = self._summed = None
-        self._tried = prediction is not None
+        prediction, send, pending = self._prediction, self._early_send, self._pending
+        self._prediction = self._early_send = self._summed = None
+        self._was_predicted = prediction is not None
         if prediction is None or (send is not None and send.is_whole):
-            return KEPT if prediction is None else GIVEN
+            return KEPT if prediction is None else SENT
         self._pending = None
         if pending is None:
             pending = self._communicator.begin_sum(prediction.contributions, prediction.like)
         pending.abandon()
         return SPOILED if send is not None and send.has_begun else KEPT
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for the sum that was begun, if there is one; called after every message."""
         pending, self._pending = self._pending, None
         if pending is not None:
             self._summed = pending.finish()
 
-    def judge(self, fates: Sequence[str]) -> bool:
+    def must_repeat(self, fates: Sequence[str]) -> bool:
         """Tell whether all ranks must compute their shares again, for some have given theirs away in vain.
 
         Args:
             fates: What became of each rank's gradients.
         """
-        kept, given = fates.count(KEPT), fates.count(GIVEN)
-        if given == len(fates):
+        kept, sent = fates.count(KEPT), fates.count(SENT)
+        if sent == len(fates):
             return False
         self._summed = None
-        if self._tried:
-            self._patience = min(2 * self._patience, LONGEST)
+        if self._was_predicted:
+            self._repeats_needed = min(2 * self._repeats_needed, MAX_REPEATS)
         return kept < len(fates)
 
-    def take(self) -> Tensors | None:
+    def pop_sums(self) -> Tensors | None:
         """Return the sums, if they are there already."""
         summed, self._summed = self._summed, None
         return summed
@@ -165,40 +165,42 @@ class EarlySend:
         self._pending = pending
         self.announced = announced
         self._share = share
-        self._before: list[PartialSum] = []
+        self._earlier: list[PartialSum] = []
         self._shard = 0
-        self._brought: dict[int, torch.Tensor | None] = {}
-        self._left = set[int]()
+        self._sent: dict[int, torch.Tensor | None] = {}
+        self._missing = set[int]()
         self._spoiled = False
         self._error: BaseException | None = None
         self.has_begun = False
         """Whether anything was brought, so that the partial sums are no longer what they were."""
         for mask in announced.present:
-            self._left.update(index for index in range(mask.bit_length()) if mask >> index & 1)
+            self._missing.update(index for index in range(mask.bit_length()) if mask >> index & 1)
 
     @property
     def is_whole(self) -> bool:
         """Whether everything was brought as it was announced."""
-        return self.has_begun and not self._spoiled and not self._left
+        return self.has_begun and not self._spoiled and not self._missing
 
     @contextmanager
-    def watching(self, shard: int, before: list[PartialSum], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    def during_backward(
+        self, shard: int, earlier: list[PartialSum], parameters: Sequence[nn.Parameter]
+    ) -> Iterator[None]:
         """Bring what backward makes inside of the ``with``, which is that of this rank's last shard.
 
         Args:
             shard: Its number.
-            before: The partial sums of the shards before it.
+            earlier: The partial sums of the shards before it.
             parameters: Those that may get a gradient.
         """
-        self._before, self._shard = before, shard
+        self._earlier, self._shard = earlier, shard
         self._spoiled = any(
-            tensor is not None and index not in self._left
-            for each in before
+            tensor is not None and index not in self._missing
+            for each in earlier
             for index, tensor in enumerate(each.tensors)
         )
         handles = [
-            _after(parameters[index], partial(self._made, index))
-            for index in self._left
+            _register_gradient_hook(parameters[index], partial(self._on_gradient, index))
+            for index in self._missing
             if parameters[index].requires_grad
         ]
         try:
@@ -209,22 +211,22 @@ class EarlySend:
         if self._error is not None:
             raise self._error
 
-    def _made(self, index: int, parameter: torch.Tensor) -> None:
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Bring a gradient; called by backward, which is to know nothing of errors in here."""
         if self._spoiled:
             return
-        if index not in self._left:
+        if index not in self._missing:
             self._spoiled = True  # backward inside of backward has added to what is on its way
             return
         try:
-            self._bring(index, parameter.grad)
+            self._send(index, parameter.grad)
         except BaseException as error:  # noqa: BLE001 - raised again once backward is over
             self._spoiled, self._error = True, error
 
-    def _bring(self, index: int, gradient: torch.Tensor | None) -> None:
+    def _send(self, index: int, gradient: torch.Tensor | None) -> None:
         """Add a gradient to what the shards before it came to, and bring that."""
-        sums = ShardSum(self._share.first)
-        for each in self._before:
+        sums = ShardSum(self._share.start)
+        for each in self._earlier:
             sums.push(each.shard, [each.tensors[index]])
         sums.push(self._shard, [gradient])
         sums.settle(self._share.stop)
@@ -233,8 +235,8 @@ class EarlySend:
         if not self._is_announced(index, [each.shard for each in sums.partials], tensors):
             self._spoiled = True
             return
-        self._left.discard(index)
-        self._brought[index] = gradient
+        self._missing.discard(index)
+        self._sent[index] = gradient
         self._pending.bring(index, tensors)
 
     def _is_announced(self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -244,7 +246,7 @@ class EarlySend:
             for tensor, mask in zip(tensors, self.announced.present, strict=True)
         )
 
-    def end(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+    def finish(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Bring what backward of the last shard did not reach, but shards before it did.
 
         Args:
@@ -256,15 +258,15 @@ class EarlySend:
         if not self.has_begun:
             return False
         for index, gradient in enumerate(gradients):
-            if index in self._left:
+            if index in self._missing:
                 if not self._spoiled:
-                    self._bring(index, gradient)
-            elif self._brought.get(index) is not gradient:
+                    self._send(index, gradient)
+            elif self._sent.get(index) is not gradient:
                 self._spoiled = True  # one that was not announced, or was exchanged after it had been brought
         return True
 
 
-def _after(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+def _register_gradient_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
     """Have a hook called whenever backward has added to a parameter's gradient."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's gap
     return handle

@@ -13,7 +13,7 @@ from lockstep.updaters.compute import DeviceGradients, RankShare
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import merge_devices
 
-NOTHING: Final = Contribution()
+NO_CONTRIBUTION: Final = Contribution()
 
 
 @dataclass(slots=True)
@@ -28,34 +28,34 @@ class RankBuffers:
 
     partials: list[PartialSum] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    contribution: Contribution = NOTHING
+    contribution: Contribution = NO_CONTRIBUTION
 
     @classmethod
-    def of(cls, devices: Sequence[DeviceGradients], share: RankShare, slots: Sequence[BufferRef]) -> RankBuffers:
+    def of(cls, devices: Sequence[DeviceGradients], share: RankShare, buffer_refs: Sequence[BufferRef]) -> RankBuffers:
         """Merge what each device has.
 
         Args:
             devices: Of this rank.
             share: Its shards.
-            slots: The model's buffers, at least one.
+            buffer_refs: The model's buffers, at least one.
         """
         sums = [device.buffers.read() for device in devices]
-        home = next(buffer.device for slot in slots if (buffer := slot.get()) is not None)
-        partials = merge_devices([each.means.partials for each in sums], share, home)
+        main_device = next(buffer.device for ref in buffer_refs if (buffer := ref.get()) is not None)
+        partials = merge_devices([each.means.partials for each in sums], share, main_device)
         firsts = [
             next((each.firsts[index] for each in sums if each.firsts[index] is not None), None)
-            for index in range(len(slots))
+            for index in range(len(buffer_refs))
         ]
         for partial in partials:
-            partial.tensors += [None] * len(slots)
+            partial.tensors += [None] * len(buffer_refs)
         if partials:
-            partials[0].tensors[len(slots) :] = gather([PartialSum(0, firsts)], home)[0].tensors
-        weights = [sum(each.weights[index] for each in sums) for index in range(len(slots))]
+            partials[0].tensors[len(buffer_refs) :] = gather([PartialSum(0, firsts)], main_device)[0].tensors
+        weights = [sum(each.weights[index] for each in sums) for index in range(len(buffer_refs))]
         return cls(partials, weights, Contribution.of(partials))
 
 
 def sum_buffers(
-    communicator: Communicator, own: RankBuffers, reports: Sequence[RankReport], slots: Sequence[BufferRef]
+    communicator: Communicator, own: RankBuffers, reports: Sequence[RankReport], buffer_refs: Sequence[BufferRef]
 ) -> BufferSum:
     """Add up buffers over ranks, and take those that are set once from the first rank that has them.
 
@@ -63,22 +63,22 @@ def sum_buffers(
         communicator: Joins the ranks.
         own: What this rank has.
         reports: What every rank has told.
-        slots: The model's buffers.
+        buffer_refs: The model's buffers.
     """
-    count = len(slots)
+    count = len(buffer_refs)
     weights = [sum(each) for each in zip(*(report.buffer_weights for report in reports), strict=True)]
     if not any(mask for report in reports for mask in report.buffers.present):
         unchanged = PartialSum(0, [None] * count)
         return BufferSum(ShardSum(partials=[unchanged]), weights, [None] * count)
-    contributions = _first_only([report.buffers for report in reports], count)
+    contributions = _drop_repeated_firsts([report.buffers for report in reports], count)
     for partial, mask in zip(own.partials, contributions[communicator.rank].present, strict=True):
         partial.tensors[:] = [tensor if mask >> index & 1 else None for index, tensor in enumerate(partial.tensors)]
-    like = [buffer for slot in slots if (buffer := slot.get()) is not None]
+    like = [buffer for ref in buffer_refs if (buffer := ref.get()) is not None]
     summed = communicator.sum_partials(own.partials, contributions, [*map(real, like), *like], compress=False)
     return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
 
 
-def _first_only(contributions: Sequence[Contribution], count: int) -> list[Contribution]:
+def _drop_repeated_firsts(contributions: Sequence[Contribution], count: int) -> list[Contribution]:
     """Leave out of the buffers that are set once those that an earlier partial sum has as well."""
     means = (1 << count) - 1
     taken = 0

@@ -60,11 +60,11 @@ class RankReduction:
         self.workloads = known[rank]
         """Those of this rank's devices, as the others know them."""
 
-    def begin(self) -> None:
+    def start_attempt(self) -> None:
         """Note that the shards of an attempt are about to be computed."""
-        self._timer.begin()
+        self._timer.start_attempt()
 
-    def watch_backward(self, attempt: Attempt, position: Position, like: Sequence[torch.Tensor]) -> None:
+    def begin_early_send(self, attempt: Attempt, position: Position, like: Sequence[torch.Tensor]) -> None:
         """Let gradients be sent while backward still computes others, where that can be.
 
         Args:
@@ -72,19 +72,19 @@ class RankReduction:
             position: What must be the same on all ranks.
             like: Tensors of the shapes, dtypes and devices of the gradients.
         """
-        complete = len(attempt.work) == 1 and attempt.task.precision.held_dtype is None
+        complete = len(attempt.device_shards) == 1 and attempt.task.precision.held_dtype is None
         key = json.dumps([position["computation"], position["batch sizes"]]) if complete else None
-        attempt.task.receiver = self._sum.begin(key, attempt.share, like)
+        attempt.task.early_receiver = self._sum.begin_sum(key, attempt.share, like)
 
     def reduce(
         self,
         attempt: Attempt,
         *,
         position: Position,
-        again: bool,
+        repeat: bool,
         workloads: Sequence[float],
         like: Sequence[torch.Tensor],
-        slots: Sequence[BufferRef],
+        buffer_refs: Sequence[BufferRef],
     ) -> None:
         """Meet, and sum what the devices of all ranks have computed.
 
@@ -92,20 +92,20 @@ class RankReduction:
             attempt: Gets the sums, not divided yet; it is not complete where a rank has to compute its share
                 again.
             position: What must be the same on all ranks.
-            again: Whether shards of this rank were left out.
+            repeat: Whether shards of this rank were left out.
             workloads: Of this rank's devices, from the next attempt on.
             like: Tensors of the shapes, dtypes and devices of the gradients.
-            slots: The model's buffers.
+            buffer_refs: The model's buffers.
 
         Raises:
             PeerError: A rank failed.
             DisagreementError: A rank is somewhere else.
             PeerInterrupt: A rank was interrupted.
         """
-        devices, share, timer, home = attempt.devices, attempt.share, self._timer, like[0].device
+        devices, share, timer, main_device = attempt.device_gradients, attempt.share, self._timer, like[0].device
         gradients = self._sum.announce([each.gradients.partials for each in devices], share)
-        buffers = RankBuffers.of(devices, share, slots) if slots else RankBuffers()
-        timer.meet(home, share.runs, self.workloads)
+        buffers = RankBuffers.of(devices, share, buffer_refs) if buffer_refs else RankBuffers()
+        timer.end_compute(main_device, share.runs, self.workloads)
         shards: list[ShardReport] = []
         samples = 0
         for device in devices:
@@ -121,37 +121,39 @@ class RankReduction:
             timer.measurement,
         )
         self._watch.doing = "reduce"
-        told = self.coordinator.meet(position, report.to_plain(), again=again)
+        told = self.coordinator.exchange_reports(position, report.to_plain(), repeat=repeat)
         attempt.complete = told is not None
         if told is not None:
             reports = list(map(RankReport.from_plain, told))
-            self._take(attempt, reports, timed=position["computation"] == 0, home=home)
-            attempt.buffers = [sum_buffers(self._communicator, buffers, reports, slots)] if slots else []
-        self.coordinator.part()
+            self._sum_gradients(attempt, reports, timed=position["computation"] == 0, main_device=main_device)
+            attempt.buffers = [sum_buffers(self._communicator, buffers, reports, buffer_refs)] if buffer_refs else []
+        self.coordinator.end_exchange()
 
-    def _take(self, attempt: Attempt, reports: Sequence[RankReport], *, timed: bool, home: torch.device) -> None:
+    def _sum_gradients(
+        self, attempt: Attempt, reports: Sequence[RankReport], *, timed: bool, main_device: torch.device
+    ) -> None:
         """Put into the attempt what all ranks have computed.
 
         Args:
             attempt: The attempt.
             reports: Of all ranks.
             timed: Whether the time that it takes counts; a search, or another network, takes its own.
-            home: The device of the sums.
+            main_device: The device of the sums.
         """
         attempt.reports, attempt.samples = [], 0
-        contributions, steady = [], self._adopt(reports)
+        contributions, steady = [], self._update_assignment(reports)
         for report in reports:
             attempt.reports += report.shards
             attempt.samples += report.samples
             contributions.append(report.gradients)
             steady &= len(report.workloads) == 1
-        self._timer.sum()
+        self._timer.start_sum()
         # Not divided on the way: every rank divides and checks in one pass over the memory.
         attempt.gradients = self._sum.sum(tuple(contributions), steady=steady)
         if timed:
-            self._timer.end(home, [len(each.shards) for each in contributions])
+            self._timer.end_sum(main_device, [len(each.shards) for each in contributions])
 
-    def _adopt(self, reports: Sequence[RankReport]) -> bool:
+    def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
         """Take over what all ranks told of their speeds, and return whether shards stay where they are."""
         timer, before = self._timer, self.assignment.speeds
         measurements, workloads = [], []
@@ -161,7 +163,7 @@ class RankReduction:
         timer.adopt(measurements)
         steady = workloads == self._workloads and timer.speeds == before
         if workloads != self._workloads:
-            timer.start_over()
+            timer.restart()
         if not steady:
             self._workloads = workloads
             self._assign()
@@ -173,7 +175,7 @@ class RankReduction:
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Return to every rank what each found."""
-        rows = [[each.shard, each.batch, _ends(each.samples), each.loss, each.parameter] for each in found]
+        rows = [[each.shard, each.batch, _range_args(each.samples), each.loss, each.parameter] for each in found]
         return [
             NonFiniteShard(shard, batch, range(*samples), loss, parameter)
             for message in self._communicator.exchange(json.dumps(rows).encode())
@@ -184,7 +186,7 @@ class RankReduction:
 def join_ranks(
     communicator: Communicator,
     workloads: Sequence[float],
-    alike: RankConsistency,
+    consistency: RankConsistency,
     *,
     movable: bool,
     measured: bool,
@@ -194,7 +196,7 @@ def join_ranks(
     Args:
         communicator: Joins them.
         workloads: The relative speeds of this rank's devices.
-        alike: Compares the ranks when they meet.
+        consistency: Compares the ranks when they meet.
         movable: Whether the result is the same wherever shards are computed.
         measured: Whether workloads are to be measured, and those of the ranks with them.
 
@@ -206,7 +208,7 @@ def join_ranks(
     """
     if communicator.size == 1:
         return None
-    own = [list(workloads), movable and communicator.exact, measured, machine()]
+    own = [list(workloads), movable and communicator.exact, measured, machine_name()]
     told = [json.loads(each) for each in communicator.exchange(json.dumps(own).encode())]
     known, free, wanted, machines = zip(*told, strict=True)
     for rank, each in enumerate(wanted):
@@ -218,15 +220,15 @@ def join_ranks(
             )
     timer = RankTimer(measuring=all(free) and all(wanted))
     total = RankSum(communicator, rank_sum.DEFAULTS, one_machine=len(set(machines)) == 1)
-    return RankReduction(communicator, RankCoordinator(communicator, alike, total), total, known, timer)
+    return RankReduction(communicator, RankCoordinator(communicator, consistency, total), total, known, timer)
 
 
-def machine() -> str:
+def machine_name() -> str:
     """Name this machine; a network namespace of Linux counts as one, for it reaches others by a network."""
     name = socket.gethostname()
     namespace = Path("/proc/self/ns/net")
     return f"{name}, {namespace.readlink()}" if namespace.is_symlink() else name
 
 
-def _ends(samples: range) -> tuple[int, int, int]:
+def _range_args(samples: range) -> tuple[int, int, int]:
     return samples.start, samples.stop, samples.step

@@ -46,14 +46,14 @@ class RankReport:
         for report in self.shards:
             metrics: dict[str, Any] = {}
             for name, (total, weight) in report.metrics.items():
-                metrics[name] = [_plain(total), _plain(weight)]
-            shards.append([report.shard, report.weight, _plain(report.loss.reshape(())), metrics])
+                metrics[name] = [_encode_number(total), _encode_number(weight)]
+            shards.append([report.shard, report.weight, _encode_number(report.loss.reshape(())), metrics])
         told = self.measurement
         return {
             "shards": shards,
             "samples": self.samples,
-            "gradients": _text(self.gradients),
-            "buffers": _text(self.buffers),
+            "gradients": _encode_contribution(self.gradients),
+            "buffers": _encode_contribution(self.buffers),
             "buffer_weights": self.buffer_weights,
             "workloads": self.workloads,
             "measurement": None if told is None else [told.seconds, told.transfer],
@@ -66,28 +66,28 @@ class RankReport:
         for shard, weight, loss, values in plain["shards"]:
             metrics: dict[str, Any] = {}
             for name, (total, share) in values.items():
-                metrics[name] = (_value(total), _value(share))
-            shards.append(ShardReport(shard, weight, torch.as_tensor(_value(loss)), metrics))
+                metrics[name] = (_decode_number(total), _decode_number(share))
+            shards.append(ShardReport(shard, weight, torch.as_tensor(_decode_number(loss)), metrics))
         told = plain["measurement"]
         return cls(
             shards,
             plain["samples"],
-            _contribution(plain["gradients"]),
-            _contribution(plain["buffers"]),
+            _decode_contribution(plain["gradients"]),
+            _decode_contribution(plain["buffers"]),
             plain["buffer_weights"],
             plain["workloads"],
             None if told is None else RankMeasurement(*told),
         )
 
 
-def _plain(value: SupportsFloat) -> Any:
+def _encode_number(value: SupportsFloat) -> Any:
     """Turn a number into one that JSON knows, or a tensor into its dtype and number; waits for its device."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype).removeprefix("torch."), value.item()]
     return value if isinstance(value, int | float) else float(value)
 
 
-def _value(plain: Any) -> Any:
+def _decode_number(plain: Any) -> Any:
     if isinstance(plain, list):
         kind, number = plain
         dtype = getattr(torch, kind)
@@ -99,10 +99,10 @@ def _value(plain: Any) -> Any:
 
 # Contributions are mostly those of the last update, so what they are as text is remembered.
 @lru_cache(maxsize=64)
-def _text(contribution: Contribution) -> str:
+def _encode_contribution(contribution: Contribution) -> str:
     """Write a contribution; in hexadecimal, for decimal digits of masks over thousands of tensors are slow.
 
-    >>> _text(Contribution((0, 4), (7, 31)))
+    >>> _encode_contribution(Contribution((0, 4), (7, 31)))
     '0:7 4:1f/0'
     """
     sums = zip(contribution.shards, contribution.present, strict=True)
@@ -110,10 +110,10 @@ def _text(contribution: Contribution) -> str:
 
 
 @lru_cache(maxsize=64)
-def _contribution(text: str) -> Contribution:
-    """Read what `_text` wrote.
+def _decode_contribution(text: str) -> Contribution:
+    """Read what `_encode_contribution` wrote.
 
-    >>> _contribution("0:7 4:1f/0"), _contribution("/0")
+    >>> _decode_contribution("0:7 4:1f/0"), _decode_contribution("/0")
     (Contribution(shards=(0, 4), present=(7, 31), sparse=0), Contribution(shards=(), present=(), sparse=0))
     """
     sums, _, sparse = text.partition("/")

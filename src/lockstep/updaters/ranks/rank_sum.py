@@ -19,7 +19,7 @@ from lockstep.communicators import Communicator, Contribution, Table
 from lockstep.replicas import gather
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute import RankShare
-from lockstep.updaters.ranks.inline import SMALL, SMALL_BETWEEN_MACHINES, InlineGradients
+from lockstep.updaters.ranks.inline import INLINE_BYTES, INLINE_BYTES_OVER_NETWORK, InlineGradients
 from lockstep.updaters.ranks.overlap import EarlySend, Overlap, Prediction
 
 _COMPACT: Final = json.JSONEncoder(separators=(",", ":"))
@@ -43,7 +43,7 @@ DEFAULTS: Final = Heuristics()
 
 
 class RankSum:
-    """Sums over ranks; the steps of one sum are `begin`, `announce`, `exchange` and `sum`.
+    """Sums over ranks; the steps of one sum are `begin_sum`, `announce`, `exchange` and `sum`.
 
     Args:
         communicator: Joins the ranks.
@@ -56,15 +56,15 @@ class RankSum:
         self._early = Overlap(communicator) if heuristics.early_sending else None
         self._inline = None
         if heuristics.inline_gradients:
-            limit = SMALL if one_machine else SMALL_BETWEEN_MACHINES
+            limit = INLINE_BYTES if one_machine else INLINE_BYTES_OVER_NETWORK
             self._inline = InlineGradients(communicator.rank, communicator.size, limit)
         self._no_table = Table(communicator.size)
         self._like: Sequence[torch.Tensor] = ()
         self._key: str | None = None
-        self._send: EarlySend | None = None
+        self._early_send: EarlySend | None = None
         self._partials: list[PartialSum] = []
 
-    def begin(self, key: str | None, share: RankShare, like: Sequence[torch.Tensor]) -> EarlySend | None:
+    def begin_sum(self, key: str | None, share: RankShare, like: Sequence[torch.Tensor]) -> EarlySend | None:
         """Begin a sum, before the gradients are computed.
 
         Args:
@@ -76,10 +76,10 @@ class RankSum:
         Returns:
             What takes the gradients while backward makes them; None where nothing does.
         """
-        self._key, self._like, self._send = key, like, None
+        self._key, self._like, self._early_send = key, like, None
         if self._early is not None and key is not None:
-            self._send = self._early.begin(key, share, like)
-        return self._send
+            self._early_send = self._early.begin_predicted(key, share, like)
+        return self._early_send
 
     def announce(self, devices: Sequence[Sequence[PartialSum]], share: RankShare) -> Contribution:
         """Take over this rank's partial sums, and describe them for the other ranks.
@@ -88,7 +88,7 @@ class RankSum:
             devices: The partial sums of each device.
             share: The shards of this rank.
         """
-        send, self._send = self._send, None
+        send, self._early_send = self._early_send, None
         if send is not None and send.has_begun:
             self._partials = []  # they are on their way
             return send.announced
@@ -105,18 +105,18 @@ class RankSum:
         """
         early, inline = self._early, self._inline
         if early is not None:
-            message = {**message, "early": early.close()}
+            message = {**message, "early": early.end_prediction()}
         # A table with room travels even where it is empty, or a rank would wait for what does not come.
         table = self._no_table if inline is None else inline.table
-        said = self._communicator.exchange_with(_COMPACT.encode(message).encode(), table)
-        messages = list(map(json.loads, said))
+        replies = self._communicator.exchange_with(_COMPACT.encode(message).encode(), table)
+        messages = list(map(json.loads, replies))
         if early is not None:
-            early.settle()
+            early.wait()
         return messages
 
     def must_repeat(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether all ranks must compute their shares again, for some were sent early in vain."""
-        return self._early is not None and self._early.judge([each["early"] for each in messages])
+        return self._early is not None and self._early.must_repeat([each["early"] for each in messages])
 
     def sum(self, contributions: tuple[Contribution, ...], *, steady: bool) -> Tensors:
         """Return the sum over ranks, one entry for each parameter; None where no rank has a gradient.
@@ -127,7 +127,7 @@ class RankSum:
         """
         partials, self._partials = self._partials, []
         like, early, inline = self._like, self._early, self._inline
-        found = None if early is None else early.take()
+        found = None if early is None else early.pop_sums()
         is_inline = False
         if found is None and inline is not None:
             found = inline.sum(partials, contributions, like)
@@ -137,13 +137,13 @@ class RankSum:
         if early is not None:
             # What is sent inside of the message comes no later than what is sent before it.
             known = None if self._key is None or is_inline else Prediction(self._key, contributions, like)
-            early.learn(known, steady=steady)
+            early.observe(known, steady=steady)
         return found
 
     def reset_prediction(self) -> None:
         """Expect no sum like the last: the ranks have met for something else."""
         if self._early is not None:
-            self._early.learn(None)
+            self._early.observe(None)
 
 
 def merge_devices(devices: Sequence[Sequence[PartialSum]], share: RankShare, device: torch.device) -> list[PartialSum]:
@@ -156,7 +156,7 @@ def merge_devices(devices: Sequence[Sequence[PartialSum]], share: RankShare, dev
     """
     if len(devices) == 1 and len(devices[0]) == 1:
         return [*devices[0]]
-    merged = ShardSum(share.first)
+    merged = ShardSum(share.start)
     for partials in devices:
         for partial in partials if len(devices) == 1 else gather(partials, device):
             merged.push(partial.shard, partial.tensors)

@@ -66,7 +66,7 @@ class Recipe:
         """The policy of number formats."""
         return parse_precision(self.precision)
 
-    def check_own_steps(self) -> None:
+    def check_custom_step(self) -> None:
         """Refuse what only the usual update can do, where a step function says what an update does.
 
         Raises:

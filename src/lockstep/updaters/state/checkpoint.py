@@ -9,8 +9,8 @@ from lockstep.errors import StateError
 from lockstep.precision import MovingScale
 from lockstep.state import check_keys
 from lockstep.updaters.state import lazy
-from lockstep.updaters.state.registered import Registered
-from lockstep.updaters.state.savepoint import copied
+from lockstep.updaters.state.registered import RegisteredTensors
+from lockstep.updaters.state.savepoint import copy_state
 from lockstep.updaters.state.training import Training
 
 
@@ -24,7 +24,7 @@ def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any
         num_shards: Shards a batch.
         seed: Of the random streams.
     """
-    state: dict[str, Any] = copied(_parts(training, num_shards=num_shards, seed=seed))
+    state: dict[str, Any] = copy_state(_parts(training, num_shards=num_shards, seed=seed))
     return state
 
 
@@ -37,7 +37,7 @@ def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
         "applied_updates": training.applied_updates,
         "loss_scale": training.loss_scale.state_dict(),
         "iterators": {name: each.state_dict() for name, each in training.iterators.items()},
-        "optimizers": {name: each.state_dict() for name, each in training.steppables().items()},
+        "optimizers": {name: each.state_dict() for name, each in training.state_holders().items()},
         "models": {name: lazy.state_of(each) for name, each in training.models.items()},
         "schedulers": {name: each.state_dict() for name, each in training.schedulers.items()},
         "epoch_schedulers": {name: each.state_dict() for name, each in training.epoch_schedulers.items()},
@@ -62,7 +62,7 @@ def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int,
     _check_state(state, _parts(training, num_shards=num_shards, seed=seed))
     loss_scale = training.loss_scale.restored(state["loss_scale"])
     iterators = {name: each.state_dict() for name, each in training.iterators.items()}
-    savepoint, registered = training.save(), Registered(training.group.model)
+    savepoint, registered = training.save(), RegisteredTensors(training.group.model)
     try:
         _load_parts(training, state)
     except BaseException:
@@ -81,9 +81,9 @@ def _load_parts(training: Training, state: Mapping[str, Any]) -> None:
         iterator.load_state_dict(state["iterators"][name])
     for name, model in training.models.items():
         lazy.load_state(model, state["models"][name])
-    for name, optimizer in training.steppables().items():
+    for name, optimizer in training.state_holders().items():
         # PyTorch's optimizers take over the tensors they are given, and would change the saved state.
-        optimizer.load_state_dict(copied(state["optimizers"][name]))
+        optimizer.load_state_dict(copy_state(state["optimizers"][name]))
     for name, scheduler in training.schedulers.items():
         scheduler.load_state_dict(state["schedulers"][name])
     for name, scheduler in training.epoch_schedulers.items():

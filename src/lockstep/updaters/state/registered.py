@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 
-class Registered:
+class RegisteredTensors:
     """Which tensors the modules hold under which names, which of them have no shape, and the extra state.
 
     Hooks of a load and overrides of `_load_from_state_dict` may put other tensors in their place, and

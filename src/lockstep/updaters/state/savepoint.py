@@ -36,9 +36,9 @@ class Savepoint:
     ) -> None:
         self._tensors: dict[torch.Tensor, torch.Tensor] = {}
         self.include(model)
-        self._optimizers = [(optimizer, copied(optimizer.state_dict())) for optimizer in optimizers]
-        self._schedulers = [(scheduler, copied(scheduler.state_dict())) for scheduler in schedulers]
-        self._masters = [(each, copied(each.saved_masters())) for each in masters]
+        self._optimizers = [(optimizer, copy_state(optimizer.state_dict())) for optimizer in optimizers]
+        self._schedulers = [(scheduler, copy_state(scheduler.state_dict())) for scheduler in schedulers]
+        self._masters = [(each, copy_state(each.saved_masters())) for each in masters]
 
     def include(self, model: nn.Module) -> None:
         """Copy what has got its shape since."""
@@ -70,23 +70,23 @@ def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             optimizer.state[parameter] = saved["state"][index]
 
 
-def copied(value: Any) -> Any:
+def copy_state(value: Any) -> Any:
     """Copy a nest of state; tensors by value, which `copy.deepcopy` does at three times the cost.
 
     What is one tensor under several names, as tied weights are in a state, is one in the copy.
     """
-    return _copied(value, {})
+    return _copy(value, {})
 
 
-def _copied(value: Any, copies: dict[Hashable, torch.Tensor]) -> Any:
+def _copy(value: Any, copies: dict[Hashable, torch.Tensor]) -> Any:
     """Copy a nest, given the copies that there are by what they are copies of."""
     if isinstance(value, torch.Tensor):
-        return _copied_tensor(value, copies)
+        return _copy_tensor(value, copies)
     if isinstance(value, Mapping):
-        parts = {key: _copied(part, copies) for key, part in value.items()}
+        parts = {key: _copy(part, copies) for key, part in value.items()}
         return with_metadata(parts, value)
     if type(value) is list or type(value) is tuple:
-        return type(value)(_copied(part, copies) for part in value)
+        return type(value)(_copy(part, copies) for part in value)
     return copy.deepcopy(value)
 
 
@@ -101,7 +101,7 @@ def with_metadata(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str,
     return named
 
 
-def _copied_tensor(value: torch.Tensor, copies: dict[Hashable, torch.Tensor]) -> torch.Tensor:
+def _copy_tensor(value: torch.Tensor, copies: dict[Hashable, torch.Tensor]) -> torch.Tensor:
     """Copy a tensor once; a state names a tied weight by a view for each of its names."""
     if value.layout is not torch.strided or not value.numel():
         return value.detach().clone()

@@ -82,7 +82,7 @@ class Training:
         groups = self.optimizers[optimizer].param_groups
         return frozenset(id(parameter) for group in groups for parameter in group["params"])
 
-    def steppables(self) -> dict[str, Optimizer | MasterWeights]:
+    def state_holders(self) -> dict[str, Optimizer | MasterWeights]:
         """Give what holds the state of each optimizer: itself, or the masters of one that knows of none."""
         return {
             name: each if isinstance(each, HookedOptimizer) else self.masters.get(name, each)

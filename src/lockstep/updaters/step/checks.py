@@ -37,7 +37,7 @@ def check_fit(recipe: Recipe, arranged: Arrangement, optimizers: Mapping[str, Op
     for optimizer in optimizers.values():
         check_dense(optimizer, has_masters=recipe.policy.held_dtype is not None)
     if takes_steps:
-        recipe.check_own_steps()
+        recipe.check_custom_step()
     elif recipe.loss_fn is None and arranged.several:
         raise ValueError("`loss_fn` must be given for several networks, got None.")
     if recipe.flat_gradients:

@@ -37,9 +37,9 @@ class Committer:
         self._steps = {
             name: OptimizerStep(each, training.masters.get(name)) for name, each in training.optimizers.items()
         }
-        self._epochs = Epochs(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
+        self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
 
-    def hand_over(self, attempt: Attempt) -> None:
+    def assign_gradients(self, attempt: Attempt) -> None:
         """Put a gradient where the optimizers it is for look for it.
 
         Hooks that the user registered on a parameter see it once, as they would in a loop of one's own.
@@ -57,7 +57,7 @@ class Committer:
                 continue
             if gradient is not None and parameter._backward_hooks:
                 gradient = apply_tensor_hooks(parameter, gradient)  # noqa: PLW2901 - a hook's answer stands in for it
-            target = self._receiver(parameter) if masters else parameter
+            target = self._gradient_target(parameter) if masters else parameter
             # A half-precision parameter without a master is nobody's; its gradient comes in float32 all the
             # same.
             if gradient is not None:
@@ -67,16 +67,16 @@ class Committer:
                     # kernels do not notice.
                     gradient = laid_out_for(target, gradient)  # noqa: PLW2901 - see above
             target.grad = gradient
-        attempt.handed_over = True
+        attempt.gradients_assigned = True
 
-    def _receiver(self, parameter: nn.Parameter) -> nn.Parameter:
+    def _gradient_target(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return whose ``grad`` optimizers read in the place of a parameter's."""
         for masters in self._training.masters.values():
             parameter = masters.receiver(parameter)
         return parameter
 
     def commit(
-        self, names: Names, attempt: Attempt, settings: ThreadSettings, *, drawn: Mapping[str, int]
+        self, names: Names, attempt: Attempt, settings: ThreadSettings, *, consumed: Mapping[str, int]
     ) -> UpdateResult:
         """Move the weights if there is a finite gradient to move them by; count in any case.
 
@@ -87,34 +87,34 @@ class Committer:
             names: The optimizers that step.
             attempt: What they step by.
             settings: What the calling thread computes under.
-            drawn: How many batches to move past, by the iterator's name.
+            consumed: How many batches to move past, by the iterator's name.
         """
-        if not attempt.handed_over:
-            self.hand_over(attempt)
+        if not attempt.gradients_assigned:
+            self.assign_gradients(attempt)
         if attempt.check.flag is not None:
             attempt.check = self._deferral.read_if_needed(attempt.check, names)
         if len(names) > 1:
-            return self._commit_several(names, attempt, settings, drawn)
+            return self._commit_several(names, attempt, settings, consumed)
         applied = attempt.applied
-        late = [] if applied is False else self._apply(names, attempt, settings)
-        late += self._count(applied, drawn)
-        self._training.scale = attempt.following(self._training.scale)
-        for error in late:
+        late_errors = [] if applied is False else self._apply(names, attempt, settings)
+        late_errors += self._count(applied, consumed)
+        self._training.scale = attempt.next_scale(self._training.scale)
+        for error in late_errors:
             raise error
         return attempt.result(applied=applied)
 
     def _commit_several(
-        self, names: Names, attempt: Attempt, settings: ThreadSettings, drawn: Mapping[str, int]
+        self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
     ) -> UpdateResult:
         """Move the weights of several optimizers: of all, or after an exception of none."""
         savepoint, applied = self._training.save(), attempt.applied
         try:
             _raise_first([] if applied is False else self._apply(names, attempt, settings))
-            self.count_or_undo(applied, drawn)
+            self.count_or_undo(applied, consumed)
         except BaseException:
             savepoint.restore()
             raise
-        self._training.scale = attempt.following(self._training.scale)
+        self._training.scale = attempt.next_scale(self._training.scale)
         return attempt.result(applied=applied)
 
     def step(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> bool | torch.Tensor:
@@ -130,7 +130,7 @@ class Committer:
         applied = attempt.applied
         if applied is not False:
             _raise_first(self._apply(names, attempt, settings))
-        self._training.scale = attempt.following(self._training.scale)
+        self._training.scale = attempt.next_scale(self._training.scale)
         return applied
 
     def _apply(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> list[BaseException]:
@@ -144,22 +144,22 @@ class Committer:
         """
         engine, flag = self._engine, attempt.check.flag
         engine.watch.doing = "optimizer"
-        layout, replicas = engine.layout, engine.group
-        places = len(replicas.devices) if layout.tree_sum.side_by_side else 1
+        layout, replicas = engine.layout, engine.replicas
+        num_devices = len(replicas.devices) if layout.tree_sum.side_by_side else 1
         run = partial(replicas.run, settings=settings)
-        late: list[BaseException] = []
+        late_errors: list[BaseException] = []
         for name in names:
-            error = self._steps[name].step(places=places, run=run, unless=flag)
+            error = self._steps[name].step(num_devices=num_devices, run=run, unless=flag)
             if error is not None:
-                late.append(error)
-        if layout.slots:
-            combine(attempt.buffers, layout.slots, weight=attempt.samples, unless=flag)
+                late_errors.append(error)
+        if layout.buffer_refs:
+            combine(attempt.buffers, layout.buffer_refs, weight=attempt.samples, unless=flag)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
-                late += raised(scheduler.step)
-        return late
+                late_errors += collect_error(scheduler.step)
+        return late_errors
 
-    def _count(self, applied: bool | torch.Tensor, drawn: Mapping[str, int]) -> list[BaseException]:
+    def _count(self, applied: bool | torch.Tensor, consumed: Mapping[str, int]) -> list[BaseException]:
         """Count the update, move past its batches, begin the epochs that follow them.
 
         Returns:
@@ -170,28 +170,28 @@ class Committer:
         training.iteration += 1
         training.applied = training.applied + applied
         iterator = training.iterators[MAIN]
-        before = iterator.epoch
-        late: list[BaseException] = []
-        for name, batches in drawn.items():
+        previous_epoch = iterator.epoch
+        late_errors: list[BaseException] = []
+        for name, batches in consumed.items():
             try:
                 training.iterators[name].advance(batches)
             except BaseException as error:  # noqa: BLE001 - raised by the caller when the update is complete
-                late.append(error)
-        begun = iterator.epoch - before
-        return late + self._epochs.begin(begun) if begun else late
+                late_errors.append(error)
+        new_epochs = iterator.epoch - previous_epoch
+        return late_errors + self._epoch_listeners.notify(new_epochs) if new_epochs else late_errors
 
-    def count_or_undo(self, applied: bool | torch.Tensor, drawn: Mapping[str, int]) -> None:
+    def count_or_undo(self, applied: bool | torch.Tensor, consumed: Mapping[str, int]) -> None:
         """Count an update, or raise what user code raised and count nothing.
 
         Args:
             applied: Whether it moved any weights; a tensor where only the device knows.
-            drawn: How many batches to move past, by the iterator's name.
+            consumed: How many batches to move past, by the iterator's name.
         """
         training = self._training
-        before = {name: training.iterators[name].state_dict() for name in drawn}
+        before = {name: training.iterators[name].state_dict() for name in consumed}
         counters = training.iteration, training.applied
         try:
-            _raise_first(self._count(applied, drawn))
+            _raise_first(self._count(applied, consumed))
         except BaseException:
             training.iteration, training.applied = counters
             for name, state in before.items():
@@ -219,7 +219,7 @@ class CountsEpochs(Protocol):
         """Count an epoch; ``auto`` says that an updater calls."""
 
 
-class Epochs:
+class EpochListeners:
     """Those who are told when an epoch begins.
 
     Args:
@@ -234,16 +234,16 @@ class Epochs:
         self._calls: list[Callable[[], object]] = [partial(optimizer.new_epoch, auto=True) for optimizer in counting]
         self._calls += [scheduler.step for scheduler in schedulers.values()]
 
-    def begin(self, epochs: int) -> list[BaseException]:
+    def notify(self, epochs: int) -> list[BaseException]:
         """Tell all of them of so many epochs.
 
         Returns:
             What they raised; all have been called all the same.
         """
-        return [error for _ in range(epochs) for call in self._calls for error in raised(call)]
+        return [error for _ in range(epochs) for call in self._calls for error in collect_error(call)]
 
 
-def raised(call: Callable[[], object]) -> list[BaseException]:
+def collect_error(call: Callable[[], object]) -> list[BaseException]:
     """Call a function of the user's; return what it raised, if anything, for the caller to raise later."""
     try:
         call()

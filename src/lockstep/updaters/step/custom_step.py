@@ -26,16 +26,16 @@ class CustomStepState:
 
     Attributes:
         context: The state of the calling thread.
-        drawn: How many batches were taken of each iterator.
-        computed: The gradients that no optimizer has stepped by, by the optimizers they are for.
+        consumed: How many batches were taken of each iterator.
+        pending: The gradients that no optimizer has stepped by, by the optimizers they are for.
         computations: How many gradients were computed.
         results: What each of them measured, with the optimizers it was for.
         applied: Whether any optimizer stepped; a tensor where only the device knows.
     """
 
     context: StepContext
-    drawn: Counter[str]
-    computed: dict[Names, Attempt] = field(default_factory=dict)
+    consumed: Counter[str]
+    pending: dict[Names, Attempt] = field(default_factory=dict)
     computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
     applied: bool | torch.Tensor = False
@@ -48,11 +48,11 @@ class CustomStepState:
         """
         labels = dict.fromkeys("+".join(names) for names, _ in self.results)
         parts = {
-            label: _merged([result for names, result in self.results if "+".join(names) == label], scale)
+            label: _merge_results([result for names, result in self.results if "+".join(names) == label], scale)
             for label in labels
         }
         found = [result for _, result in self.results]
-        return _merged(found, scale, applied=self.applied, parts=parts if len(parts) > 1 else {})
+        return _merge_results(found, scale, applied=self.applied, parts=parts if len(parts) > 1 else {})
 
 
 class CustomStep:
@@ -60,10 +60,10 @@ class CustomStep:
 
     Args:
         parts: The parts of the updater.
-        usual: The gradient that an update computes unless it says otherwise.
+        default_request: The gradient that an update computes unless it says otherwise.
     """
 
-    def __init__(self, parts: Parts, usual: GradientRequest) -> None:
+    def __init__(self, parts: Parts, default_request: GradientRequest) -> None:
         self._engine = parts.engine
         self._training = parts.training
         self._coordinator = parts.coordinator
@@ -71,9 +71,9 @@ class CustomStep:
         self._retry = parts.retry
         self._committer = parts.committer
         self._followers = parts.followers
-        self._usual = usual
+        self._default_request = default_request
         self._has_loss = parts.recipe.loss_fn is not None or not parts.arranged.several
-        self._computed: dict[Names, Attempt] = {}
+        self._pending: dict[Names, Attempt] = {}
         self.state: CustomStepState | None = None
         """The update that a step function is making; None where none is being run."""
 
@@ -88,18 +88,18 @@ class CustomStep:
             BaseException: What `core` raised; everything is as it was before.
         """
         training, engine = self._training, self._engine
-        self._computed = {}
-        with self._coordinator.telling():
+        self._pending = {}
+        with self._coordinator.reporting_errors():
             batch = training.iterator.peek()
         scale = training.scale
         context.savepoint = savepoint = training.save()
         self.state = state = CustomStepState(context, Counter({MAIN: 1}))
         try:
-            with DefaultStream(engine.group.devices[0]) as stream, self._coordinator.telling():
+            with DefaultStream(engine.replicas.devices[0]) as stream, self._coordinator.reporting_errors():
                 stream.seed(stream_seed(engine.recipe.seed, substream(STEP) + engine.first_stream()))
                 core(batch)
                 self._coordinator.agree({"update": training.iteration, "computation": "end"}, context.interrupts)
-            self._committer.count_or_undo(state.applied, state.drawn)
+            self._committer.count_or_undo(state.applied, state.consumed)
         except BaseException:
             context.interrupts.hold()
             savepoint.restore()
@@ -115,43 +115,43 @@ class CustomStep:
         if loss_fn is None and not self._has_loss:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
         request = replace(
-            self._usual,
-            loss_fn=self._usual.loss_fn if loss_fn is None else self._arranged.loss_fn(loss_fn),
+            self._default_request,
+            loss_fn=self._default_request.loss_fn if loss_fn is None else self._arranged.loss_fn(loss_fn),
             wanted=None if optimizer is None else self._training.parameters_of(optimizer),
         )
         state = self.state
         if state is not None:
             request = replace(request, ordinal=state.computations)
-            attempt = self._attempt(request, names, batch, state.context, once=False)
+            attempt = self._final_attempt(request, names, batch, state.context, no_retry=False)
             state.computations += 1
-            state.computed[names] = attempt
+            state.pending[names] = attempt
             result = attempt.result(applied=False)
             state.results.append((names, result))
             return result
-        known = self._computed.get(names)
-        ordinal = len(self._computed) if known is None else known.request.ordinal
-        self._coordinator.begin()
+        previous = self._pending.get(names)
+        ordinal = len(self._pending) if previous is None else previous.request.ordinal
+        self._coordinator.start_update()
         with StepContext(self._training.group) as context:
             request = replace(request, ordinal=ordinal)
-            attempt = self._attempt(request, names, batch, context, once=True)
-        self._computed[names] = attempt
+            attempt = self._final_attempt(request, names, batch, context, no_retry=True)
+        self._pending[names] = attempt
         return attempt.result(applied=False)
 
-    def _attempt(
-        self, request: GradientRequest, names: Names, batch: Any, context: StepContext, *, once: bool
+    def _final_attempt(
+        self, request: GradientRequest, names: Names, batch: Any, context: StepContext, *, no_retry: bool
     ) -> Attempt:
         """Go through the stages of `ParallelUpdater.update`, up to the commit, for a batch of the user's own."""
-        engine, attempt = self._engine, self._retry.first(request, names, [batch], once=once)
+        engine, attempt = self._engine, self._retry.first_attempt(request, names, [batch], no_retry=no_retry)
         while not attempt.is_final:
-            with self._coordinator.telling():
+            with self._coordinator.reporting_errors():
                 context.interrupts.check()
                 engine.take(attempt)
                 engine.plan(attempt, context)
                 engine.compute(attempt, context)
                 engine.reduce(attempt, context)
                 engine.check(attempt)
-            attempt = self._retry.after(attempt)
-        self._committer.hand_over(attempt)
+            attempt = self._retry.next_attempt(attempt)
+        self._committer.assign_gradients(attempt)
         return attempt
 
     def apply(self, optimizer: str | None) -> UpdateResult:
@@ -163,21 +163,21 @@ class CustomStep:
         names = self._training.names_of(optimizer)
         state = self.state
         if state is None:
-            attempt = _pop(self._computed, names)
+            attempt = _pop(self._pending, names)
             with StepContext(self._training.group) as context:
-                self._coordinator.commit(context.interrupts)
-                result = self._committer.commit(names, attempt, context.settings, drawn={})
+                self._coordinator.hold_interrupts(context.interrupts)
+                result = self._committer.commit(names, attempt, context.settings, consumed={})
                 self._followers.follow()
                 return result
-        attempt = _pop(state.computed, names)
+        attempt = _pop(state.pending, names)
         state.context.interrupts.check()
         applied = self._committer.step(names, attempt, state.context.settings)
         state.applied = state.applied | applied
         return attempt.result(applied=applied)
 
-    def forget(self) -> None:
+    def forget_gradients(self) -> None:
         """Forget gradients that were computed and not applied."""
-        self._computed = {}
+        self._pending = {}
 
     def next_batch(self, name: str) -> Any:
         """Take a further batch; its iterator moves past it when the update is complete.
@@ -188,8 +188,8 @@ class CustomStep:
             KeyError: There is no iterator of this name.
         """
         state = self._running()
-        batch = look_up(name, self._training.iterators).peek(state.drawn[name])
-        state.drawn[name] += 1
+        batch = look_up(name, self._training.iterators).peek(state.consumed[name])
+        state.consumed[name] += 1
         return batch
 
     def _running(self) -> CustomStepState:
@@ -198,20 +198,20 @@ class CustomStep:
         return self.state
 
 
-def _pop(computed: dict[Names, Attempt], names: Names) -> Attempt:
+def _pop(pending: dict[Names, Attempt], names: Names) -> Attempt:
     """Return what was computed for some optimizers, once.
 
     Raises:
         OrderError: Nothing was.
     """
-    if names not in computed:
+    if names not in pending:
         raise OrderError(
             "`apply_gradients` must follow `compute_gradients`, once for each call and for the same optimizer."
         )
-    return computed.pop(names)
+    return pending.pop(names)
 
 
-def _merged(
+def _merge_results(
     results: Sequence[UpdateResult],
     scale: MovingScale,
     *,

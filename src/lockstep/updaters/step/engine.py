@@ -38,8 +38,8 @@ from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.setup import MAIN, Recipe, batch_size, call_arguments, shard_arrays
 from lockstep.updaters.state import Training, lazy
 
-ALONE: Final = ShardAssignment()
-NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+LOCAL_ASSIGNMENT: Final = ShardAssignment()
+NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class GradientEngine:
@@ -68,19 +68,19 @@ class GradientEngine:
         self.training = training
         self.recipe = recipe
         self.watch = watch
-        self.group = training.group
+        self.replicas = training.group
         self._ranks = ranks
         self._timing = timing
         self._policy = recipe.policy
-        self._streams = ShardStreams(self.group.devices, turn=ONE_BORROWER)
-        self.layout = ModelLayout(TreeSum(self.group, []))
+        self._streams = ShardStreams(self.replicas.devices, turn=ONE_BORROWER)
+        self.layout = ModelLayout(TreeSum(self.replicas, []))
         """The model as of the last attempt; empty before the first."""
         self._is_stale = True
-        self.look_for_shapes()
+        self.refresh_uninitialised()
 
-    def look_for_shapes(self) -> None:
+    def refresh_uninitialised(self) -> None:
         """Look whether parameters lack their shapes, after something else may have given or taken them."""
-        self._uninitialised = lazy.is_uninitialised(self.group.model)
+        self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
         """Look at the iterator's next batches without moving it, unless the attempt is at given ones.
@@ -92,20 +92,20 @@ class GradientEngine:
             attempt.batches = attempt.given_batches
             return
         self.watch.doing = "data loading"
-        attempt.batches = self._upcoming(attempt.passed)
+        attempt.batches = self._next_batches(attempt.skipped_batches)
         if not attempt.batches:
             raise StopIteration
 
-    def has_batches(self, passed: int) -> bool:
+    def has_batches(self, skip: int) -> bool:
         """Tell whether there is a batch after so many that an update gives up."""
-        return bool(self._upcoming(passed))
+        return bool(self._next_batches(skip))
 
-    def _upcoming(self, passed: int) -> list[Any]:
+    def _next_batches(self, skip: int) -> list[Any]:
         """Return the batches of one attempt; fewer than usual where the iterator ends, or none."""
         batches: list[Any] = []
         iterator = self.training.iterators[MAIN]
         try:
-            for ahead in range(passed, passed + self.recipe.accumulate):
+            for ahead in range(skip, skip + self.recipe.accumulate):
                 batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
         except StopIteration:
             pass
@@ -121,13 +121,13 @@ class GradientEngine:
         attempt.sizes = list(map(batch_size, attempt.batches))
         if self._uninitialised:
             self._initialise(attempt, context)
-        self._follow()
+        self._refresh_layout()
         attempt.share = share = self.share(attempt.sizes)
         if self._ranks is not None:
-            self._ranks.begin()
-        attempt.work = [
+            self._ranks.start_attempt()
+        attempt.device_shards = [
             [(shard, shard_arrays(attempt.batches[shard.batch], shard, device, recipe.converter)) for shard in run]
-            for run, device in zip(share.runs, self.group.devices, strict=True)
+            for run, device in zip(share.runs, self.replicas.devices, strict=True)
         ]
         attempt.task = GradientTask(
             request.loss_fn,
@@ -137,7 +137,7 @@ class GradientEngine:
             self._factor(attempt),
             self.watch,
             recipe.reduction == "mean",
-            request.look,
+            request.inspect_shard,
             request.deferred,
         )
 
@@ -146,38 +146,38 @@ class GradientEngine:
         scale = attempt.scale
         if scale.fixed_factor is not None:
             return scale.fixed_factor
-        return scale.factor_on(self.group.devices[0]) if attempt.request.deferred else scale.value.factor
+        return scale.factor_on(self.replicas.devices[0]) if attempt.request.deferred else scale.value.factor
 
-    def _follow(self) -> None:
+    def _refresh_layout(self) -> None:
         """Follow the model where it has changed since the last time.
 
         Raises:
             ValueError: It is now one that cannot be trained.
         """
-        if self.group.refresh() or self._is_stale:
+        if self.replicas.refresh() or self._is_stale:
             self._is_stale = True  # should what follows refuse the model, the next attempt has to look again
-            self.layout = ModelLayout.of(self.group, self.recipe)
+            self.layout = ModelLayout.of(self.replicas, self.recipe)
             self._is_stale = False
         for parameter in self.layout.parameters:
             if parameter._post_accumulate_grad_hooks:
-                refuse_accumulate_hook(self.layout.named)
-        if self.layout.slots:
-            refuse_trained_buffers(self.group.model, self.layout.slots)
+                refuse_accumulate_hook(self.layout.named_parameters)
+        if self.layout.buffer_refs:
+            refuse_trained_buffers(self.replicas.model, self.layout.buffer_refs)
 
     def _initialise(self, attempt: Attempt, context: StepContext) -> None:
         """Give shapes and values to parameters that lack them, by the first shard of the first batch."""
-        group, batch = self.group, attempt.batches[0]
-        opening = self.share([batch_size(batch)]).opening
-        args, kwargs = call_arguments(shard_arrays(batch, opening, group.devices[0], self.recipe.converter))
+        replicas, batch = self.replicas, attempt.batches[0]
+        first_shard = self.share([batch_size(batch)]).first_shard
+        args, kwargs = call_arguments(shard_arrays(batch, first_shard, replicas.devices[0], self.recipe.converter))
         lazy.initialise(
-            group.model,
-            lambda: attempt.request.loss_fn(group.model, *args, **kwargs),
-            device=group.devices[0],
+            replicas.model,
+            lambda: attempt.request.loss_fn(replicas.model, *args, **kwargs),
+            device=replicas.devices[0],
             seed=self.recipe.seed,
         )
-        self.look_for_shapes()
+        self.refresh_uninitialised()
         if context.savepoint is not None:
-            context.savepoint.include(group.model)
+            context.savepoint.include(replicas.model)
 
     def compute(self, attempt: Attempt, context: StepContext) -> None:
         """Run forward and backward of all shards of this process, at once where there are threads for them.
@@ -187,40 +187,40 @@ class GradientEngine:
             TypeError: The loss function returned no loss.
             ValueError: The loss cannot be used.
         """
-        layout, request, work = self.layout, attempt.request, attempt.work
-        if request.look is None:
+        layout, request, device_shards = self.layout, attempt.request, attempt.device_shards
+        if request.inspect_shard is None:
             for parameter in layout.parameters:
                 if request.wanted is None or id(parameter) in request.wanted:
                     parameter.grad = None  # the last gradient's memory is what this one will be written to
         if self._ranks is not None:
-            self._ranks.watch_backward(attempt, self._position(attempt), layout.like)
-        idle = [] if request.wanted is None else layout.others(request.wanted)
-        devices: list[DeviceGradients | None] = [None] * len(work)
+            self._ranks.begin_early_send(attempt, self._position(attempt), layout.like)
+        unwanted = [] if request.wanted is None else layout.unwanted_indices(request.wanted)
+        device_gradients: list[DeviceGradients | None] = [None] * len(device_shards)
 
         def on_device(place: int) -> None:
-            runner, shards = layout.runners[place], work[place]
+            runner, shards = layout.runners[place], device_shards[place]
             first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
-            devices[place] = mine = DeviceGradients(
+            device_gradients[place] = own = DeviceGradients(
                 attempt.task,
                 last,
                 layout.observers[place],
                 ShardSum(first),
                 runner.buffers.begin(first, unread=request.deferred),
             )
-            with _without_gradients([runner.parameters[index] for index in idle]) if idle else NOTHING:
-                runner.run(shards, mine, self._streams)
+            with _without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
+                runner.run(shards, own, self._streams)
 
         timing = self._timing
-        timed = on_device if timing is None else timing.timed(on_device, work)
+        timed = on_device if timing is None else timing.timed(on_device, device_shards)
         self._streams.compute(
-            partial(self.group.run, timed, settings=context.settings),
+            partial(self.replicas.run, timed, settings=context.settings),
             seed=self.recipe.seed,
             first=self.first_stream(request.ordinal),
-            in_threads=self.group.wants_threads(work),
+            in_threads=self.replicas.wants_threads(device_shards),
         )
-        attempt.devices = devices  # type: ignore[assignment]  # every device has put its own there
+        attempt.device_gradients = device_gradients  # type: ignore[assignment]  # every device has put its own there
         if timing is not None:
-            self.group.workloads = timing.workloads(self.group.workloads)
+            self.replicas.workloads = timing.next_workloads(self.replicas.workloads)
 
     def reduce(self, attempt: Attempt, context: StepContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the summed weight.
@@ -234,37 +234,37 @@ class GradientEngine:
             PeerError: Another rank failed.
         """
         layout, task, request = self.layout, attempt.task, attempt.request
-        if request.look is None:
+        if request.inspect_shard is None:
             for parameter in layout.parameters:
                 if parameter.grad is not None:
-                    check_no_leaked_gradients(layout.named, request.wanted)
+                    check_no_leaked_gradients(layout.named_parameters, request.wanted)
                     break
         left_out = context.interrupts.check()
         if self._ranks is not None:
             self._ranks.reduce(
                 attempt,
                 position=self._position(attempt),
-                again=left_out,
-                workloads=self.group.workloads,
+                repeat=left_out,
+                workloads=self.replicas.workloads,
                 like=layout.like,
-                slots=layout.slots,
+                buffer_refs=layout.buffer_refs,
             )
             if attempt.complete:
-                attempt.finite = [finish_whole(attempt.gradients, task.finish(attempt.reports))]
+                attempt.finite_slices = [finish_whole(attempt.gradients, task.normalizer(attempt.reports))]
             return
         attempt.complete = not left_out
         if left_out:
             return
         partials: list[PartialSum] = []
         attempt.reports, attempt.buffers, attempt.samples = [], [], 0
-        for device in attempt.devices:
+        for device in attempt.device_gradients:
             partials += device.gradients.partials
             attempt.reports += device.reports
             attempt.buffers.append(device.buffers)
             attempt.samples += device.samples
-        attempt.gradients, attempt.finite = layout.tree_sum.finished(
+        attempt.gradients, attempt.finite_slices = layout.tree_sum.finished(
             partials or [PartialSum(0, [None] * len(layout.parameters))],
-            task.finish(attempt.reports),
+            task.normalizer(attempt.reports),
             context.settings,
         )
 
@@ -290,7 +290,7 @@ class GradientEngine:
                 )
         if layout.flat is not None:
             attempt.gradients = gradients = layout.flat.store(gradients)
-        attempt.check = check_finite(layout.named, gradients, attempt.finite)
+        attempt.check = check_finite(layout.named_parameters, gradients, attempt.finite_slices)
 
     def first_stream(self, ordinal: int = 0) -> int:
         """Return the position of the stream of this update's first shard in those of the run.
@@ -307,7 +307,7 @@ class GradientEngine:
         request = attempt.request
         return {
             "update": self.training.iteration,
-            "computation": request.ordinal if request.look is None else "search for what is not finite",
+            "computation": request.ordinal if request.inspect_shard is None else "search for what is not finite",
             "loss scale": attempt.task.loss_scale,
             "batch sizes": attempt.sizes,
         }
@@ -317,19 +317,19 @@ class GradientEngine:
         """How many shards a batch is cut into."""
         if self.recipe.num_shards is not None:
             return self.recipe.num_shards
-        return self._assignment.num_places(len(self.group.devices))
+        return self._assignment.num_devices(len(self.replicas.devices))
 
     @property
     def _assignment(self) -> ShardAssignment:
         """Assigns shards to the devices of all ranks."""
-        return ALONE if self._ranks is None else self._ranks.assignment
+        return LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
 
     def share(self, sizes: Sequence[int]) -> RankShare:
         """Say which shards of batches of these sizes are computed in this process."""
-        mine = self.group.workloads if self._ranks is None else self._ranks.workloads
-        assignment = ALONE if self._ranks is None else self._ranks.assignment
+        own = self.replicas.workloads if self._ranks is None else self._ranks.workloads
+        assignment = LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
         strided = self.recipe.split == "strided"
-        return share_of(assignment, tuple(sizes), self.recipe.num_shards, tuple(mine), strided)
+        return share_of(assignment, tuple(sizes), self.recipe.num_shards, tuple(own), strided)
 
     def own_samples(self, ahead: int, size: int) -> list[range]:
         """Say which samples of a batch this process computes, if all batches of an update are that long.
@@ -352,14 +352,14 @@ class GradientEngine:
         """
         found: list[NonFiniteShard] = []
 
-        def look(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
-            name = first_nonfinite(dict(zip(self.layout.named, gradients, strict=True)))
+        def inspect_shard(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
+            name = first_nonfinite(dict(zip(self.layout.named_parameters, gradients, strict=True)))
             if name is not None:
                 loss = report.loss.item()
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
         scale = self.training.scale
-        attempt = Attempt(GradientRequest(request.loss_fn, look=look), scale, scale)
+        attempt = Attempt(GradientRequest(request.loss_fn, inspect_shard=inspect_shard), scale, scale)
         self.take(attempt)
         self.plan(attempt, context)
         self.compute(attempt, context)
@@ -369,7 +369,7 @@ class GradientEngine:
 
     def release(self) -> None:
         """End the replicas' threads and give torch back its random kernels, until the next attempt."""
-        self.group.release()
+        self.replicas.release()
         self._streams.release()
 
 

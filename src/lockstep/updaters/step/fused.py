@@ -21,7 +21,7 @@ FUSED: Final = (SGD, Adagrad, Adam, AdamW)
 """Optimizers of torch's that have an option ``fused``."""
 
 
-_NOTHING: Final[dict[str, Any]] = {}
+_NO_STATE: Final[dict[str, Any]] = {}
 
 
 def check_dense(optimizer: Optimizer, *, has_masters: bool) -> None:
@@ -53,7 +53,7 @@ def settle_layout(optimizer: Optimizer) -> None:
     for weight in _fused_weights(optimizer):
         if weight.grad is None:
             continue
-        remembered: dict[str, Any] = optimizer.state.get(weight, _NOTHING)
+        remembered: dict[str, Any] = optimizer.state.get(weight, _NO_STATE)
         # The usual case, told at a third of the time.
         if weight.is_contiguous() and all(map(_is_contiguous, remembered.values())):
             continue

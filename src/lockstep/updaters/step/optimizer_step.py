@@ -34,7 +34,7 @@ from lockstep.optim import HookedOptimizer
 from lockstep.precision import MasterWeights, left_out_if
 from lockstep.updaters.step.fused import settle_layout
 
-VERSION: Final = attrgetter("_version")
+VERSION_OF: Final = attrgetter("_version")
 
 PER_PARAMETER: Final = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 """Optimizers whose step of one parameter reads nothing of another."""
@@ -72,7 +72,7 @@ def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
         optimizer: What steps.
         progress: Told how far it has come.
     """
-    if type(optimizer) in PER_PARAMETER and not _is_watched(optimizer):
+    if type(optimizer) in PER_PARAMETER and not _has_observers(optimizer):
         progress.has_begun = True
         _bare_step(optimizer)
         progress.is_done = True
@@ -85,12 +85,12 @@ def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
 
         optimizer.step(advance=advance)
     else:
-        with _marking_hooks(optimizer, progress):
+        with _progress_hooks(optimizer, progress):
             optimizer.step()
 
 
 @contextmanager
-def _marking_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[None]:
+def _progress_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[None]:
     """Take note of a step's arithmetic by hooks: after all that precede it, before all that follow it."""
 
     def begin(*_: Any) -> None:
@@ -109,7 +109,7 @@ def _marking_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[Non
         after.remove()
 
 
-def _is_watched(optimizer: Optimizer) -> bool:
+def _has_observers(optimizer: Optimizer) -> bool:
     """Tell whether somebody wants to know of the step: hooks, a scheduler, a profiler."""
     return bool(
         "step" in vars(optimizer)
@@ -132,13 +132,13 @@ def step_in_parts(
     Args:
         optimizer: One that `can_step_in_parts`.
         parts: For each place, the parameters it steps, by ``id``; together all of them.
-        run: Runs a function of the place's index on all places at once.
+        run: Runs a function of the place's index on all num_devices at once.
         progress: Told how far the step has come.
 
     Determinism: the bits of `step_whole`, for parameters are never cut.
     """
     if isinstance(optimizer, HookedOptimizer):
-        own = [optimizer.part(_groups(optimizer, part)) for part in parts]
+        own = [optimizer.part(_groups_of(optimizer, part)) for part in parts]
 
         def advance() -> None:
             progress.has_begun = True
@@ -151,7 +151,7 @@ def step_in_parts(
     kwargs: dict[str, Any] = {}
     for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
         hook(optimizer, args, kwargs)
-    views = [_view(optimizer, part) for part in parts]
+    views = [_partial_view(optimizer, part) for part in parts]
     progress.has_begun = True
     run(lambda place: _bare_step(views[place]))
     progress.is_done = True
@@ -162,7 +162,7 @@ def step_in_parts(
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def _groups(optimizer: Optimizer, part: frozenset[int]) -> list[dict[str, Any]]:
+def _groups_of(optimizer: Optimizer, part: frozenset[int]) -> list[dict[str, Any]]:
     """Give the parameter groups with today's settings and only some of the parameters."""
     return [
         {**group, "params": [parameter for parameter in group["params"] if id(parameter) in part]}
@@ -170,16 +170,16 @@ def _groups(optimizer: Optimizer, part: frozenset[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _view(optimizer: Optimizer, part: frozenset[int]) -> Optimizer:
+def _partial_view(optimizer: Optimizer, part: frozenset[int]) -> Optimizer:
     """Make a view of the optimizer on some of its parameters, with the same state."""
     view: Optimizer = object.__new__(type(optimizer))
     view.__dict__.update(vars(optimizer))
-    view.param_groups = _groups(optimizer, part)
+    view.param_groups = _groups_of(optimizer, part)
     return view
 
 
 def _bare_step(optimizer: Optimizer) -> None:
-    """Run the class's step without the wrappers that call hooks and tell the compiler of gradients."""
+    """RunOnDevices the class's step without the wrappers that call hooks and tell the compiler of gradients."""
     step = type(optimizer).step
     bare: Callable[[Optimizer], Any] = step.__wrapped__.__wrapped__  # type: ignore[attr-defined]  # set by PyTorch
     before = torch.is_grad_enabled()
@@ -190,7 +190,7 @@ def _bare_step(optimizer: Optimizer) -> None:
         torch._C._set_grad_enabled(before)
 
 
-def balanced(parameters: Sequence[torch.Tensor], num_parts: int) -> list[frozenset[int]]:
+def balance_parameters(parameters: Sequence[torch.Tensor], num_parts: int) -> list[frozenset[int]]:
     """Deal parameters, the largest first, to the part that has the fewest elements."""
     parts: list[set[int]] = [set() for _ in range(num_parts)]
     sizes = [0] * num_parts
@@ -201,7 +201,7 @@ def balanced(parameters: Sequence[torch.Tensor], num_parts: int) -> list[frozens
     return [frozenset(part) for part in parts]
 
 
-Run = Callable[[Callable[[int], None]], None]
+RunOnDevices = Callable[[Callable[[int], None]], None]
 
 
 class OptimizerStep:
@@ -216,13 +216,13 @@ class OptimizerStep:
         self._optimizer = optimizer
         self._masters = masters
         self._parts: list[frozenset[int]] = []
-        self._dealt: list[int] = []
+        self._assigned: list[int] = []
 
-    def step(self, *, places: int, run: Run, unless: torch.Tensor | None = None) -> BaseException | None:
+    def step(self, *, num_devices: int, run: RunOnDevices, unless: torch.Tensor | None = None) -> BaseException | None:
         """Take the optimizer's step.
 
         Args:
-            places: How many threads the step may be dealt to; 1 for a step in the calling thread.
+            num_devices: How many threads the step may be dealt to; 1 for a step in the calling thread.
             run: Runs a function on every place at once.
             unless: 0-d, on the device; above 0 where the step is to change nothing. Only for an optimizer
                 that need not wait for it.
@@ -236,18 +236,18 @@ class OptimizerStep:
         """
         if unless is not None:
             with left_out_if(self._optimizer, unless):
-                return self.step(places=places, run=run)
+                return self.step(num_devices=num_devices, run=run)
         if self._masters is not None:
             with self._masters.in_place():
-                return self._step(places, run)
+                return self._step(num_devices, run)
         own = self._optimizer.masters if isinstance(self._optimizer, HookedOptimizer) else None
         if own is not None:
             own.take_gradients()
             with own.in_place():
-                return self._step(places, run)
-        return self._step(places, run)
+                return self._step(num_devices, run)
+        return self._step(num_devices, run)
 
-    def _step(self, places: int, run: Run) -> BaseException | None:
+    def _step(self, num_devices: int, run: RunOnDevices) -> BaseException | None:
         """Do the work of `step` on what is in the optimizer's groups now."""
         parameters: list[torch.Tensor] = []
         fused = False
@@ -256,11 +256,11 @@ class OptimizerStep:
             fused = fused or bool(group.get("fused"))
         if fused:
             settle_layout(self._optimizer)
-        versions = list(map(VERSION, parameters))
+        versions = list(map(VERSION_OF, parameters))
         progress = StepProgress()
         try:
-            if places > 1 and can_step_in_parts(self._optimizer):
-                self._deal(parameters, places)
+            if num_devices > 1 and can_step_in_parts(self._optimizer):
+                self._assign_parameters(parameters, num_devices)
                 step_in_parts(self._optimizer, self._parts, run, progress)
             else:
                 step_whole(self._optimizer, progress)
@@ -298,8 +298,8 @@ class OptimizerStep:
             ) from error
         return False
 
-    def _deal(self, parameters: list[torch.Tensor], places: int) -> None:
-        """Deal the parameters to the places, again where the optimizer has others than before."""
-        dealt = [places, *map(id, parameters)]
-        if dealt != self._dealt:
-            self._parts, self._dealt = balanced(parameters, places), dealt
+    def _assign_parameters(self, parameters: list[torch.Tensor], num_devices: int) -> None:
+        """Deal the parameters to the num_devices, again where the optimizer has others than before."""
+        assigned = [num_devices, *map(id, parameters)]
+        if assigned != self._assigned:
+            self._parts, self._assigned = balance_parameters(parameters, num_devices), assigned

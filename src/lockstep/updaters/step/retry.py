@@ -40,8 +40,8 @@ class OverflowRetry:
         self._training = training
         self._recipe = recipe
 
-    def first(
-        self, request: GradientRequest, names: Names, batches: Sequence[Any] = (), *, once: bool = False
+    def first_attempt(
+        self, request: GradientRequest, names: Names, batches: Sequence[Any] = (), *, no_retry: bool = False
     ) -> Attempt:
         """Return the first attempt of an update.
 
@@ -49,14 +49,14 @@ class OverflowRetry:
             request: Which gradient.
             names: The optimizers that are to step by it.
             batches: What it is of, if the attempt is not to take the iterator's.
-            once: Whether this attempt is the last, whatever comes of it.
+            no_retry: Whether this attempt is the last, whatever comes of it.
         """
-        if self._recipe.on_overflow == "skip" and not once and self._deferral.defers(names):
+        if self._recipe.on_overflow == "skip" and not no_retry and self._deferral.defers(names):
             request = replace(request, deferred=True)
         scale = self._training.scale
-        return Attempt(request, scale, scale, given_batches=batches, once=once or request.deferred)
+        return Attempt(request, scale, scale, given_batches=batches, no_retry=no_retry or request.deferred)
 
-    def after(self, attempt: Attempt) -> Attempt:
+    def next_attempt(self, attempt: Attempt) -> Attempt:
         """Return the attempt that follows, or the same one, final now, where none does.
 
         Args:
@@ -65,19 +65,19 @@ class OverflowRetry:
         Raises:
             NonFiniteError: No attempt is left, and `on_exhausted` is ``"raise"``.
         """
-        self._deferral.reads_weights = attempt.task.reads_weights
+        self._deferral.has_tensor_weights = attempt.task.has_tensor_weights
         if not attempt.complete:  # the same again: shards were left out
             attempt.complete = True
             return attempt
         recipe = self._recipe
-        bad = None if attempt.once else attempt.check.nonfinite
+        bad = None if attempt.no_retry else attempt.check.nonfinite
         if bad is None or recipe.on_overflow == "skip":
             attempt.is_final = True
             return attempt
         scale = attempt.scale.value
         lower = scale.after(finite=False)
         draws_next = recipe.on_overflow == "next" and not attempt.given_batches
-        exhausted = attempt.tries == recipe.max_tries or lower.factor >= scale.factor
+        exhausted = attempt.number == recipe.max_tries or lower.factor >= scale.factor
         if exhausted or (draws_next and not self._has_batches(attempt)):
             if recipe.on_exhausted == "raise":
                 raise _exhausted(attempt)
@@ -88,22 +88,22 @@ class OverflowRetry:
             MovingScale(lower),
             attempt.first_scale,
             given_batches=attempt.given_batches,
-            tries=attempt.tries + 1,
-            passed=attempt.taken if draws_next else attempt.passed,
-            nonfinite_before=bad,
+            number=attempt.number + 1,
+            skipped_batches=attempt.consumed_batches if draws_next else attempt.skipped_batches,
+            previous_nonfinite=bad,
         )
 
     def _has_batches(self, attempt: Attempt) -> bool:
         """Return whether there is a batch after those that the update gives up; every rank loads its own."""
-        with self._coordinator.telling():
-            return self._engine.has_batches(attempt.taken)
+        with self._coordinator.reporting_errors():
+            return self._engine.has_batches(attempt.consumed_batches)
 
 
 def _exhausted(attempt: Attempt) -> NonFiniteError:
     """Return the error that says that no attempt is left."""
     return NonFiniteError(
-        f"The gradient of {attempt.nonfinite!r} is not finite after {attempt.tries} tries, the last with "
+        f"The gradient of {attempt.nonfinite!r} is not finite after {attempt.number} tries, the last with "
         f"a loss scale of {attempt.scale.value.factor}. The weights are those of the update before.",
         parameter=str(attempt.nonfinite),
-        tries=attempt.tries,
+        tries=attempt.number,
     )
