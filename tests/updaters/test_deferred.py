@@ -67,7 +67,7 @@ def with_an_expanded_buffer() -> nn.Module:
 
 
 OVER_RANKS = "the processes report every attempt to each other"
-WEIGHTS = "the weight of a Loss is a tensor, which tells whether its shard takes part"
+WEIGHTS = "the weight of a Loss is a tensor, which decides whether its shard takes part"
 ALONE: dict[str, tuple[str, Callable[[], ls.ParallelUpdater]]] = {
     "on_overflow={!r} decides on the host whether there is another attempt": (
         "on_overflow='retry' decides on the host whether there is another attempt",
@@ -77,17 +77,17 @@ ALONE: dict[str, tuple[str, Callable[[], ls.ParallelUpdater]]] = {
         "AdamW has a hook of its step that may do more than change gradients",
         lambda: updater_of(reads=True),
     ),
-    "a scheduler that counts applied updates counts on the host": (
-        "a scheduler that counts applied updates counts on the host",
+    "a scheduler counts applied updates on the host": (
+        "a scheduler counts applied updates on the host",
         lambda: updater_of(scheduled=True),
     ),
-    "{} has no after_on_device of its own": (
-        "OnlyAfter has no after_on_device of its own",
+    "{} does not override after_on_device": (
+        "OnlyAfter does not override after_on_device",
         lambda: updater_of(loss_scale=OnlyAfter(8.0)),
     ),
     WEIGHTS: (WEIGHTS, lambda: updater_of(loss_fn=weighed)),
-    "the buffer {!r} is no plain run of numbers": (
-        "the buffer 'odd' is no plain run of numbers",
+    "the buffer {!r} is not a plain dense tensor": (
+        "the buffer 'odd' is not a plain dense tensor",
         lambda: updater_of(model=with_an_expanded_buffer()),
     ),
 }

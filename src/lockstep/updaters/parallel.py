@@ -1,4 +1,4 @@
-"""Updates over several devices, the contract of lockstep."""
+"""Updates on several devices, with a result that does not depend on them."""
 
 from __future__ import annotations
 
@@ -158,6 +158,8 @@ class ParallelUpdater(Updater):
         check_communicator(communicator)
         self._has_custom_step = step_fn is not None or type(self).update_core is not ParallelUpdater.update_core
         joined = find_communicator() if communicator is None else communicator
+        # A communicator that is found here is closed with the updater. At the end of the process its watch closes
+        # itself, before `atexit` functions run.
         if communicator is None:
             weakref.finalize(self, joined.close).atexit = False
         self._parts = parts = assemble(
@@ -179,17 +181,17 @@ class ParallelUpdater(Updater):
         self._custom = CustomStep(parts, self._default_request)
 
     def update(self) -> UpdateResult:
-        """Do one update with the iterator's next batch.
+        """Run one update with the iterator's next batch.
 
         Returns:
-            What it did; ``applied`` is False where the batch was given up.
+            The result of the update; ``applied`` is False if the batch was skipped.
 
         Raises:
-            StopIteration: The iterator has ended.
-            NonFiniteError: The gradient stayed non-finite and `on_exhausted` is ``"raise"``.
-            ReplicaError: User code raised in a shard, or a device hung.
-            ValueError: The loss is not computed with the model that `loss_fn` is given.
-            OrderError: A step function called it.
+            StopIteration: If the iterator has ended.
+            NonFiniteError: If the gradient stayed non-finite and `on_exhausted` is ``"raise"``.
+            ReplicaError: If user code raised in a shard, or if a device hung.
+            ValueError: If the loss is not computed with the model that `loss_fn` receives.
+            OrderError: If a step function calls this method.
         """
         if self._custom.state is not None:
             raise OrderError("`update` must not be called by a step function.")
@@ -207,10 +209,11 @@ class ParallelUpdater(Updater):
                         engine.compute(attempt, context)
                         engine.reduce(attempt, context)
                         engine.check(attempt)
-                    # After an overflow there is another attempt, at a lower loss scale.
+                    # After an overflow the next attempt has a lower loss scale.
                     attempt = parts.retry.next_attempt(attempt)
-                # Nothing of the training state has changed up to here: an error or Ctrl-C leaves the state of
-                # the last update, and the batch is still the iterator's next. From here on Ctrl-C waits.
+                # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the
+                # last update, and the batch is still the iterator's next. From here on Ctrl-C is held until the
+                # update ends.
                 parts.coordinator.hold_interrupts(context.interrupts)
                 result = parts.committer.commit(
                     names, attempt, context.settings, consumed={MAIN: attempt.skipped_batches + len(attempt.batches)}
@@ -220,7 +223,7 @@ class ParallelUpdater(Updater):
         return result
 
     def update_core(self, batch: Any) -> object:
-        """Make one update, in a subclass that overrides this; by default call `step_fn`, if there is one.
+        """Run the update of a subclass that overrides this method; by default, call `step_fn` if there is one.
 
         Args:
             batch: The main iterator's next batch.
@@ -236,79 +239,79 @@ class ParallelUpdater(Updater):
     def compute_gradients(
         self, batch: Any, *, loss_fn: LossFunction | None = None, optimizer: str | None = None
     ) -> UpdateResult:
-        """Do the first half of an update on a batch of your own: put its gradient into ``parameter.grad``.
+        """Compute the gradient of a batch, and store it in ``parameter.grad``: the first half of an update.
 
         Args:
-            batch: `Samples`, or a tensor or nest of tensors with the samples along the first dimension.
+            batch: `Samples`, or a tensor or nested tensors with the samples along the first dimension.
             loss_fn: The loss function to use instead of the updater's.
             optimizer: The name of the optimizer whose parameters get a gradient; those of others keep theirs. None
                 stands for all parameters.
 
         Returns:
-            What was measured; ``applied`` is False, and `nonfinite` names a parameter if the gradient is not finite. In
-            a step function, `on_overflow` has been followed by then.
+            What was measured. ``applied`` is False, and `nonfinite` names a parameter if the gradient is not finite. In
+            a step function, `on_overflow` has been followed already.
 
         Raises:
-            ReplicaError: User code raised in a shard.
-            NonFiniteError: In a step function, as `update`.
-            KeyError: There is no optimizer of this name.
-            ValueError: There is no loss function.
+            ReplicaError: If user code raised in a shard.
+            NonFiniteError: If, in a step function, the gradient stayed non-finite and `on_exhausted` is ``"raise"``.
+            KeyError: If there is no optimizer of this name.
+            ValueError: If there is no loss function.
         """
         return self._custom.compute(batch, loss_fn, optimizer)
 
     def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
-        """Do the second half: step with what is in ``parameter.grad``, take over the buffers, count.
+        """Step by the gradient in ``parameter.grad``, replace the buffers, and count: the second half of an update.
 
-        Where the gradient was not finite, the loss scale steps down instead. In a step function nothing is counted
-        here, but once at the end of the update.
+        If the gradient was not finite, the loss scale decreases instead. A step function is counted as one update when
+        it ends, and not here.
 
         Args:
-            optimizer: The name that `compute_gradients` was given.
+            optimizer: The name that `compute_gradients` was called with.
 
         Raises:
-            OrderError: No gradient has been computed since the last call.
-            KeyError: There is no optimizer of this name.
+            OrderError: If no gradient was computed since the last call.
+            KeyError: If there is no optimizer of this name.
         """
         return self._custom.apply(optimizer)
 
     def next_batch(self, name: str = MAIN) -> Any:
-        """Return a further batch, in a step function; its iterator moves past it when the update is complete.
+        """Return another batch in a step function; its iterator advances when the update is complete.
 
         Args:
             name: The name of the iterator.
 
         Raises:
-            OrderError: No step function is being run.
-            StopIteration: The iterator has ended.
-            KeyError: There is no iterator of this name.
+            OrderError: If no step function is running.
+            StopIteration: If the iterator has ended.
+            KeyError: If there is no iterator of this name.
         """
         return self._custom.next_batch(name)
 
     def find_nonfinite(self) -> list[NonFiniteShard]:
-        """Compute the pending batch once more at the current loss scale, and list the shards with bad gradients.
+        """Compute the pending batch again at the current loss scale, and list the shards with non-finite gradients.
 
-        After a `NonFiniteError` the pending batch is the one it was about. Nothing changes; the random streams are
-        those the next update will use. An empty list says that each shard by itself is finite.
+        After a `NonFiniteError` the pending batch is the one that caused it. Nothing changes, and the random streams
+        are those of the next update. An empty list means that the gradient of each single shard is finite.
 
         Raises:
-            StopIteration: The iterator has ended.
-            OrderError: The updater has a step function.
-            ReplicaError: User code raised in a shard.
+            StopIteration: If the iterator has ended.
+            OrderError: If the updater has a step function.
+            ReplicaError: If user code raised in a shard.
         """
         if self._has_custom_step:
-            raise OrderError("`find_nonfinite` must be called of an updater that takes no steps of its own.")
+            raise OrderError("`find_nonfinite` must be called on an updater without a step function.")
         self._parts.coordinator.start_update()
         with StepContext(self._training.group) as context, self._parts.coordinator.reporting_errors():
             return self._engine.find_nonfinite(self._default_request, context)
 
     @property
     def iteration(self) -> int:
-        """How many updates are done: batches, or groups of accumulated ones, applied or given up."""
+        """The number of complete updates, applied or not; accumulated batches count as one."""
         return self._training.iteration
 
     @property
     def applied_updates(self) -> int:
-        """How many of them moved the weights."""
+        """The number of updates that moved the weights."""
         return self._training.applied_updates
 
     @property
@@ -317,52 +320,58 @@ class ParallelUpdater(Updater):
         return self._training.loss_scale
 
     def get_iterator(self, name: str = MAIN) -> Iterator:
-        """Return the iterator of this name; the KeyError for another lists those there are."""
+        """Return the iterator of a name; for an unknown one, raise a KeyError that lists the names."""
         return look_up(name, self._training.iterators)
 
     def get_all_optimizers(self) -> dict[str, Optimizer]:
-        """Return all optimizers by name."""
+        """Return all optimizers by name, in a new dict."""
         return dict(self._training.optimizers)
 
     def get_all_models(self) -> dict[str, nn.Module]:
-        """Return all models by name."""
+        """Return all models by name, in a new dict."""
         return dict(self._training.models)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Where this process's replicas are, one entry each: what ``"auto"`` came to."""
+        """The devices of this process's replicas, one entry per replica; with ``"auto"``, those that were found."""
         return tuple(self._training.group.devices)
 
     def master_weights(self, model: str = MAIN) -> dict[str, torch.Tensor]:
-        """Return the float32 master weights of a model by its parameters' names; none without a true half precision."""
+        """Return the float32 master weights of a model by the names of its parameters.
+
+        The dict is empty unless the precision is ``"bf16-true"`` or ``"fp16-true"``.
+
+        Args:
+            model: The name of the model.
+        """
         return self._training.master_weights(model)
 
     @property
     def communicator(self) -> Communicator:
-        """What joins the processes of the run."""
+        """The communicator of the run."""
         return self._parts.communicator
 
     @property
     def flat_gradients(self) -> torch.Tensor | None:
-        """The last gradient of all parameters as one tensor, if that was asked for; None before the first."""
+        """The last gradient of all parameters as one tensor, if requested; None otherwise and before the first."""
         flat = self._engine.layout.flat
         return None if flat is None else flat.tensor
 
     @property
     def why_it_waits(self) -> str | None:
-        """Why `update` reads on the host what is on the device; None where it reads nothing.
+        """Why `update` reads something from the device on the host; None if it reads nothing.
 
-        It need not with ``on_overflow="skip"`` in one process, for optimizers that leave a step out by a flag on the
-        device, which are torch's with ``fused=True``, with no scheduler that counts applied updates and no hook of a
-        step that does more than change gradients. (The first step of a fused SGD with momentum reads the flag all the
-        same.) Then what an update came to is decided on the device, and read by whoever looks at its result, at
-        `applied_updates`, `loss_scale` or `state_dict`. A step function that looks at nothing is no reason either.
-        Tensors as weights of losses are one, from the first on.
+        It reads nothing with ``on_overflow="skip"`` in one process, if the optimizers can skip a step by a flag on the
+        device, as PyTorch's with ``fused=True`` can, if no scheduler counts applied updates, and if hooks of steps only
+        change gradients. (The first step of a fused SGD with momentum reads the flag nevertheless.) The device then
+        decides whether an update is applied, and you wait for it where you read the result, `applied_updates`,
+        `loss_scale` or `state_dict`. Step functions that read none of these do not wait either. Losses whose weights
+        are tensors are a reason to wait, from the first one on.
         """
         return self._parts.deferral.reason(tuple(self._training.optimizers))
 
     def finalize(self) -> None:
-        """End the replicas' threads and the iterators' workers; another update would begin them anew."""
+        """Stop the replicas' threads and the iterators' workers; another update starts them again."""
         self._engine.release()
         for iterator in self._training.iterators.values():
             iterator.finalize()
@@ -373,13 +382,16 @@ class ParallelUpdater(Updater):
         return state_of(self._training, num_shards=num_shards, seed=self._parts.recipe.seed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, on any devices; the next update uses the loaded weights everywhere.
+        """Load a saved state, on any devices; the next update uses the loaded weights everywhere.
 
-        Whatever a part raises, nothing has been changed.
+        After an error nothing has changed.
+
+        Args:
+            state: What `state_dict` returned.
 
         Raises:
-            StateError: Keys are missing or unknown, or it is the state of another number of shards or seed.
-            OrderError: A step function is being run.
+            StateError: If keys are missing or unknown, or if the state has another number of shards or another seed.
+            OrderError: If a step function calls this method.
         """
         if self._custom.state is not None:
             raise OrderError("`load_state_dict` must not be called by a step function.")

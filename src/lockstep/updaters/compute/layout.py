@@ -54,7 +54,7 @@ class ModelLayout:
         model = replicas.model
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not named:
-            raise ValueError("`model` must have a parameter that asks for a gradient, got none.")
+            raise ValueError("`model` must have a parameter that requires a gradient, got none.")
         parameters = list(named.values())
         # A model that is held in half precision has its gradients summed in float32, in which sums lose far fewer
         # bits.

@@ -1,4 +1,4 @@
-"""Keep the ranks of a run alike: compared when it begins, and again and again while it goes on."""
+"""Check that the ranks of a run agree: completely when the run begins, and part by part while it goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lockstep.updaters.state import Training
 LOG = logging.getLogger("lockstep")
 
 Differing = Literal["broadcast", "refuse"]
-"""What is done about models that differ when a run begins."""
+"""What happens where models differ between ranks when a run begins: they take the values of rank 0, or the run ends."""
 
 KERNELS_REMEDY: Final = "Other kernels round differently: run all processes on one kind of machine and installation."
 CODE_REMEDY: Final = "Run the same script with the same arguments on every rank."
@@ -33,14 +33,14 @@ MODELS_REMEDY: Final = "Build the model from the same seed on every rank, or let
 
 
 class RankConsistency:
-    """Compares what must be alike on all ranks.
+    """Compares everything that must be equal on all ranks.
 
     Args:
-        communicator: Joins them.
-        training: What is trained.
-        recipe: Describes the run.
-        every: Within how many updates all tensors of the state are compared.
-        differing: What is done about models that differ when a fresh run begins.
+        communicator: The communicator of the run.
+        training: The training state.
+        recipe: Returns the description of the run.
+        every: The number of updates within which all tensors of the state are compared, at least 1.
+        differing: What to do with models that differ when a run begins from its first update.
     """
 
     def __init__(
@@ -60,40 +60,48 @@ class RankConsistency:
         self._is_checked = False
 
     def check_start(self) -> None:
-        """Compare everything, before the first update and again when a state was loaded.
+        """Compare everything, before the first update and again after a state was loaded.
 
         Raises:
-            DisagreementError: On every rank; it names what differs, and on which rank.
+            DisagreementError: On every rank, if ranks differ; it names the difference and the rank.
         """
         if self._is_checked:
             return
         check_fields(self._communicator, self._kernels(), what="kernel class", remedy=KERNELS_REMEDY)
         check_fields(self._communicator, self._recipe(), what="recipe", remedy=CODE_REMEDY)
         self._compare_state()
+        # Set only after all comparisons have passed, so that an update after an error compares again.
         self._is_checked = True
 
     def state_loaded(self) -> None:
-        """Compare everything before the next update: the state is another now."""
+        """Request a full comparison before the next update, because the state was replaced."""
         self._is_checked = False
         self._comparer.forget()
 
     def state_digest(self) -> str:
-        """Give the digest of the part of the state whose turn it is."""
+        """Return the digest of the part of the state that is due in this update."""
         return self._comparer.part_of(self._training.iteration)
 
     def check_digests(self, digests: Sequence[str]) -> None:
-        """Refuse to go on where the digests of the ranks differ.
+        """Check that the digests of all ranks are equal.
+
+        Args:
+            digests: The digest of each rank.
 
         Raises:
-            DisagreementError: On every rank; it names the rank, the tensor and the update.
+            DisagreementError: On every rank, if they differ; it names the rank, the tensor and the update.
         """
+        # Every rank has the same digests, so all of them enter the collective search for the difference, or none
+        # does.
         if len(set(digests)) > 1:
             raise self._comparer.explain(self._communicator, self._training.iteration)
 
     def _kernels(self) -> Fields:
-        """Describe the kernels of this rank, and what they make of a few numbers."""
+        """Describe the kernels of this rank, with the results they give for a few numbers."""
         devices = list(dict.fromkeys(self._training.group.devices))
         fields = kernel_class(devices)
+        # In the settings of an update: other numbers of intra-op threads would give other bits than the shards
+        # have.
         with ComputeMode(SINGLE_THREAD):
             tests = [self_test(device) for device in devices]
         for name in tests[0]:
@@ -101,23 +109,29 @@ class RankConsistency:
         return fields
 
     def _compare_state(self) -> None:
-        """Compare all tensors; in a fresh run take rank 0's models where they differ, if that is wanted."""
+        """Compare all tensors of the state; a fresh run may take the models of rank 0 where they differ."""
         difference = self._difference()
         if difference is None:
             return
+        # Models differ by their seeds only before the first update. Later, a difference means that the ranks
+        # computed different things, and copying one of them would hide that.
         if self._training.iteration or self._differing == "refuse":
             raise difference
         LOG.info("The models of the ranks differ (%s): all take rank 0's.", difference.subject)
         self._broadcast_models()
+        # Only models were sent. Optimizer state that still differs is refused.
         difference = self._difference()
         if difference is not None:
             raise difference
 
     def _broadcast_models(self) -> None:
+        """Copy the models of rank 0 to all ranks."""
         model = self._training.group.model
         named = self._training.tensors()
+        # Sent in the order of names, which is the same on all ranks; the order of registration need not be.
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._communicator.broadcast([tensor for tensor in named.values() if id(tensor) in own])
+        # Master weights are copies of the weights that have just been replaced.
         for masters in self._training.masters.values():
             masters.refresh()
 
@@ -132,11 +146,16 @@ class RankConsistency:
 
 
 Fields = dict[str, str]
-"""Text by name."""
+"""Descriptions by name."""
 
 
 def describe_run(training: Training, recipe: Recipe) -> Fields:
-    """Describe a run as it stands."""
+    """Describe the current state of a run, for comparison between ranks.
+
+    Args:
+        training: The training state.
+        recipe: The arguments of the updater.
+    """
     return {
         "lockstep": __version__,
         **{f"`{each.name}`": _stable_text(getattr(recipe, each.name)) for each in fields(recipe)},
@@ -151,7 +170,7 @@ def describe_run(training: Training, recipe: Recipe) -> Fields:
 
 
 def _joined(what: str, named: Mapping[str, Any], describe: Any) -> Fields:
-    """Describe things of one kind, each field under the thing's name."""
+    """Combine the descriptions of several objects of one kind; each field names its object."""
     return {f"{field} of {what} {name!r}": text for name, each in named.items() for field, text in describe(each)}
 
 
@@ -191,7 +210,7 @@ def _kind_field(thing: object) -> Iterable[tuple[str, str]]:
 
 
 def _stable_text(value: object) -> str:
-    """Write a value so that equal ones read alike in every process: no addresses."""
+    """Convert a value to text that is equal for equal values in every process, without memory addresses."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {value.tolist()}"
     if value is None or isinstance(value, bool | int | float | str):

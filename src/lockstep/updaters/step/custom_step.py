@@ -1,4 +1,4 @@
-"""Let the user say what an update does, by any number of gradients and steps; do all of it or nothing."""
+"""Run a step function, which defines an update by any number of gradients and steps: all of it or nothing."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from lockstep.updaters.step.assembly import Parts
 
 @dataclass(slots=True)
 class CustomStepState:
-    """One update that a step function makes.
+    """The update that a step function is making.
 
     Attributes:
         context: The state of the calling thread.
-        consumed: How many batches were taken of each iterator.
-        pending: The gradients that no optimizer has stepped by, by the optimizers they are for.
-        computations: How many gradients were computed.
-        results: What each of them measured, with the optimizers it was for.
+        consumed: The number of batches taken from each iterator, by name.
+        pending: The gradients that no optimizer has stepped by yet, by the optimizers they are for.
+        computations: The number of gradients computed so far.
+        results: What each gradient measured, with the optimizers it was for.
         applied: Whether any optimizer stepped; a tensor where only the device knows.
     """
 
@@ -41,10 +41,10 @@ class CustomStepState:
     applied: bool | torch.Tensor = False
 
     def result(self, scale: MovingScale) -> UpdateResult:
-        """Put together what the computations measured: all of them, and each optimizer's.
+        """Merge what all gradients measured, overall and for each optimizer.
 
         Args:
-            scale: The loss scale before.
+            scale: The loss scale before the update.
         """
         labels = dict.fromkeys("+".join(names) for names, _ in self.results)
         parts = {
@@ -56,11 +56,11 @@ class CustomStepState:
 
 
 class CustomStep:
-    """The two halves of an update, for step functions and for loops of the user's own.
+    """The two halves of an update, for step functions and for loops that you write yourself.
 
     Args:
         parts: The parts of the updater.
-        default_request: The gradient that an update computes unless it says otherwise.
+        default_request: The gradient that an update computes by default.
     """
 
     def __init__(self, parts: Parts, default_request: GradientRequest) -> None:
@@ -75,32 +75,40 @@ class CustomStep:
         self._has_loss = parts.recipe.loss_fn is not None or not parts.arranged.several
         self._pending: dict[Names, Attempt] = {}
         self.state: CustomStepState | None = None
-        """The update that a step function is making; None where none is being run."""
+        """The update that a step function is making; None while none runs."""
 
     def update(self, core: Callable[[Any], object], context: StepContext) -> UpdateResult:
-        """Make one update.
+        """Run a step function as one update.
 
         Args:
-            core: Called with the batch; what it asks for is the update.
+            core: Called with the batch; computes gradients and takes steps through the updater.
             context: The state of the calling thread.
 
+        Returns:
+            The merged result of all gradients.
+
         Raises:
-            BaseException: What `core` raised; everything is as it was before.
+            BaseException: What `core` raised; everything has been restored.
         """
         training, engine = self._training, self._engine
         self._pending = {}
         with self._coordinator.reporting_errors():
             batch = training.iterator.peek()
         scale = training.scale
+        # Also kept in the context: parameters that get their shapes inside the update are added to it.
         context.savepoint = savepoint = training.save()
         self.state = state = CustomStepState(context, Counter({MAIN: 1}))
         try:
             with DefaultStream(engine.replicas.devices[0]) as stream, self._coordinator.reporting_errors():
+                # The step function itself may draw random numbers. They come from a stream of this update, so
+                # that a repeated update draws the same ones.
                 stream.seed(stream_seed(engine.recipe.seed, substream(STEP) + engine.first_stream()))
                 core(batch)
+                # Before counting: once the ranks have agreed, none of them may fail or deliver an interrupt.
                 self._coordinator.agree({"update": training.iteration, "computation": "end"}, context.interrupts)
             self._committer.count_or_undo(state.applied, state.consumed)
         except BaseException:
+            # A second Ctrl-C must not interrupt the restoring.
             context.interrupts.hold()
             savepoint.restore()
             training.scale = scale
@@ -110,7 +118,7 @@ class CustomStep:
         return state.result(scale)
 
     def compute(self, batch: Any, loss_fn: LossFunction | None, optimizer: str | None) -> UpdateResult:
-        """Compute the gradient of a batch and hand it to the parameters; see `ParallelUpdater.compute_gradients`."""
+        """Compute the gradient of a batch and assign it to parameters; see `ParallelUpdater.compute_gradients`."""
         names = self._training.names_of(optimizer)
         if loss_fn is None and not self._has_loss:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
@@ -129,6 +137,7 @@ class CustomStep:
             state.results.append((names, result))
             return result
         previous = self._pending.get(names)
+        # A gradient that replaces one for the same optimizers uses the same random streams again.
         ordinal = len(self._pending) if previous is None else previous.request.ordinal
         self._coordinator.start_update()
         with StepContext(self._training.group) as context:
@@ -140,7 +149,7 @@ class CustomStep:
     def _final_attempt(
         self, request: GradientRequest, names: Names, batch: Any, context: StepContext, *, no_retry: bool
     ) -> Attempt:
-        """Go through the stages of `ParallelUpdater.update`, up to the commit, for a batch of the user's own."""
+        """Run the stages of `ParallelUpdater.update` before the commit for a given batch, until an attempt is final."""
         engine, attempt = self._engine, self._retry.first_attempt(request, names, [batch], no_retry=no_retry)
         while not attempt.is_final:
             with self._coordinator.reporting_errors():
@@ -158,7 +167,7 @@ class CustomStep:
         """Step by the gradient that was computed; see `ParallelUpdater.apply_gradients`.
 
         Raises:
-            OrderError: There is none for these optimizers.
+            OrderError: If no gradient was computed for these optimizers.
         """
         names = self._training.names_of(optimizer)
         state = self.state
@@ -176,33 +185,37 @@ class CustomStep:
         return attempt.result(applied=applied)
 
     def forget_gradients(self) -> None:
-        """Forget gradients that were computed and not applied."""
+        """Forget gradients that were computed but not applied."""
         self._pending = {}
 
     def next_batch(self, name: str) -> Any:
-        """Take a further batch; its iterator moves past it when the update is complete.
+        """Return another batch; its iterator advances when the update is complete.
+
+        Args:
+            name: The name of the iterator.
 
         Raises:
-            OrderError: No step function is being run.
-            StopIteration: The iterator has ended.
-            KeyError: There is no iterator of this name.
+            OrderError: If no step function is running.
+            StopIteration: If the iterator has ended.
+            KeyError: If there is no iterator of this name.
         """
         state = self._running()
+        # `peek` does not move the iterator, so an update that fails has consumed nothing.
         batch = look_up(name, self._training.iterators).peek(state.consumed[name])
         state.consumed[name] += 1
         return batch
 
     def _running(self) -> CustomStepState:
         if self.state is None:
-            raise OrderError("`next_batch` must be called by a step function; elsewhere use the iterator.")
+            raise OrderError("`next_batch` must be called by a step function. Elsewhere, use the iterator.")
         return self.state
 
 
 def _pop(pending: dict[Names, Attempt], names: Names) -> Attempt:
-    """Return what was computed for some optimizers, once.
+    """Return the gradient for some optimizers, and forget it.
 
     Raises:
-        OrderError: Nothing was.
+        OrderError: If none was computed.
     """
     if names not in pending:
         raise OrderError(
@@ -218,12 +231,20 @@ def _merge_results(
     applied: bool | torch.Tensor = False,
     parts: Mapping[str, UpdateResult] | None = None,
 ) -> UpdateResult:
-    """Take several computations as one: reports of all, the last loss scale, the most tries."""
+    """Merge several results into one, with all reports, the last loss scale and the most tries.
+
+    Args:
+        results: The results, in order.
+        scale: The loss scale before the update, which counts if there are no results.
+        applied: Whether weights have moved; a tensor where only the device knows.
+        parts: The result for each optimizer, if there are several.
+    """
 
     def last_bad() -> str | None:
         bad = [result.nonfinite for result in results if result.nonfinite is not None]
         return bad[-1] if bad else None
 
+    # Functions instead of values: reading them here would wait for the device.
     return UpdateResult(
         applied=partial(bool, applied),
         tries=max((result.tries for result in results), default=0),

@@ -43,17 +43,17 @@ NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class GradientEngine:
-    """Compute gradients of batches on a group of replicas, with the same bits on any devices.
+    """Computes gradients of batches on several replicas, with the same bits on any devices.
 
-    Each method but `share` and those that follow it is one stage of an update, and fills in an `Attempt`.
-    Nothing of the training state changes by them, but for parameters that get their shapes.
+    The methods `take` to `check` are the stages of an update, and fill in an `Attempt`. They change nothing of the
+    training state, except that parameters without a shape get one.
 
     Args:
-        training: What is trained.
-        recipe: What is computed.
-        watch: Told what this process is doing.
-        timing: Told how long devices work, if workloads are to be measured.
-        ranks: Sums over the ranks of the run, if there are others.
+        training: The training state.
+        recipe: The recipe of the update.
+        watch: Where this process records what it is doing.
+        timing: Times the devices; None if workloads are not to be measured.
+        ranks: The reduction over ranks; None for a single process.
     """
 
     def __init__(
@@ -74,19 +74,19 @@ class GradientEngine:
         self._policy = recipe.policy
         self._streams = ShardStreams(self.replicas.devices, turn=ONE_BORROWER)
         self.layout = ModelLayout(TreeSum(self.replicas, []))
-        """The model as of the last attempt; empty before the first."""
+        """The layout of the model as of the last attempt; empty before the first."""
         self._is_stale = True
         self.refresh_uninitialised()
 
     def refresh_uninitialised(self) -> None:
-        """Look whether parameters lack their shapes, after something else may have given or taken them."""
+        """Check again whether parameters lack their shapes, after a load may have changed that."""
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
-        """Look at the iterator's next batches without moving it, unless the attempt is at given ones.
+        """Read the iterator's next batches without advancing it, unless the attempt has given batches.
 
         Raises:
-            StopIteration: The iterator has ended.
+            StopIteration: If the iterator has ended.
         """
         if attempt.given_batches:
             attempt.batches = attempt.given_batches
@@ -97,11 +97,11 @@ class GradientEngine:
             raise StopIteration
 
     def has_batches(self, skip: int) -> bool:
-        """Tell whether there is a batch after so many that an update gives up."""
+        """Return whether the iterator has a batch after the next `skip` ones."""
         return bool(self._next_batches(skip))
 
     def _next_batches(self, skip: int) -> list[Any]:
-        """Return the batches of one attempt; fewer than usual where the iterator ends, or none."""
+        """Return the batches of one attempt; fewer than `accumulate`, or none, where the iterator ends."""
         batches: list[Any] = []
         iterator = self.training.iterators[MAIN]
         try:
@@ -112,10 +112,10 @@ class GradientEngine:
         return batches
 
     def plan(self, attempt: Attempt, context: StepContext) -> None:
-        """Cut the batches into shards, and bring the arrays of each to the device that computes it.
+        """Cut the batches into shards, and copy the arrays of each to the device that computes it.
 
         Raises:
-            ValueError: A batch is empty or uneven, or the model cannot be trained.
+            ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
         attempt.sizes = list(map(batch_size, attempt.batches))
@@ -123,6 +123,7 @@ class GradientEngine:
             self._initialise(attempt, context)
         self._refresh_layout()
         attempt.share = share = self.share(attempt.sizes)
+        # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self._ranks is not None:
             self._ranks.start_attempt()
         attempt.device_shards = [
@@ -132,7 +133,7 @@ class GradientEngine:
         attempt.task = GradientTask(
             request.loss_fn,
             self._policy,
-            # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
+            # The same power of two for all shards cancels exactly; it keeps the factors of backward at most 1.
             None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
             self._factor(attempt),
             self.watch,
@@ -142,20 +143,21 @@ class GradientEngine:
         )
 
     def _factor(self, attempt: Attempt) -> float | torch.Tensor:
-        """Return the factor of the loss scale; nobody on the host reads one that follows flags on the device."""
+        """Return the loss scale factor; with a deferred check it stays on the device."""
         scale = attempt.scale
         if scale.fixed_factor is not None:
             return scale.fixed_factor
         return scale.factor_on(self.replicas.devices[0]) if attempt.request.deferred else scale.value.factor
 
     def _refresh_layout(self) -> None:
-        """Follow the model where it has changed since the last time.
+        """Update the layout if the model has changed since the last attempt.
 
         Raises:
-            ValueError: It is now one that cannot be trained.
+            ValueError: If the model cannot be trained any more.
         """
         if self.replicas.refresh() or self._is_stale:
-            self._is_stale = True  # should what follows refuse the model, the next attempt has to look again
+            # Stays set if the model is refused below, so that the next attempt checks it again.
+            self._is_stale = True
             self.layout = ModelLayout.of(self.replicas, self.recipe)
             self._is_stale = False
         for parameter in self.layout.parameters:
@@ -165,7 +167,7 @@ class GradientEngine:
             refuse_trained_buffers(self.replicas.model, self.layout.buffer_refs)
 
     def _initialise(self, attempt: Attempt, context: StepContext) -> None:
-        """Give shapes and values to parameters that lack them, by the first shard of the first batch."""
+        """Initialise parameters without a shape by the first shard of the first batch."""
         replicas, batch = self.replicas, attempt.batches[0]
         first_shard = self.share([batch_size(batch)]).first_shard
         args, kwargs = call_arguments(shard_arrays(batch, first_shard, replicas.devices[0], self.recipe.converter))
@@ -176,22 +178,25 @@ class GradientEngine:
             seed=self.recipe.seed,
         )
         self.refresh_uninitialised()
+        # A failed step function keeps these shapes, so their first values belong to its savepoint.
         if context.savepoint is not None:
             context.savepoint.include(replicas.model)
 
     def compute(self, attempt: Attempt, context: StepContext) -> None:
-        """Run forward and backward of all shards of this process, at once where there are threads for them.
+        """Run forward and backward of all shards of this process, concurrently where there are several threads.
 
         Raises:
-            ReplicaError: User code raised in a shard, or a device hung.
-            TypeError: The loss function returned no loss.
-            ValueError: The loss cannot be used.
+            ReplicaError: If user code raised in a shard, or if a device hung.
+            TypeError: If the loss function did not return a loss.
+            ValueError: If the loss cannot be used.
         """
         layout, request, device_shards = self.layout, attempt.request, attempt.device_shards
         if request.inspect_shard is None:
             for parameter in layout.parameters:
+                # Frees the memory of the last gradient for this one, and lets `reduce` detect gradients of the
+                # original.
                 if request.wanted is None or id(parameter) in request.wanted:
-                    parameter.grad = None  # the last gradient's memory is what this one will be written to
+                    parameter.grad = None
         if self._ranks is not None:
             self._ranks.begin_early_send(attempt, self._position(attempt), layout.like)
         unwanted = [] if request.wanted is None else layout.unwanted_indices(request.wanted)
@@ -212,6 +217,7 @@ class GradientEngine:
 
         timing = self._timing
         timed = on_device if timing is None else timing.timed(on_device, device_shards)
+        # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         self._streams.compute(
             partial(self.replicas.run, timed, settings=context.settings),
             seed=self.recipe.seed,
@@ -223,15 +229,15 @@ class GradientEngine:
             self.replicas.workloads = timing.next_workloads(self.replicas.workloads)
 
     def reduce(self, attempt: Attempt, context: StepContext) -> None:
-        """Sum over the devices of all processes in the tree's order, and divide once by the summed weight.
+        """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
 
-        Where a shard was left out after an interrupt whose handler lets the work go on, here or on another
-        rank, the attempt is not complete, and has to be made again.
+        If a shard was left out after an interrupt whose handler returned, here or on another rank, the attempt is not
+        complete and must be repeated.
 
         Raises:
-            ValueError: The loss is not computed with the replica that `loss_fn` is given.
-            KeyboardInterrupt: Ctrl-C came.
-            PeerError: Another rank failed.
+            ValueError: If the loss is not computed with the replica that `loss_fn` receives.
+            KeyboardInterrupt: If Ctrl-C was pressed.
+            PeerError: If another rank failed.
         """
         layout, task, request = self.layout, attempt.task, attempt.request
         if request.inspect_shard is None:
@@ -239,6 +245,8 @@ class GradientEngine:
                 if parameter.grad is not None:
                     check_no_leaked_gradients(layout.named_parameters, request.wanted)
                     break
+        # The last point at which an interrupt is delivered: nothing has changed, and other ranks have not been
+        # told yet.
         left_out = context.interrupts.check()
         if self._ranks is not None:
             self._ranks.reduce(
@@ -263,18 +271,19 @@ class GradientEngine:
             attempt.buffers.append(device.buffers)
             attempt.samples += device.samples
         attempt.gradients, attempt.finite_slices = layout.tree_sum.finished(
+            # All shards had weight 0.
             partials or [PartialSum(0, [None] * len(layout.parameters))],
             task.normalizer(attempt.reports),
             context.settings,
         )
 
     def check(self, attempt: Attempt) -> None:
-        """Name the first parameter whose gradient is not finite, or leave the check on the device.
+        """Check whether the gradient is finite, or leave the check on the device.
 
-        Of an attempt that is not complete there is nothing to check.
+        An attempt that is not complete is not checked.
 
         Raises:
-            ValueError: No parameter has a gradient.
+            ValueError: If no parameter has a gradient.
         """
         if not attempt.complete:
             return
@@ -285,25 +294,25 @@ class GradientEngine:
         else:
             if attempt.reports:
                 raise ValueError(
-                    "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got "
-                    "a loss that gives no parameter a gradient."
+                    "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got "
+                    "a loss that gives none of its parameters a gradient."
                 )
         if layout.flat is not None:
             attempt.gradients = gradients = layout.flat.store(gradients)
         attempt.check = check_finite(layout.named_parameters, gradients, attempt.finite_slices)
 
     def first_stream(self, ordinal: int = 0) -> int:
-        """Return the position of the stream of this update's first shard in those of the run.
+        """Return the position of the random stream of this update's first shard among all streams of the run.
 
         Args:
-            ordinal: How many gradients the update has computed before.
+            ordinal: The number of gradients that the update has computed before.
         """
-        # Fewer batches than usual, at the end, leave positions unused; none is ever used twice.
+        # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
         first = self.training.iteration * self.recipe.accumulate * self.shards_a_batch
         return first + computation_substream(ordinal) if ordinal else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
-        """Say where this rank is, for the others to compare."""
+        """Return where this rank is, for comparison with the other ranks."""
         request = attempt.request
         return {
             "update": self.training.iteration,
@@ -314,29 +323,31 @@ class GradientEngine:
 
     @property
     def shards_a_batch(self) -> int:
-        """How many shards a batch is cut into."""
+        """The number of shards that a batch is cut into."""
         if self.recipe.num_shards is not None:
             return self.recipe.num_shards
         return self._assignment.num_devices(len(self.replicas.devices))
 
     @property
     def _assignment(self) -> ShardAssignment:
-        """Assigns shards to the devices of all ranks."""
+        """The assignment of shards to the devices of all ranks."""
         return LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
 
     def share(self, sizes: Sequence[int]) -> RankShare:
-        """Say which shards of batches of these sizes are computed in this process."""
+        """Return the shards of an update with batches of these sizes that this process computes."""
+        # Over ranks, the workloads that were last exchanged: measured ones must not be used before all ranks know
+        # them.
         own = self.replicas.workloads if self._ranks is None else self._ranks.workloads
         assignment = LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
         strided = self.recipe.split == "strided"
         return share_of(assignment, tuple(sizes), self.recipe.num_shards, tuple(own), strided)
 
     def own_samples(self, ahead: int, size: int) -> list[range]:
-        """Say which samples of a batch this process computes, if all batches of an update are that long.
+        """Return the samples of a batch that this process computes, if all batches of the update have this size.
 
         Args:
-            ahead: How many batches come before it, from the first of an update on.
-            size: Its number of samples.
+            ahead: The number of batches before this one, counted from the first of an update.
+            size: The number of samples in the batch.
         """
         accumulate = self.recipe.accumulate
         batch = ahead % accumulate
@@ -347,8 +358,8 @@ class GradientEngine:
         """Compute the pending batches, and list the shards whose gradients are not finite.
 
         Raises:
-            StopIteration: The iterator has ended.
-            ReplicaError: User code raised in a shard.
+            StopIteration: If the iterator has ended.
+            ReplicaError: If user code raised in a shard.
         """
         found: list[NonFiniteShard] = []
 
@@ -368,14 +379,14 @@ class GradientEngine:
         return sorted(everywhere, key=lambda each: each.shard)
 
     def release(self) -> None:
-        """End the replicas' threads and give torch back its random kernels, until the next attempt."""
+        """Stop the threads of replicas and restore PyTorch's random kernels, until the next attempt."""
         self.replicas.release()
         self._streams.release()
 
 
 @contextmanager
 def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let a replica's parameters require no gradient for a while, so that backward leaves them out."""
+    """Disable gradients of a replica's parameters temporarily, so that backward skips them."""
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:
