@@ -60,7 +60,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown buffer rule": ({"buffers": "last"}, "`buffers` must be one of 'mean', 'first', got 'last'."),
     "a stranger's optimizer": (
         {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)},
-        "`optimizer` must hold parameters of `model` only, got one of shape (2, 3) in group 0 that does not belong to it.",
+        "`optimizer` must hold parameters of `model` only, got one of shape (2, 3) in group 0 that does not belong to",
     ),
 }
 

@@ -70,7 +70,6 @@ class CustomStep:
         self._arranged = parts.arranged
         self._retry = parts.retry
         self._committer = parts.committer
-        self._followers = parts.followers
         self._default_request = default_request
         self._has_loss = parts.recipe.loss_fn is not None or not parts.arranged.several
         self._pending: dict[Names, Attempt] = {}
@@ -175,9 +174,7 @@ class CustomStep:
             attempt = _pop(self._pending, names)
             with StepContext(self._training.group) as context:
                 self._coordinator.hold_interrupts(context.interrupts)
-                result = self._committer.commit(names, attempt, context.settings, consumed={})
-                self._followers.follow()
-                return result
+                return self._committer.commit(names, attempt, context.settings, consumed={})
         attempt = _pop(state.pending, names)
         state.context.interrupts.check()
         applied = self._committer.step(names, attempt, state.context.settings)
