@@ -67,7 +67,7 @@ def with_an_expanded_buffer() -> nn.Module:
 
 
 OVER_RANKS = "the processes report every attempt to each other"
-WEIGHTS = "the weight of a Loss is a tensor, which decides whether its shard takes part"
+WEIGHTS = "whether a shard takes part depends on a weight that is a tensor"
 ALONE: dict[str, tuple[str, Callable[[], ls.ParallelUpdater]]] = {
     "on_overflow={!r} decides on the host whether there is another attempt": (
         "on_overflow='retry' decides on the host whether there is another attempt",

@@ -96,7 +96,7 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "a criterion": (
         {"loss_fn": nn.CrossEntropyLoss()},
         (
-            "`loss_fn` must take the model before the batch, got a criterion, CrossEntropyLoss. Give "
+            "`loss_fn` must take the model before the batch, got a criterion, CrossEntropyLoss. Pass "
             "lockstep.supervised(CrossEntropyLoss(...))."
         ),
     ),

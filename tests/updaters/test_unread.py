@@ -354,7 +354,7 @@ def test_what_is_read_though_the_verdict_is_not_is_named_and_nothing_else_is_rea
         return ls.Loss(functional.cross_entropy(model(x), target), weight=torch.tensor(float(len(x))))
 
     cases: dict[str, tuple[dict[str, Any], int]] = {
-        "the weight of a Loss is a tensor, which decides whether its shard takes part": (
+        "whether a shard takes part depends on a weight that is a tensor": (
             {"loss_fn": weighed},
             NUM_SHARDS,
         ),

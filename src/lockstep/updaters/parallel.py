@@ -18,7 +18,7 @@ from lockstep.precision import LossScale
 from lockstep.replicas import BufferRule, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, StepContext
 from lockstep.updaters.loss import LossFunction, model_is_loss
-from lockstep.updaters.ranks import Differing
+from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
 from lockstep.updaters.setup import MAIN, Converter, look_up, recipe as recipes
 from lockstep.updaters.state import load_state, state_of
@@ -27,16 +27,16 @@ from lockstep.updaters.updater import Updater
 
 
 class ParallelUpdater(Updater):
-    """Train a model, or several, on several devices; the result does not depend on which and how many.
+    """Train one or several models on several devices; the result does not depend on which and how many.
 
     One update takes the next batch (or `accumulate` of them), cuts it into shards, runs one forward and one backward
     for each shard on the device it is assigned to, sums the gradients in one fixed tree, divides once by the summed
-    weight, checks the result, and lets the optimizers step. Until the step begins nothing has changed: after an
-    exception or Ctrl-C the next call goes on with the same batch. Ctrl-C during the step waits for its end.
+    weight, checks the result, and steps the optimizers. Nothing changes before the step: after an exception or Ctrl-C
+    the next call uses the same batch again. Ctrl-C during the step takes effect at its end.
 
-    A `step_fn`, or a subclass that overrides `update_core`, says what an update does instead, with any number of calls
-    of `compute_gradients` and `apply_gradients`. Where it fails or is interrupted, everything is put back to the state
-    after the previous update, and the next call begins with the same batch.
+    A `step_fn`, or a subclass that overrides `update_core`, can define an update instead, with any number of calls of
+    `compute_gradients` and `apply_gradients`. If it fails or is interrupted, the state after the previous update is
+    restored, and the next call begins with the same batch.
 
     Args:
         iterator: The source of the batches: a lockstep iterator, any iterable of batches of tensors that
@@ -48,11 +48,10 @@ class ParallelUpdater(Updater):
             memory. You may give several networks by name, each of which is replicated on all devices.
         models: Another name for `model`, for several networks.
         devices: ``"auto"`` for every GPU, or else every core; or a list of device names, which may repeat.
-        num_shards: The number of shards a batch is cut into, at least 1. It is part of what the result means. With None
-            each device has one shard, sized by its workload, and the bits depend on the number of devices.
+        num_shards: The number of shards a batch is cut into, at least 1; the result depends on it. With None each
+            device has one shard, sized by its workload, and the bits depend on the number of devices.
         workloads: The relative speeds of the devices, by which shards are assigned; equal by default. ``"auto"``
-            measures them over the first updates, and the speeds of processes beside each other; it requires a number of
-            shards.
+            measures the speeds of devices and processes during the first updates; it requires `num_shards`.
         loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword. It returns a
             mean loss or a `Loss`. For several networks it gets a dict of their replicas. By default the model itself
             returns the loss.
@@ -70,36 +69,36 @@ class ParallelUpdater(Updater):
             weights, see `master_weights`. Data stays in its own format.
         loss_scale: A number or a `LossScale`, shared by all optimizers. With None it begins as that of the optimizers
             (see `loss_scaling`), which the updater copies and then adjusts independently, or else as 1.
-        on_overflow: What follows a gradient that is not finite, once the loss scale has stepped down: ``"retry"`` the
-            same batch in the same random streams, draw the ``"next"`` one, or ``"skip"`` it. A batch whose loss itself
-            is not finite stays so at any scale; `find_nonfinite` names its samples.
-        max_tries: How many attempts one update may make, at least 1.
+        on_overflow: What to do after a gradient that is not finite, at a lower loss scale: ``"retry"`` the same batch
+            with the same random streams, use the ``"next"`` one, or ``"skip"`` it. A batch whose loss itself is not
+            finite stays so at any scale; `find_nonfinite` names its samples.
+        max_tries: The largest number of attempts per update, at least 1.
         on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to lower.
         buffers: ``"mean"`` over shards, weighted by their samples, or ``"first"`` for those of the first shard.
         scheduler: One or several schedulers that step whenever their optimizer has moved weights.
         epoch_scheduler: One or several schedulers that step when the main iterator starts an epoch.
-        auto_new_epoch: Whether optimizers that count epochs are told when the main iterator starts one.
+        auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
         flat_gradients: Whether the gradients lie end to end in one tensor, `flat_gradients`, of which every
             ``parameter.grad`` is a view. This costs a copy, and is for one optimizer whose parameters have one dtype.
         timeout: The number of seconds, above 0, after which a device that is still at work counts as hung; the first
             device then has a thread of its own too. ``"auto"`` is half an hour for the threads of the other devices,
             while the calling thread is not watched. None waits without end. The result does not depend on it.
-        communicator: Joins the processes of the run, each with devices of its own, whose shards are parts of one batch.
-            By default it is found in the environment; without one, a process is the whole run.
+        communicator: The communicator of the run. Each of its processes computes some shards of every batch, on its own
+            devices. By default it is found in the environment; if there is none, this process is the whole run.
         check_every: The number of updates, at least 1, within which processes compare all bits of their states, a part
             at a time. Everything else that must be equal is compared before the first update.
-        differing_models: Whether models that differ over processes when a run begins take the values of rank 0
+        differing_models: Whether models that differ between processes when a run begins take the values of rank 0
             (``"broadcast"``) or end the run (``"refuse"``).
 
     Raises:
-        TypeError: An argument is of another kind.
-        ValueError: An argument is out of range, or parts do not belong together.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or if arguments do not belong together.
 
     Determinism: weights, buffers and optimizer state depend on the model, the data, `num_shards`, `seed`, the other
     arguments except `devices`, `workloads` and `timeout`, the torch build and the processor's type. With
     ``num_shards=None`` they also depend on the number of devices and their workloads.
 
-    References: Chainer 7.8.1, ``ParallelUpdater``, for the interface. The arithmetic is ours.
+    References: Chainer 7.8.1, ``ParallelUpdater``, for the interface; not for the arithmetic.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class ParallelUpdater(Updater):
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
         check_every: int = 100,
-        differing_models: Differing = "broadcast",
+        differing_models: OnMismatch = "broadcast",
     ) -> None:
         recipe = recipes.Recipe(
             num_shards=num_shards,
@@ -152,7 +151,7 @@ class ParallelUpdater(Updater):
             converter=converter,
         )
         check_integer("check_every", check_every, minimum=1)
-        recipes.check_choice("differing_models", differing_models, get_args(Differing))
+        recipes.check_choice("differing_models", differing_models, get_args(OnMismatch))
         check_communicator(communicator)
         self._has_custom_step = step_fn is not None or type(self).update_core is not ParallelUpdater.update_core
         joined = find_communicator() if communicator is None else communicator
@@ -164,18 +163,18 @@ class ParallelUpdater(Updater):
             recipe,
             iterator=iterator,
             optimizer=optimizer,
-            networks=(model, models),
-            places=(devices, workloads),
+            models=(model, models),
+            placement=(devices, workloads),
             schedulers=(scheduler, epoch_scheduler),
             loss_scale=loss_scale,
             timeout=timeout,
             communicator=joined,
             check_every=check_every,
             differing_models=differing_models,
-            takes_steps=self._has_custom_step,
+            custom_step=self._has_custom_step,
         )
         self._training, self._engine = parts.training, parts.engine
-        self._default_request = GradientRequest(model_is_loss if loss_fn is None else parts.arranged.loss_fn(loss_fn))
+        self._default_request = GradientRequest(model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn))
         self._custom = CustomStep(parts, self._default_request)
 
     def update(self) -> UpdateResult:
@@ -195,7 +194,7 @@ class ParallelUpdater(Updater):
             raise OrderError("`update` must not be called by a step function.")
         parts, engine, names = self._parts, self._engine, tuple(self._training.optimizers)
         parts.coordinator.start_update()
-        with StepContext(self._training.group) as context:
+        with StepContext(self._training.replicas) as context:
             if self._has_custom_step:
                 result = self._custom.update(self.update_core, context)
             else:
@@ -297,7 +296,7 @@ class ParallelUpdater(Updater):
         if self._has_custom_step:
             raise OrderError("`find_nonfinite` must be called on an updater without a step function.")
         self._parts.coordinator.start_update()
-        with StepContext(self._training.group) as context, self._parts.coordinator.reporting_errors():
+        with StepContext(self._training.replicas) as context, self._parts.coordinator.reporting_errors():
             return self._engine.find_nonfinite(self._default_request, context)
 
     @property
@@ -330,7 +329,7 @@ class ParallelUpdater(Updater):
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices of this process's replicas, one entry per replica; with ``"auto"``, those that were found."""
-        return tuple(self._training.group.devices)
+        return tuple(self._training.replicas.devices)
 
     def master_weights(self, model: str = MAIN) -> dict[str, torch.Tensor]:
         """Return the float32 master weights of a model by the names of its parameters.
@@ -374,7 +373,7 @@ class ParallelUpdater(Updater):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next update depends on; a parameter that has no shape yet is None in it."""
-        num_shards = self._engine.shards_a_batch
+        num_shards = self._engine.shards_per_batch
         return state_of(self._training, num_shards=num_shards, seed=self._parts.recipe.seed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -391,7 +390,7 @@ class ParallelUpdater(Updater):
         """
         if self._custom.state is not None:
             raise OrderError("`load_state_dict` must not be called by a step function.")
-        num_shards = self._engine.shards_a_batch
+        num_shards = self._engine.shards_per_batch
         load_state(self._training, state, num_shards=num_shards, seed=self._parts.recipe.seed)
         self._engine.refresh_uninitialised()
         self._parts.coordinator.state_loaded()

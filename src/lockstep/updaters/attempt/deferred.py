@@ -87,10 +87,8 @@ SYNC_REASONS: Final[Conditions] = CHECK_REASONS | {
     "{} does not override after_on_device": lambda deferral, _: (
         (policy := deferral.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
     ),
-    "the weight of a Loss is a tensor, which decides whether its shard takes part": lambda deferral, _: (
-        deferral.has_tensor_weights
-    ),
-    "the buffer {!r} is not a plain dense tensor": lambda deferral, _: unpackable(deferral.training.group.model),
+    "whether a shard takes part depends on a weight that is a tensor": lambda deferral, _: deferral.has_tensor_weights,
+    "the buffer {!r} is not a plain dense tensor": lambda deferral, _: unpackable(deferral.training.replicas.model),
 }
 """All reasons for reading anything: those above, and others that apply where the check is deferred as well."""
 

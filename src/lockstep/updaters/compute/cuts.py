@@ -71,7 +71,7 @@ def cut_over_ranks(
         raise ValueError(f"`transfer` must be at least 0, got {transfer}.")
     # The search starts from the even cut, so its result is never slower than not searching at all.
     even = assign(len(leaves), [1.0 / each for each in seconds])
-    nodes, work = _node_counter(leaves), _rank_timer(seconds, workloads)
+    nodes, work = _node_counter(leaves), _work_time(seconds, workloads)
     reach = 2 * max(map(len, even))
     candidates = [_candidate_stops(run.stop, leaves, reach) for run in even]
     most = reach.bit_length()
@@ -132,7 +132,7 @@ def equivalent_shards(counts: Sequence[int], speeds: Sequence[float]) -> float:
     return max(count / speed for count, speed in zip(counts, speeds, strict=True)) * fsum(speeds)
 
 
-def _rank_timer(seconds: Sequence[float], workloads: Sequence[Sequence[float]] | None) -> Callable[[int, int], float]:
+def _work_time(seconds: Sequence[float], workloads: Sequence[Sequence[float]] | None) -> Callable[[int, int], float]:
     """Return a function that estimates the time a rank takes for a number of shards."""
 
     @cache
@@ -183,7 +183,7 @@ def update_seconds(
     >>> update_seconds([range(0, 4), range(4, 8), range(8, 8)], range(8), [1.0, 1.0, 1.0], transfer=3.0)
     8.0
     """
-    return _update_seconds(runs, _rank_timer(seconds, workloads), _node_counter(leaves), transfer)
+    return _update_seconds(runs, _work_time(seconds, workloads), _node_counter(leaves), transfer)
 
 
 def transfers_per_element(nodes: Sequence[int]) -> float:

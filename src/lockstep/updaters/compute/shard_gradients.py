@@ -31,7 +31,7 @@ BACKWARD: Final = "backward"
 class EarlyReceiver(Protocol):
     """Receives the gradient sums of a device while backward of its last shard computes them."""
 
-    def during_backward(
+    def sending(
         self, shard: int, earlier: list[PartialSum], parameters: Sequence[nn.Parameter]
     ) -> AbstractContextManager[None]:
         """Send each gradient that backward computes inside the ``with`` block, added to the sums of earlier shards.
@@ -196,7 +196,7 @@ class DeviceGradients:
         if early_receiver is None or remaining_factor is not None:
             runner.backward(shard, (loss,), (first,))
         else:
-            with early_receiver.during_backward(shard.index, self.gradients.partials, runner.parameters):
+            with early_receiver.sending(shard.index, self.gradients.partials, runner.parameters):
                 runner.backward(shard, (loss,), (first,))
         return remaining_factor
 

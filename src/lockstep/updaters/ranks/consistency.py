@@ -24,12 +24,12 @@ from lockstep.updaters.state import Training
 
 LOG = logging.getLogger("lockstep")
 
-Differing = Literal["broadcast", "refuse"]
+OnMismatch = Literal["broadcast", "refuse"]
 """What happens where models differ between ranks when a run begins: they take the values of rank 0, or the run ends."""
 
-KERNELS_REMEDY: Final = "Other kernels round differently: run all processes on one kind of machine and installation."
+KERNELS_REMEDY: Final = "Kernels that differ round differently. Run all ranks on one type of machine and installation."
 CODE_REMEDY: Final = "Run the same script with the same arguments on every rank."
-MODELS_REMEDY: Final = "Build the model from the same seed on every rank, or let rank 0's be broadcast."
+MODELS_REMEDY: Final = "Build the model from the same seed on every rank, or pass `differing_models='broadcast'`."
 
 
 class RankConsistency:
@@ -50,12 +50,12 @@ class RankConsistency:
         recipe: Callable[[], Fields],
         *,
         every: int,
-        differing: Differing,
+        differing: OnMismatch,
     ) -> None:
         self._communicator = communicator
         self._training = training
         self._recipe = recipe
-        self._differing: Differing = differing
+        self._differing: OnMismatch = differing
         self._comparer = StateComparer(training.tensors, every)
         self._is_checked = False
 
@@ -98,7 +98,7 @@ class RankConsistency:
 
     def _kernels(self) -> Fields:
         """Describe the kernels of this rank, with the results they give for a few numbers."""
-        devices = list(dict.fromkeys(self._training.group.devices))
+        devices = list(dict.fromkeys(self._training.replicas.devices))
         fields = kernel_class(devices)
         # In the settings of an update: other numbers of intra-op threads would give other bits than the shards
         # have.
@@ -117,7 +117,7 @@ class RankConsistency:
         # computed different things, and copying one of them would hide that.
         if self._training.iteration or self._differing == "refuse":
             raise difference
-        LOG.info("The models of the ranks differ (%s): all take rank 0's.", difference.subject)
+        LOG.info("The models of the ranks differ (%s). All ranks now use the models of rank 0.", difference.subject)
         self._broadcast_models()
         # Only models were sent. Optimizer state that still differs is refused.
         difference = self._difference()
@@ -126,7 +126,7 @@ class RankConsistency:
 
     def _broadcast_models(self) -> None:
         """Copy the models of rank 0 to all ranks."""
-        model = self._training.group.model
+        model = self._training.replicas.model
         named = self._training.tensors()
         # Sent in the order of names, which is the same on all ranks; the order of registration need not be.
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}

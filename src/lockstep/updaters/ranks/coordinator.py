@@ -78,7 +78,7 @@ class LocalCoordinator(Coordinator):
         """Return a context manager without effect."""
         return NO_CONTEXT
 
-    def agree(self, position: Position, interrupts: UpdateSigint) -> None:  # noqa: ARG002 - nobody to ask
+    def agree(self, position: Position, interrupts: UpdateSigint) -> None:  # noqa: ARG002 - no rank to compare with
         """Deliver pending interrupts, then hold later ones."""
         interrupts.check_and_hold()
 

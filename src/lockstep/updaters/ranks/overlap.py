@@ -193,9 +193,7 @@ class EarlySend:
         return self.has_begun and not self._spoiled and not self._missing
 
     @contextmanager
-    def during_backward(
-        self, shard: int, earlier: list[PartialSum], parameters: Sequence[nn.Parameter]
-    ) -> Iterator[None]:
+    def sending(self, shard: int, earlier: list[PartialSum], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         """Send each gradient that backward computes inside the ``with`` block, which must be that of the last shard.
 
         Args:

@@ -87,13 +87,13 @@ def _drop_repeated_firsts(contributions: Sequence[Contribution], count: int) -> 
     """Remove values that are set once from contributions where an earlier partial sum has them too."""
     # The low bits of a mask stand for the sums for means, the high bits for the values that are set once.
     means = (1 << count) - 1
-    taken = 0
+    seen = 0
     left: list[Contribution] = []
     for contribution in contributions:
         present: list[int] = []
         for mask in contribution.present:
-            firsts = mask & ~means & ~taken
-            taken |= firsts
+            firsts = mask & ~means & ~seen
+            seen |= firsts
             present.append(mask & means | firsts)
         left.append(Contribution(contribution.shards, tuple(present)))
     return left

@@ -124,25 +124,23 @@ class RankReduction:
             timer.measurement,
         )
         self._watch.doing = "reduce"
-        told = self.coordinator.exchange_reports(position, report.to_plain(), repeat=repeat)
-        attempt.complete = told is not None
-        if told is not None:
-            reports = list(map(RankReport.from_plain, told))
-            self._sum_gradients(attempt, reports, timed=position["computation"] == 0, main_device=main_device)
+        plain_reports = self.coordinator.exchange_reports(position, report.to_plain(), repeat=repeat)
+        attempt.complete = plain_reports is not None
+        if plain_reports is not None:
+            reports = list(map(RankReport.from_plain, plain_reports))
+            self._add_up(attempt, reports, timed=position["computation"] == 0, device=main_device)
             attempt.buffers = [sum_buffers(self._communicator, buffers, reports, buffer_refs)] if buffer_refs else []
-        # Only after the sums: an error within them is raised on every rank, and must not be reported once more.
+        # Only after the sums: an error within them reaches the other ranks anyway, and must not be sent twice.
         self.coordinator.end_exchange()
 
-    def _sum_gradients(
-        self, attempt: Attempt, reports: Sequence[RankReport], *, timed: bool, main_device: torch.device
-    ) -> None:
+    def _add_up(self, attempt: Attempt, reports: Sequence[RankReport], *, timed: bool, device: torch.device) -> None:
         """Store what all ranks have computed in the attempt.
 
         Args:
             attempt: The attempt.
             reports: The reports of all ranks.
             timed: Whether the time of the sum counts. That of a search or of another network does not.
-            main_device: The device of the sums.
+            device: The device of the sums.
         """
         attempt.reports, attempt.samples = [], 0
         contributions, steady = [], self._update_assignment(reports)
@@ -156,7 +154,7 @@ class RankReduction:
         # Not divided during the sum: every rank divides and checks in one pass over memory afterwards.
         attempt.gradients = self._sum.sum(tuple(contributions), steady=steady)
         if timed:
-            self._timer.end_sum(main_device, [len(each.shards) for each in contributions])
+            self._timer.end_sum(device, [len(each.shards) for each in contributions])
 
     def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
         """Adopt the workloads and speeds that all ranks have reported; return whether shards stay where they are."""
@@ -196,7 +194,7 @@ def join_ranks(
     consistency: RankConsistency,
     *,
     movable: bool,
-    measured: bool,
+    measure: bool,
 ) -> RankReduction | None:
     """Exchange the devices of all ranks, and create what reduces over them; every rank calls this.
 
@@ -205,7 +203,7 @@ def join_ranks(
         workloads: The relative speeds of this rank's devices.
         consistency: Compares what must be equal on all ranks.
         movable: Whether the result is independent of where shards are computed.
-        measured: Whether the workloads of devices and ranks are to be measured.
+        measure: Whether the workloads of devices and ranks are to be measured.
 
     Returns:
         The reduction over ranks; None for a process that is the whole run.
@@ -216,20 +214,20 @@ def join_ranks(
     if communicator.size == 1:
         return None
     # A compressed sum depends on where shards are cut, so its shards must not move.
-    own = [list(workloads), movable and communicator.exact, measured, machine_name()]
-    told = [json.loads(each) for each in communicator.exchange(json.dumps(own).encode())]
-    known, free, wanted, machines = zip(*told, strict=True)
-    for rank, each in enumerate(wanted):
-        if each != wanted[0]:
+    own = [list(workloads), movable and communicator.exact, measure, machine_name()]
+    messages = [json.loads(each) for each in communicator.exchange(json.dumps(own).encode())]
+    all_workloads, all_movable, all_measure, machines = zip(*messages, strict=True)
+    for rank, each in enumerate(all_measure):
+        if each != all_measure[0]:
             raise ValueError(
                 f'`workloads` must be "auto" on every rank or on none, got it on rank {rank if each else 0} '
                 f"and not on rank {0 if each else rank}. Ranks can only be timed together: pass "
                 '"auto" on all of them, or numbers on each.'
             )
     # A single rank whose shards cannot move is enough to keep all shards where they are.
-    timer = RankTimer(measuring=all(free) and all(wanted))
+    timer = RankTimer(measuring=all(all_movable) and all(all_measure))
     total = RankSum(communicator, rank_sum.DEFAULTS, one_machine=len(set(machines)) == 1)
-    return RankReduction(communicator, RankCoordinator(communicator, consistency, total), total, known, timer)
+    return RankReduction(communicator, RankCoordinator(communicator, consistency, total), total, all_workloads, timer)
 
 
 def machine_name() -> str:

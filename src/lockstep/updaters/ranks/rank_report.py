@@ -48,7 +48,7 @@ class RankReport:
             for name, (total, weight) in report.metrics.items():
                 metrics[name] = [_encode_number(total), _encode_number(weight)]
             shards.append([report.shard, report.weight, _encode_number(report.loss.reshape(())), metrics])
-        told = self.measurement
+        measurement = self.measurement
         return {
             "shards": shards,
             "samples": self.samples,
@@ -56,7 +56,7 @@ class RankReport:
             "buffers": _encode_contribution(self.buffers),
             "buffer_weights": self.buffer_weights,
             "workloads": self.workloads,
-            "measurement": None if told is None else [told.seconds, told.transfer],
+            "measurement": None if measurement is None else [measurement.seconds, measurement.transfer],
         }
 
     @classmethod
@@ -68,7 +68,7 @@ class RankReport:
             for name, (total, share) in values.items():
                 metrics[name] = (_decode_number(total), _decode_number(share))
             shards.append(ShardReport(shard, weight, torch.as_tensor(_decode_number(loss)), metrics))
-        told = plain["measurement"]
+        measurement = plain["measurement"]
         return cls(
             shards,
             plain["samples"],
@@ -76,7 +76,7 @@ class RankReport:
             _decode_contribution(plain["buffers"]),
             plain["buffer_weights"],
             plain["workloads"],
-            None if told is None else RankMeasurement(*told),
+            None if measurement is None else RankMeasurement(*measurement),
         )
 
 

@@ -64,7 +64,7 @@ def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int,
     # Restored into a new value here, so that an error leaves the current one in use.
     loss_scale = training.loss_scale.restored(state["loss_scale"])
     iterators = {name: each.state_dict() for name, each in training.iterators.items()}
-    savepoint, registered = training.save(), RegisteredTensors(training.group.model)
+    savepoint, registered = training.save(), RegisteredTensors(training.replicas.model)
     try:
         _load_parts(training, state)
     # A KeyboardInterrupt halfway through must not leave a mixture of two states either.

@@ -23,7 +23,7 @@ class Training:
     """Everything that is trained, and how far training has come.
 
     Attributes:
-        group: The replicas of all networks as one module, which holds the weights.
+        replicas: The replicas of all networks as one module, which holds the weights.
         models: The networks by name.
         optimizers: The optimizers by name.
         iterators: The batch iterators by name.
@@ -35,7 +35,7 @@ class Training:
         applied: The number of updates that moved the weights; a tensor where only the device knows.
     """
 
-    group: ReplicaSet
+    replicas: ReplicaSet
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
     iterators: dict[str, Iterator]
@@ -136,7 +136,7 @@ class Training:
     def save(self) -> Savepoint:
         """Copy everything that steps may change."""
         schedulers = [*self.schedulers.values(), *self.epoch_schedulers.values()]
-        return Savepoint(self.group.model, self.optimizers.values(), schedulers, self._held())
+        return Savepoint(self.replicas.model, self.optimizers.values(), schedulers, self._held())
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights:

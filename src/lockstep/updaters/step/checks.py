@@ -13,35 +13,35 @@ from lockstep.communicators import Communicator
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 from lockstep.replicas import refuse_trained_buffers
-from lockstep.updaters.setup import Arrangement, Recipe, check_choice
+from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.step.fused import check_dense
 
 
-def check_fit(recipe: Recipe, arranged: Arrangement, optimizers: Mapping[str, Optimizer], *, takes_steps: bool) -> None:
+def check_fit(recipe: Recipe, networks: NetworkSet, optimizers: Mapping[str, Optimizer], *, custom_step: bool) -> None:
     """Check that a recipe, networks and optimizers belong together.
 
     Args:
         recipe: The recipe of the update.
-        arranged: The networks and where they are trained.
+        networks: The networks to train.
         optimizers: The optimizers by name.
-        takes_steps: Whether a step function defines the update.
+        custom_step: Whether a step function defines the update.
 
     Raises:
         TypeError: If the step of an optimizer requires a closure.
         ValueError: If something else does not fit.
     """
     check_closures(optimizers)
-    check_ownership(optimizers, arranged.networks)
-    refuse_trained_buffers(arranged.module)
-    recipe.policy.check_model(arranged.module)
+    check_ownership(optimizers, networks.modules)
+    refuse_trained_buffers(networks.module)
+    recipe.policy.check_model(networks.module)
     for optimizer in optimizers.values():
         check_dense(optimizer, has_masters=recipe.policy.held_dtype is not None)
-    if takes_steps:
+    if custom_step:
         recipe.check_custom_step()
-    elif recipe.loss_fn is None and arranged.several:
+    elif recipe.loss_fn is None and networks.several:
         raise ValueError("`loss_fn` must be given for several networks, got None.")
     if recipe.flat_gradients:
-        check_flat(optimizers, takes_steps=takes_steps)
+        check_flat(optimizers, custom_step=custom_step)
 
 
 def check_communicator(communicator: object) -> None:
@@ -96,7 +96,7 @@ def check_closures(optimizers: Mapping[str, Optimizer]) -> None:
             )
 
 
-def chosen_scale(given: LossScale | float | None, optimizers: Mapping[str, Optimizer]) -> LossScale:
+def choose_loss_scale(given: LossScale | float | None, optimizers: Mapping[str, Optimizer]) -> LossScale:
     """Return the given loss scale, or else that of the optimizers, or else a static one of 1.
 
     Args:
@@ -118,13 +118,13 @@ def chosen_scale(given: LossScale | float | None, optimizers: Mapping[str, Optim
     return parse_loss_scale(own.pop() if own else None)
 
 
-def check_flat(optimizers: Mapping[str, Optimizer], *, takes_steps: bool) -> None:
+def check_flat(optimizers: Mapping[str, Optimizer], *, custom_step: bool) -> None:
     """Check that the gradients of all parameters can lie in one tensor.
 
     Raises:
         ValueError: If there are several optimizers, a step function, or parameters of several dtypes.
     """
-    if takes_steps or len(optimizers) > 1:
+    if custom_step or len(optimizers) > 1:
         raise ValueError("`flat_gradients` must be False with several optimizers or a step function, got True.")
     (optimizer,) = optimizers.values()
     dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}

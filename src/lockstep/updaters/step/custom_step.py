@@ -67,11 +67,11 @@ class CustomStep:
         self._engine = parts.engine
         self._training = parts.training
         self._coordinator = parts.coordinator
-        self._arranged = parts.arranged
+        self._networks = parts.networks
         self._retry = parts.retry
         self._committer = parts.committer
         self._default_request = default_request
-        self._has_loss = parts.recipe.loss_fn is not None or not parts.arranged.several
+        self._has_loss = parts.recipe.loss_fn is not None or not parts.networks.several
         self._pending: dict[Names, Attempt] = {}
         self.state: CustomStepState | None = None
         """The update that a step function is making; None while none runs."""
@@ -123,7 +123,7 @@ class CustomStep:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
         request = replace(
             self._default_request,
-            loss_fn=self._default_request.loss_fn if loss_fn is None else self._arranged.loss_fn(loss_fn),
+            loss_fn=self._default_request.loss_fn if loss_fn is None else self._networks.loss_fn(loss_fn),
             wanted=None if optimizer is None else self._training.parameters_of(optimizer),
         )
         state = self.state
@@ -139,7 +139,7 @@ class CustomStep:
         # A gradient that replaces one for the same optimizers uses the same random streams again.
         ordinal = len(self._pending) if previous is None else previous.request.ordinal
         self._coordinator.start_update()
-        with StepContext(self._training.group) as context:
+        with StepContext(self._training.replicas) as context:
             request = replace(request, ordinal=ordinal)
             attempt = self._final_attempt(request, names, batch, context, no_retry=True)
         self._pending[names] = attempt
@@ -172,7 +172,7 @@ class CustomStep:
         state = self.state
         if state is None:
             attempt = _pop(self._pending, names)
-            with StepContext(self._training.group) as context:
+            with StepContext(self._training.replicas) as context:
                 self._coordinator.hold_interrupts(context.interrupts)
                 return self._committer.commit(names, attempt, context.settings, consumed={})
         attempt = _pop(state.pending, names)

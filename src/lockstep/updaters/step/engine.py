@@ -52,7 +52,7 @@ class GradientEngine:
         training: The training state.
         recipe: The recipe of the update.
         watch: Where this process records what it is doing.
-        timing: Times the devices; None if workloads are not to be measured.
+        device_timer: Times the devices; None if workloads are not to be measured.
         ranks: The reduction over ranks; None for a single process.
     """
 
@@ -62,15 +62,15 @@ class GradientEngine:
         recipe: Recipe,
         *,
         watch: Watch,
-        timing: DeviceTimer | None = None,
+        device_timer: DeviceTimer | None = None,
         ranks: RankReduction | None = None,
     ) -> None:
         self.training = training
         self.recipe = recipe
         self.watch = watch
-        self.replicas = training.group
+        self.replicas = training.replicas
         self._ranks = ranks
-        self._timing = timing
+        self._device_timer = device_timer
         self._policy = recipe.policy
         self._streams = ShardStreams(self.replicas.devices, turn=ONE_BORROWER)
         self.layout = ModelLayout(TreeSum(self.replicas, []))
@@ -215,8 +215,8 @@ class GradientEngine:
             with _without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, own, self._streams)
 
-        timing = self._timing
-        timed = on_device if timing is None else timing.timed(on_device, device_shards)
+        device_timer = self._device_timer
+        timed = on_device if device_timer is None else device_timer.timed(on_device, device_shards)
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         self._streams.compute(
             partial(self.replicas.run, timed, settings=context.settings),
@@ -225,8 +225,8 @@ class GradientEngine:
             in_threads=self.replicas.wants_threads(device_shards),
         )
         attempt.device_gradients = device_gradients  # type: ignore[assignment]  # every device has put its own there
-        if timing is not None:
-            self.replicas.workloads = timing.next_workloads(self.replicas.workloads)
+        if device_timer is not None:
+            self.replicas.workloads = device_timer.next_workloads(self.replicas.workloads)
 
     def reduce(self, attempt: Attempt, context: StepContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -308,7 +308,7 @@ class GradientEngine:
             ordinal: The number of gradients that the update has computed before.
         """
         # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
-        first = self.training.iteration * self.recipe.accumulate * self.shards_a_batch
+        first = self.training.iteration * self.recipe.accumulate * self.shards_per_batch
         return first + computation_substream(ordinal) if ordinal else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
@@ -322,7 +322,7 @@ class GradientEngine:
         }
 
     @property
-    def shards_a_batch(self) -> int:
+    def shards_per_batch(self) -> int:
         """The number of shards that a batch is cut into."""
         if self.recipe.num_shards is not None:
             return self.recipe.num_shards
