@@ -208,9 +208,8 @@ class ParallelUpdater(Updater):
                         engine.check(attempt)
                     # After an overflow the next attempt has a lower loss scale.
                     attempt = parts.retry.next_attempt(attempt)
-                # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the
-                # last update, and the batch is still the iterator's next. From here on Ctrl-C is held until the
-                # update ends.
+                # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the last
+                # update, and the batch is still the iterator's next. From here on Ctrl-C is held until the update ends.
                 parts.coordinator.hold_interrupts(context.interrupts)
                 result = parts.committer.commit(
                     names, attempt, context.settings, consumed={MAIN: attempt.skipped_batches + len(attempt.batches)}

@@ -49,8 +49,7 @@ class UpdateSigint(DeferredSigint):
         self._committing = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # The second Ctrl-C: its user does not want to wait for shards. While weights move it is held all the
-        # same.
+        # The second Ctrl-C: its user does not want to wait for shards. While weights move it is held all the same.
         if self._pending and not self._committing:
             self._pending = False
             self._handler(number, frame)

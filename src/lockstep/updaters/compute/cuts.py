@@ -76,14 +76,13 @@ def cut_over_ranks(
     candidates = [_candidate_stops(run.stop, leaves, reach) for run in even]
     most = reach.bit_length()
     found = [even]
-    # The transfer time depends on the rank with the most partial sums. For each possible maximum, the fastest cut
-    # that respects it is found; the transfer time then decides between these.
+    # The transfer time depends on the rank with the most partial sums. For each possible maximum, the fastest cut that
+    # respects it is found; the transfer time then decides between these.
     for limit in range(1, most + 1):
         path = _best_path(candidates, work, nodes, limit)
         if path is not None:
             found.append([range(*ends) for ends in pairwise(path.stops)])
-    # `min` keeps the first of equals. All ranks build the same list, so all choose the same entry without a
-    # message.
+    # `min` keeps the first of equals. All ranks build the same list, so all choose the same entry without a message.
     return min(found, key=lambda runs: _update_seconds(runs, work, nodes, transfer))
 
 
@@ -166,8 +165,7 @@ def _best_path(
                 if stop not in best or longer[:2] < best[stop][:2]:
                     best[stop] = longer
         paths = list(best.values())
-    # The last rank can only stop at the end, so at most one path is left. There is none where the limit cannot be
-    # met.
+    # The last rank can only stop at the end, so at most one path is left. There is none where the limit cannot be met.
     return paths[0] if paths else None
 
 

@@ -35,8 +35,8 @@ class FlatGradients:
         devices = {parameter.device for parameter in parameters}
         if len(devices) != 1:
             raise ValueError(f"`flat_gradients` must be of one device, got {len(devices)}.")
-        # At these offsets a kernel processes an element in the same vector lane as in a separate tensor, so the
-        # bits of elementwise operations do not depend on the neighbours.
+        # At these offsets a kernel processes an element in the same vector lane as in a separate tensor, so the bits of
+        # elementwise operations do not depend on the neighbours.
         sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters]
         self.tensor = torch.zeros(sum(sizes), device=devices.pop(), dtype=dtype)
         self._views = [

@@ -56,8 +56,7 @@ class ModelLayout:
         if not named:
             raise ValueError("`model` must have a parameter that requires a gradient, got none.")
         parameters = list(named.values())
-        # A model that is held in half precision has its gradients summed in float32, in which sums lose far fewer
-        # bits.
+        # A model that is held in half precision has its gradients summed in float32, in which sums lose far fewer bits.
         held = recipe.policy.held_dtype is not None
         like = [_float32_like(each) if held else each.detach() for each in parameters]
         return cls(
@@ -73,8 +72,8 @@ class ModelLayout:
                     replicas,
                     device,
                     replica,
-                    # Replicas list their parameters in the model's order, so one index means the same parameter
-                    # on every device.
+                    # Replicas list their parameters in the model's order, so one index means the same parameter on
+                    # every device.
                     [parameter for parameter in replica.parameters() if parameter.requires_grad],
                     ReplicaBuffers(model, replica, recipe.buffers),
                     names_batches=True,

@@ -93,8 +93,7 @@ class GradientTask:
 
         With a deferred overflow check the function returns None instead.
         """
-        # Added up in order of shards, in Python floats: every rank has the same reports and gets the same
-        # divisor.
+        # Added up in order of shards, in Python floats: every rank has the same reports and gets the same divisor.
         total = 0.0 if self.mean else 1.0
         if self.mean:
             for report in reports:
@@ -139,8 +138,8 @@ class DeviceGradients:
             ValueError: If it returned a loss that cannot be used.
         """
         task = self.task
-        # Every shard starts from the buffers of the last update. One that saw those of the shard before it on
-        # this device would depend on the number of devices.
+        # Every shard starts from the buffers of the last update. One that saw those of the shard before it on this
+        # device would depend on the number of devices.
         if runner.buffers.bound:
             runner.buffers.restore()
         args, kwargs = (given, NO_KWARGS) if type(given) is tuple else call_arguments(given)
@@ -161,8 +160,7 @@ class DeviceGradients:
         # Before its last shard the device's sums are incomplete, and nothing of them can be sent.
         early_receiver = task.early_receiver if shard is self.last else None
         remaining_factor = self._backward(runner, shard, loss.value, weight, early_receiver) if weight > 0 else None
-        # Also for a shard of weight 0, without gradients: the early receiver must learn that backward did not
-        # run.
+        # Also for a shard of weight 0, without gradients: the early receiver must learn that backward did not run.
         gradients = runner.take_gradients()
         sent_early = early_receiver is not None and early_receiver.finish(gradients)
         if weight > 0:
@@ -189,8 +187,8 @@ class DeviceGradients:
         """
         first, remaining_factor = first_gradient(loss, self.task.loss_factor(weight))
         self.task.watch.doing = BACKWARD
-        # The returned value is ignored on purpose: a shard whose forward has run is completed even after a
-        # request to stop.
+        # The returned value is ignored on purpose: a shard whose forward has run is completed even after a request to
+        # stop.
         runner.replicas.progress.proceed(runner.place, BACKWARD, shard)
         # Gradients that have still to be multiplied are not yet the values to send.
         if early_receiver is None or remaining_factor is not None:

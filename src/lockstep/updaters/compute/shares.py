@@ -63,8 +63,7 @@ class ShardAssignment:
         return own + sum(map(len, (*self.lower, *self.higher)))
 
 
-# Exact shares are slow to compute, and most batches have one of a few sizes. The arguments are therefore
-# hashable.
+# Exact shares are slow to compute, and most batches have one of a few sizes. The arguments are therefore hashable.
 @lru_cache(maxsize=64)
 def share_of(
     assignment: ShardAssignment,
@@ -90,8 +89,8 @@ def share_of(
     # Without a fixed number of shards, workloads decide the sizes of shards and so the bits; a clock must not.
     if speeds is not None and num_shards is not None:
         ranks = _rebalance(ranks, workloads, speeds)
-    # The numbers between two processes' shards belong to missing shards. A subtree that reaches into them can be
-    # added up here only if no shard of another process is in it, hence both limits.
+    # The numbers between two processes' shards belong to missing shards. A subtree that reaches into them can be added
+    # up here only if no shard of another process is in it, hence both limits.
     lower = [shard.index for run in chain(*ranks[:rank]) for shard in run]
     higher = [shard.index for run in chain(*ranks[rank + 1 :]) for shard in run]
     shards = [shard for run in runs for shard in run]

@@ -69,8 +69,8 @@ class RankSpeeds:
         seconds = [
             last if each.seconds is None else each.seconds for each, last in zip(measurements, known, strict=True)
         ]
-        # A rank that is late to the sum finds the bytes of the others already there and measures too short a
-        # time, so the longest transfer time is the one to use.
+        # A rank that is late to the sum finds the bytes of the others already there and measures too short a time, so
+        # the longest transfer time is the one to use.
         return cls(_group_similar(seconds), max(each.transfer for each in measurements))
 
     def cut(

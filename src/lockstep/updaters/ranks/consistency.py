@@ -91,8 +91,7 @@ class RankConsistency:
         Raises:
             DisagreementError: On every rank, if they differ; it names the rank, the tensor and the update.
         """
-        # Every rank has the same digests, so all of them enter the collective search for the difference, or none
-        # does.
+        # Every rank has the same digests, so all of them enter the collective search for the difference, or none does.
         if len(set(digests)) > 1:
             raise self._comparer.explain(self._communicator, self._training.iteration)
 
@@ -100,8 +99,7 @@ class RankConsistency:
         """Describe the kernels of this rank, with the results they give for a few numbers."""
         devices = list(dict.fromkeys(self._training.replicas.devices))
         fields = kernel_class(devices)
-        # In the settings of an update: other numbers of intra-op threads would give other bits than the shards
-        # have.
+        # In the settings of an update: other numbers of intra-op threads would give other bits than the shards have.
         with ComputeMode(SINGLE_THREAD):
             tests = [self_test(device) for device in devices]
         for name in tests[0]:
@@ -113,8 +111,8 @@ class RankConsistency:
         difference = self._difference()
         if difference is None:
             return
-        # Models differ by their seeds only before the first update. Later, a difference means that the ranks
-        # computed different things, and copying one of them would hide that.
+        # Models differ by their seeds only before the first update. Later, a difference means that the ranks computed
+        # different things, and copying one of them would hide that.
         if self._training.iteration or self._differing == "refuse":
             raise difference
         LOG.info("The models of the ranks differ (%s). All ranks now use the models of rank 0.", difference.subject)

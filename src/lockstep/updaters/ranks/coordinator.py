@@ -120,8 +120,8 @@ class RankCoordinator(Coordinator):
         """Report an exception to the other ranks, unless it came from an exchange and they have it already."""
         try:
             yield
-        # KeyboardInterrupt and SystemExit included: any exception that leaves a rank without a message would
-        # leave the others waiting for it.
+        # KeyboardInterrupt and SystemExit included: any exception that leaves a rank without a message would leave the
+        # others waiting for it.
         except BaseException as error:
             if not self._failed:
                 self._report_error(error)
@@ -148,13 +148,13 @@ class RankCoordinator(Coordinator):
             PeerInterrupt: If a rank was interrupted.
         """
         own = {"position": position, "repeat": repeat, "report": report, "state": self._consistency.state_digest()}
-        # From here on an error either is raised on the other ranks as well or cannot be sent to them. A second
-        # message would pair up with one of another meaning.
+        # From here on an error either is raised on the other ranks as well or cannot be sent to them. A second message
+        # would pair up with one of another meaning.
         self._failed = True
         messages = self._sum.exchange(own)
         first, digests, reports = messages[0], [], []
-        # All messages are checked for errors before any position is compared: a rank that failed has no position
-        # to compare.
+        # All messages are checked for errors before any position is compared: a rank that failed has no position to
+        # compare.
         for rank, each in enumerate(messages):
             if "error" in each:
                 _raise_error(rank, each)
@@ -205,7 +205,7 @@ class RankCoordinator(Coordinator):
 
 def _raise_error(rank: int, message: Mapping[str, Any]) -> None:
     """Raise the error that is described by the message of a rank."""
-    # Every rank raises the same error for the same message, so that the failure looks alike in all logs.
+    # The end of the data on one rank is a disagreement and not a failure: the other ranks have batches left.
     if message["ended"]:
         _raise_ended(rank)
     if message["interrupt"]:

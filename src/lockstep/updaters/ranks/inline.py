@@ -139,14 +139,13 @@ class InlineGradients:
         received = self._received(contributions)
         if not received.dense:
             return None
-        # Decided by what all ranks contribute and not by what this rank has sent, so all ranks take the same
-        # branch.
+        # Decided by what all ranks contribute and not by what this rank has sent, so all ranks take the same branch.
         if received.needed > self.table.room:
             self._grow_table(received.needed, len(contributions))
             return None
         if received.pair:
-            # Addition of two numbers is commutative, so either side may be added to. The own sums are: a body
-            # would have to be copied before the next message.
+            # Addition of two numbers is commutative, so either side may be added to. The own sums are: a body would
+            # have to be copied before the next message.
             add_into(partials[0].tensors, received.layouts[1 - self._rank].partials[0].tensors)
             return partials[0].tensors
         return self._sum_in_order(partials, received.layouts, len(like))

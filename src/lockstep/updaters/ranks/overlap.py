@@ -122,11 +122,10 @@ class Overlap:
         self._was_predicted = prediction is not None
         if prediction is None or (send is not None and send.is_whole):
             return KEPT if prediction is None else SENT
-        # From here on the pending sum is worthless, here by its zeros and on the other ranks by this rank's
-        # answer.
+        # From here on the pending sum is worthless, here by its zeros and on the other ranks by this rank's answer.
         self._pending = None
-        # Another computation than the predicted one, or an error: the other ranks may have begun the sum, so this
-        # rank must begin it too and contribute zeros.
+        # Another computation than the predicted one, or an error: the other ranks may have begun the sum, so this rank
+        # must begin it too and contribute zeros.
         if pending is None:
             pending = self._communicator.begin_sum(prediction.contributions, prediction.like)
         pending.abandon()

@@ -49,8 +49,8 @@ class RankBuffers:
         ]
         for partial in partials:
             partial.tensors += [None] * len(buffer_refs)
-        # Values that are set once need no tree. They travel with the first partial sum, which every rank with
-        # shards has.
+        # Values that are set once need no tree. They travel with the first partial sum, which every rank with shards
+        # has.
         if partials:
             partials[0].tensors[len(buffer_refs) :] = gather([PartialSum(0, firsts)], main_device)[0].tensors
         weights = [sum(each.weights[index] for each in sums) for index in range(len(buffer_refs))]

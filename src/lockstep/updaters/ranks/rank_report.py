@@ -93,8 +93,8 @@ def _decode_number(plain: Any) -> Any:
         kind, number = plain
         dtype = getattr(torch, kind)
         if isinstance(number, float):
-            # Several times as fast as `torch.tensor`. The device is explicit, because the user may have set
-            # another default.
+            # Several times as fast as `torch.tensor`. The device is explicit, because the user may have set another
+            # default.
             return torch.scalar_tensor(number, dtype=dtype, device="cpu")
         return torch.tensor(number, dtype=dtype, device="cpu")
     return plain

@@ -39,8 +39,8 @@ def initialise(model: nn.Module, forward: Callable[[], object], *, device: torch
         for index, module in enumerate(model.modules()):
             if isinstance(module, LazyModuleMixin):
                 seeded = partial(_seed, stream, stream_seed(seed, substream(INITIALISATION) + index))
-                # PyTorch's hook that initialises the module runs between these two: the first seeds the stream it
-                # draws from, the second copies the buffers it has created.
+                # PyTorch's hook that initialises the module runs between these two: the first seeds the stream it draws
+                # from, the second copies the buffers it has created.
                 handles.append(module.register_forward_pre_hook(seeded, prepend=True))
                 handles.append(module.register_forward_pre_hook(partial(_keep_buffers, buffers)))
         try:

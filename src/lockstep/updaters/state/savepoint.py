@@ -54,8 +54,7 @@ class Savepoint:
     def restore(self) -> None:
         """Restore everything, bit for bit."""
         for tensor, before in self._tensors.items():
-            # Copied in place: optimizers, replicas and the user's own references keep pointing to the same
-            # tensors.
+            # Copied in place: optimizers, replicas and the user's own references keep pointing to the same tensors.
             tensor.copy_(before)
         for optimizer, state in self._optimizers:
             _restore(optimizer, state)

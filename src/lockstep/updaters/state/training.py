@@ -124,8 +124,8 @@ class Training:
                 for key, value in remembered.items():
                     if isinstance(value, torch.Tensor):
                         found[f"{key} of {names.get(parameter, 'a parameter')}"] = value
-        # Sorted, because threads may have created an optimizer's entries in any order, and ranks compare tensors
-        # in order.
+        # Sorted, because threads may have created an optimizer's entries in any order, and ranks compare tensors in
+        # order.
         return {name: found[name] for name in sorted(found)}
 
     def _held(self) -> list[MasterWeights]:

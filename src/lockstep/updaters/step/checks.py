@@ -157,8 +157,8 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
         label = "`optimizer`" if len(optimizers) == 1 else f"`optimizer[{owner!r}]`"
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                # A buffer is not copied back by gradients: replicas would use the old values. It gets an error of
-                # its own, because it does belong to the model.
+                # A buffer is not copied back by gradients: replicas would use the old values. It gets an error of its
+                # own, because it does belong to the model.
                 if id(parameter) in buffers and id(parameter) not in names:
                     raise ValueError(
                         f"{label} must hold parameters of `model` only, got its buffer "

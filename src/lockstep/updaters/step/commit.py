@@ -50,8 +50,8 @@ class Committer:
             each.refresh()
         layout, wanted = self._engine.layout, attempt.request.wanted
         for parameter in layout.frozen:
-            # A parameter that has been frozen since still has the gradient of its last update, by which an
-            # optimizer would move it.
+            # A parameter that has been frozen since still has the gradient of its last update, by which an optimizer
+            # would move it.
             parameter.grad = None
         for parameter, gradient in zip(layout.parameters, attempt.gradients, strict=True):
             if wanted is not None and id(parameter) not in wanted:
@@ -64,8 +64,8 @@ class Committer:
             if gradient is not None:
                 gradient = gradient.to(target.dtype)  # noqa: PLW2901 - replaces it
                 if gradient.layout is torch.strided and gradient.stride() != target.stride():
-                    # Gradients from other ranks or from a hook may have other strides than the weight, which
-                    # fused kernels ignore.
+                    # Gradients from other ranks or from a hook may have other strides than the weight, which fused
+                    # kernels ignore.
                     gradient = laid_out_for(target, gradient)  # noqa: PLW2901 - see above
             target.grad = gradient
         attempt.gradients_assigned = True
@@ -113,8 +113,7 @@ class Committer:
         self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
     ) -> UpdateResult:
         """Step several optimizers: all of them, or none if an exception is raised."""
-        # One optimizer cannot take its step back, so the state is copied first. A single optimizer saves this
-        # copy.
+        # One optimizer cannot take its step back, so the state is copied first. A single optimizer saves this copy.
         savepoint, applied = self._training.save(), attempt.applied
         try:
             _raise_first([] if applied is False else self._apply(names, attempt, settings))
@@ -182,7 +181,7 @@ class Committer:
         self._engine.watch.doing = "end"
         training = self._training
         training.iteration += 1
-        # Not in place: `applied` may be a tensor that an earlier result still refers to.
+        # Not in place: `count_or_undo` keeps the old value, which may be a tensor.
         training.applied = training.applied + applied
         iterator = training.iterators[MAIN]
         previous_epoch = iterator.epoch

@@ -99,8 +99,8 @@ class CustomStep:
         self.state = state = CustomStepState(context, Counter({MAIN: 1}))
         try:
             with DefaultStream(engine.replicas.devices[0]) as stream, self._coordinator.reporting_errors():
-                # The step function itself may draw random numbers. They come from a stream of this update, so
-                # that a repeated update draws the same ones.
+                # The step function itself may draw random numbers. They come from a stream of this update, so that a
+                # repeated update draws the same ones.
                 stream.seed(stream_seed(engine.recipe.seed, substream(STEP) + engine.first_stream()))
                 core(batch)
                 # Before counting: once the ranks have agreed, none of them may fail or deliver an interrupt.

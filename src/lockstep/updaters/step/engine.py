@@ -245,8 +245,7 @@ class GradientEngine:
                 if parameter.grad is not None:
                     check_no_leaked_gradients(layout.named_parameters, request.wanted)
                     break
-        # The last point at which an interrupt is delivered: nothing has changed, and other ranks have not been
-        # told yet.
+        # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
         if self._ranks is not None:
             self._ranks.reduce(
@@ -335,8 +334,7 @@ class GradientEngine:
 
     def share(self, sizes: Sequence[int]) -> RankShare:
         """Return the shards of an update with batches of these sizes that this process computes."""
-        # Over ranks, the workloads that were last exchanged: measured ones must not be used before all ranks know
-        # them.
+        # Over ranks, the workloads that were last exchanged: measured ones must not be used before all ranks know them.
         own = self.replicas.workloads if self._ranks is None else self._ranks.workloads
         assignment = LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
         strided = self.recipe.split == "strided"

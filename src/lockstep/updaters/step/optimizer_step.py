@@ -269,8 +269,7 @@ class OptimizerStep:
             fused = fused or bool(group.get("fused"))
         if fused:
             match_state_layout(self._optimizer)
-        # In-place operations increase the version of a tensor, which shows after an error which weights have
-        # moved.
+        # In-place operations increase the version of a tensor, which shows after an error which weights have moved.
         versions = list(map(VERSION_OF, parameters))
         progress = StepProgress()
         try:
