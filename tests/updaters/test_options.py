@@ -111,7 +111,7 @@ def test_the_scale_of_an_optimizer_is_where_the_updaters_begins() -> None:
     nets = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
     for scales, message in (
         ((own, own), None),
-        ((own, 2.0), "`loss_scale` must be given for optimizers that"),
+        ((own, 2.0), "`loss_scale` must be given for optimizers with"),
     ):
         optimizers = {name: optimizer_of(nets[name], scale) for name, scale in zip(nets, scales, strict=True)}
         with nullcontext() if message is None else pytest.raises(ValueError, match=message):
