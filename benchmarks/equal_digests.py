@@ -47,6 +47,7 @@ def matching_recipes(patterns: Sequence[str]) -> list[str]:
 
 def run_one(name: str, placement: Placement) -> list[str]:
     """Run a recipe and return its digests; if it fails, return the error instead."""
+    # The bits of reductions on a CPU may depend on the number of threads.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
@@ -58,6 +59,7 @@ def run_one(name: str, placement: Placement) -> list[str]:
 
 def run_on_rank(names: Sequence[str], ranks: int) -> list[tuple[str, str, list[str]]]:
     """Run recipes on one of several ranks."""
+    # The recipes cause warnings on purpose, which would hide the errors of a recipe.
     warnings.simplefilter("ignore")
     return [
         (name, str(placement), run_one(name, placement))
@@ -156,6 +158,7 @@ def main() -> None:
         for name in matching_recipes(options.only):
             print(f"{name}  [{', '.join(map(str, RECIPES[name].placements))}]")
     elif options.into is not None:
+        # An installed lockstep could take precedence, and would be compared with itself.
         imported = Path(ls.__file__).parents[1].resolve()
         if imported != options.source:
             parser.error(f"lockstep must come from {options.source}, got that of {imported}.")

@@ -70,6 +70,7 @@ def group_step(group: ls.ReplicaGroup, x: torch.Tensor) -> Callable[[], None]:
 def seconds(step: Callable[[], None], steps: int, threads: int) -> float:
     """Return the mean time of a step in seconds."""
     torch.set_num_threads(threads)
+    # Not timed: the first step after a change of the number of threads is slower.
     step()
     start = time.perf_counter()
     for _ in range(steps):

@@ -52,6 +52,7 @@ def rank_of(
     """Return the update of one of two ranks, on its side of the network, with some heuristics enabled."""
     enter(sides[rank])
     set_environment(port, rank)
+    # The variables that torchrun sets: one machine with two ranks, or two machines with one each.
     machines = len({side.namespace for side in sides})
     os.environ.update(
         MASTER_ADDR=sides[0].address,
@@ -102,6 +103,7 @@ def measure(
     contenders: dict[str, Contender] = {}
     try:
         for on in [on for pair in pairs.values() for on in pair]:
+            # Several heuristics have the variant without any in common.
             if _key(on) not in contenders:
                 shared: Any = {"port": free_port(), "sides": sides, "on": on, **options}
                 contenders[_key(on)] = Contender(workload, [(rank_of, {"rank": rank, **shared}) for rank in range(2)])

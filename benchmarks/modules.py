@@ -60,6 +60,7 @@ def step_of(module: nn.Module, batch: torch.Tensor, threads: int) -> Callable[[]
     """Return a step that runs with a number of intra-op threads in the calling thread."""
 
     def step() -> None:
+        # In every step, because variants with other numbers run in between.
         torch.set_num_threads(threads)
         for parameter in module.parameters():
             parameter.grad = None
@@ -83,6 +84,7 @@ def variants(workload: Workload) -> dict[str, Callable[[], None]]:
         "2 devices": step_of(parallel(2, None), workload.batch, 1),
         "2 devices, 8 shards": step_of(parallel(2, 8), workload.batch, 1),
     }
+    # A monitor that is not due in a step should cost next to nothing.
     watched = parallel(1, 1)
     assert isinstance(watched, ls.DataParallel)
     watched.install_monitor(ls.Monitor(interval=10))

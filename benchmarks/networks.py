@@ -48,6 +48,7 @@ def enter(side: Side) -> None:
     """Move the current thread, and the threads and processes that it starts, to a namespace."""
     if side.namespace is None:
         return
+    # `setns` applies to the calling thread alone; Python has had it only since 3.12.
     with (NAMESPACES / side.namespace).open() as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
@@ -89,6 +90,7 @@ def cable(rate: float) -> Iterator[tuple[Side, Side]]:
             )
         yield first, second
     finally:
+        # Removing a namespace removes its interfaces too; one that was never created is no error.
         for side in sides:
             subprocess.run(["ip", "netns", "delete", str(side.namespace)], check=False, capture_output=True)  # noqa: S603, S607 - our own names
 
@@ -113,6 +115,7 @@ def measured_rate(sides: tuple[Side, Side]) -> float:
     with listener, _on(second, lambda: socket.create_connection((first.address, port), timeout=30)) as sender:
         receiver, _ = listener.accept()
         with receiver:
+            # In a thread, because the buffers of the sockets hold less than is sent.
             sending = threading.Thread(target=sender.sendall, args=(bytes(PROBE_BYTES),))
             begin = time.perf_counter()
             sending.start()

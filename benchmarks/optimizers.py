@@ -48,6 +48,7 @@ def optimizer_of(make: Callable[..., Optimizer], shapes: list[tuple[int, ...]]) 
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     optimizer = make(weights)
+    # The first steps create the state.
     for _ in range(5):
         optimizer.step()
     return optimizer
@@ -75,6 +76,7 @@ def main() -> None:
             ratios: list[float] = []
             times: list[float] = []
             for number in range(arguments.rounds):
+                # Alternating, so that neither always runs first.
                 order = (0, 1) if number % 2 else (1, 0)
                 if number % ROUNDS_PER_ALLOCATION == 0:
                     made = {which: optimizer_of(makers[which], shapes) for which in order}

@@ -70,6 +70,7 @@ def loopback_bytes() -> int:
 def bytes_of(act: Callable[[], object], communicator: ProcessCommunicator) -> tuple[int, int]:
     """Return the bytes that all ranks send in one call, and those that the interface counts."""
     communicator.barrier()
+    # The barriers keep the messages of other calls out of the count.
     before, interface = communicator.bytes_sent, loopback_bytes()
     dist.barrier()
     act()

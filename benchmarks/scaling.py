@@ -122,6 +122,7 @@ def measure(steps: dict[str, Step], x: torch.Tensor, num_updates: int) -> dict[s
         for name, step in steps.items():
             start = clock()
             step(x)
+            # Kernels run asynchronously: without this, only their launch would be timed.
             if x.device.type == "cuda":
                 torch.cuda.synchronize()
             # The first updates create the state of the optimizer.

@@ -154,6 +154,7 @@ class Contender:
             self._pipes.append(pipe)
             self._processes.append(process)
         sys.path[:] = path
+        # Wait until every process is ready, so that none starts during another's turn.
         for pipe in self._pipes:
             pipe.recv()
 
@@ -185,6 +186,7 @@ def phases(pipe: Connection, name: str, num_shards: int, devices: int) -> None:
     )
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {label: [] for _, _, label in timed_methods}
+    # Replaced for good, in a process that ends after this.
     for owner, method, label in timed_methods:
         setattr(owner, method, timed(getattr(owner, method), seconds[label]))
     update = lockstep(WORKLOADS[name], num_shards=num_shards, devices=devices)
@@ -253,9 +255,11 @@ def take_turns(
     counts = {}
     for name, contender in contenders.items():
         contender.seconds(warm_up)
+        # As many updates per turn as take about the same time for every contender.
         counts[name] = max(1, round(round_seconds / contender.seconds(5)))
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
+        # Rotated, so that no contender always has the same position in a round.
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in order:
             seconds[name].append(contenders[name].seconds(counts[name]))
@@ -292,6 +296,7 @@ def check(ratios: dict[str, float], seconds: dict[str, list[float]]) -> list[str
     ours = ratios.get("lockstep, S=2")
     if ours is not None and peers:
         best = max(peers, key=lambda name: peers[name])
+        # The fixed cost of an update weighs less in a longer one.
         bar = 0.95 if statistics.median(seconds["limit"]) >= 0.02 else 0.8
         if ours < bar:
             misses.append(f"S=2 reaches {ours:.2f} of the limit, target {bar}")

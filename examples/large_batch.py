@@ -97,7 +97,7 @@ def train(recipe: Recipe, seed: int, images: torch.Tensor, labels: torch.Tensor)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
-            schedule.step()
+            schedule.step()  # after every update, not every epoch
         with torch.no_grad():
             correct = model(images[NUM_TRAIN:]).argmax(dim=1) == labels[NUM_TRAIN:]
         accuracies.append(100 * correct.float().mean().item())

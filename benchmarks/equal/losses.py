@@ -21,6 +21,7 @@ def in_float32(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch
 
 def large_gradients(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return a loss with large intermediate gradients, so that high loss scales overflow in bfloat16 too."""
+    # The value stays the same, while backward multiplies by the factor first and divides by it later.
     output = model(x)
     factor = 2.0**45 if output.dtype == torch.bfloat16 else 1.0
     return cross_entropy((output / factor * factor).float(), target)
@@ -29,6 +30,7 @@ def large_gradients(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> 
 def overflowing(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return a loss that overflows in backward above a loss scale of 2^18, in shards with class 1."""
     loss: torch.Tensor = supervised(model, x, target)
+    # Powers of two are exact, so that a gradient that does not overflow keeps its bits.
     return loss * 2.0**-109 * 2.0**109 if bool((target == 1).any()) else loss
 
 

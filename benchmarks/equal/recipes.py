@@ -84,6 +84,7 @@ class Recipe:
     placements: tuple[Placement, ...] = USUAL
 
 
+# Scales that overflow in the first updates, and fit after a few reductions.
 TOO_HIGH: Mapping[str, tuple[torch.dtype, ls.LossScale]] = {
     "bf16-true": (
         torch.bfloat16,

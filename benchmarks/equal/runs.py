@@ -172,6 +172,7 @@ def by_halves(placement: Placement) -> list[str]:
             for parameter in updater.get_all_models()["main"].parameters():
                 if parameter.grad is not None:
                     parameter.grad.clamp_(-0.2, 0.2)
+            # The gradients of one batch are computed but never applied.
             if step != 2:
                 log.record_update(updater, updater.apply_gradients())
     finally:
@@ -223,6 +224,7 @@ def grouped(
         workloads = range(1, placement.devices + 1) if uneven else None
         devices = ["cpu"] * placement.devices
         with closing(ls.ReplicaGroup(model, devices, workloads=workloads, **options)) as group:
+            # Another size changes the lengths of the shards.
             for size in (9, 9, 6):
                 x = torch.randn(size, *shape, generator=generator)
                 target = torch.randint(NUM_CLASSES, (size,), generator=generator)
@@ -294,6 +296,7 @@ def summed(placement: Placement) -> list[str]:
     communicator = ls.find_communicator()
     generator = torch.Generator().manual_seed(25 + communicator.rank)
     try:
+        # Small tensors and large ones, and each dtype, are sent in different ways.
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
             for sizes in ((5, 700), (300_000, 3, 64)):
                 tensors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]

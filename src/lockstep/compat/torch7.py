@@ -149,6 +149,7 @@ class DataParallelTable(ModuleWrapper):
         """
         if self._output is None:
             raise OrderError("`backward` must follow a forward, once.")
+        # Backward frees the graph, so that a second one must be refused even if this one raises.
         outputs, self._output = list(nest.tensors(self._output)), None
         weights = [each for each in self.table.parameters() if each.requires_grad]
         inputs = [each for each in nest.tensors(input) if each.requires_grad]

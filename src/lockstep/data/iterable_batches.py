@@ -91,6 +91,7 @@ class IterableBatches(TrackingIterator):
             raise ValueError(f"`ahead` must be at least 0, got {ahead}.")
         while len(self._ahead) <= ahead:
             start = self._ahead[-1][1] if self._ahead else self._cursor
+            # Before reading, which would start another epoch.
             if start.epoch > 0 and not self.repeat:
                 raise StopIteration
             self._ahead.append(self._source.pull())
@@ -173,6 +174,7 @@ class IterableBatches(TrackingIterator):
 
     def _saved_cursor(self, state: Mapping[str, Any]) -> SourceCursor:
         """Return the cursor of a saved state, after checking that it fits this iterator."""
+        # Not `isinstance`, because a bool is an int too.
         for name in ("epoch", "position"):
             if type(state[name]) is not int or state[name] < 0:
                 raise StateError(f"`{name}` must be an integer of at least 0, got {state[name]!r}.")
@@ -216,6 +218,7 @@ def as_iterator(source: Iterator | Source, *, name: str = "iterator") -> Iterato
     """
     if isinstance(source, Iterator):
         return source
+    # The constructor checks again, but under the name of its own argument.
     check_source(source, name)
     return IterableBatches(source)
 

@@ -173,6 +173,7 @@ class Evaluator(Extension):
 
     def _measure(self, model: torch.nn.Module, batch: Any, outputs: list[Any], observers: Observers) -> dict[str, Mean]:
         """Update the metrics with one batch, and return its loss and all other values returned or reported."""
+        # A loss function that does not run the model must not leave the metrics the output of the previous batch.
         outputs.clear()
         args, kwargs, num_samples = self._arguments(batch, _device_of(model))
         means: dict[str, Mean] = {}
@@ -228,6 +229,7 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
         model: The model to evaluate.
     """
     modes = [(module, module.training) for module in model.modules()]
+    # Iterating over a DataLoader draws a seed from the default generator: training must not depend on evaluations.
     generator = torch.get_rng_state()
     try:
         model.eval()

@@ -102,6 +102,7 @@ class LogReport(Extension):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state."""
         check_keys(state, ("log", "averages"), of="LogReport")
+        # Everything is built before the first attribute is set, so that an error changes nothing.
         averages = {name: Average() for name in state["averages"]}
         for name, average in averages.items():
             average.load_state_dict(state["averages"][name])

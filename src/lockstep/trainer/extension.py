@@ -117,6 +117,7 @@ class FunctionExtension(Extension):
         self.trigger = trigger
         self.priority = priority
         self.call_before_training = call_before_training
+        # A callable object has no `__name__`.
         default_name = function.__name__ if inspect.isroutine(function) else type(function).__name__
         self._name = name or default_name
         self._initialize = initialize

@@ -218,6 +218,7 @@ class Trainer:
         self.until.initialize(self._progress)
         if self._finished():
             return
+        # Only now, because a run that has already ended must not write anything.
         self.out.mkdir(parents=True, exist_ok=True)
         self._started = time.perf_counter()
         try:
@@ -354,7 +355,7 @@ class Trainer:
             raise
 
     def _close(self, error: BaseException | None) -> None:
-        """Make all calls that end a run, even if some fail; then raise the first error if there was none before."""
+        """Call everything that must be called when a run ends, even if some of it fails; then raise the first error."""
         entries = self._initialized
         calls: list[tuple[str, Callable[[], object]]] = []
         if error is not None:

@@ -59,6 +59,7 @@ class BestValue(Trigger):
 
     def _mean(self, progress: Progress) -> float:
         """Return the mean over the interval that has ended, and start the next."""
+        # The mean of no values is NaN, which would silently never be the best.
         if self._average.empty:
             observed = ", ".join(map(repr, sorted(progress.observation))) or "nothing"
             raise KeyError(f"`key` must be observed before its interval ends, got {self.key!r}; there is {observed}.")

@@ -46,6 +46,7 @@ def get_trigger(spec: TriggerSpec) -> Trigger:
     >>> get_trigger((2, "epoch")).period
     2
     """
+    # First, because a trigger is callable too.
     if isinstance(spec, Trigger):
         return spec
     if spec is None:

@@ -65,6 +65,7 @@ class Latch(Trigger):
         if self._loaded:
             self._fired = self._fired and self.trigger.stays_fired(progress)
             self._loaded = False
+        # Once per iteration, also after a resume: the observation is the same, and would be averaged twice.
         if not self._fired and iteration != self._asked_at:
             self._fired = self.trigger(progress)
             self._asked_at = iteration

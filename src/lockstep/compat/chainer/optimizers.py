@@ -54,6 +54,7 @@ class GradientMethod(optim.HookedOptimizer):
         """
         if not isinstance(link, nn.Module):
             raise TypeError(f"`link` must be a torch.nn.Module, got a {type(link).__name__}.")
+        # The current options, which may have been set after the optimizer was created.
         options = {**self.param_groups[0], "params": list(link.parameters())}
         self.param_groups.clear()
         self.state.clear()
@@ -151,6 +152,7 @@ class GradientMethod(optim.HookedOptimizer):
         """
         state = self.state_dict()
         loaded = serializer("optimizer", state)
+        # When saving, a serializer returns the object that it was given.
         if loaded is not state:
             self.load_state_dict(loaded)
 

@@ -107,6 +107,7 @@ def merge_batches(batches: Sequence[DataBatch], descriptions: Sequence[DataDesc]
             samples is taken from the first device.
     """
     rows = [[*batch.data, *(batch.label or ())] for batch in batches]
+    # Not strict, because without labels there are fewer arrays than descriptions.
     arrays = [
         parts[0] if each.batch_axis is None else torch.cat(parts, each.batch_axis)
         for each, *parts in zip(descriptions, *rows, strict=False)

@@ -176,6 +176,7 @@ class DataParallelExecutorGroup:
         """
         descriptions = self._data + self._labels
         batch = data_batch if isinstance(data_batch, DataBatch) else merge_batches(data_batch, descriptions)
+        # A batch may have labels that were not described: the model does not take them.
         labels = list(batch.label or ()) if self._labels else []
         self._outputs = self.core.forward((*batch.data, *labels), is_train)
         self._pad = batch.pad or 0
@@ -217,6 +218,7 @@ class DataParallelExecutorGroup:
 
     def get_input_grads(self) -> list[list[torch.Tensor]]:
         """Return, for each of the data, the gradient of its part on each device."""
+        # The labels are inputs too, after the data.
         return self.core.input_grads(merge=False)[: len(self._data)]
 
     def get_input_grads_merged(self) -> list[torch.Tensor]:

@@ -41,6 +41,7 @@ class OptimizerPerKey:
 
     def add(self, key: Key, value: Tensor) -> None:
         """Add a key, whose value becomes the only parameter of its optimizer."""
+        # The parameter shares the memory of the value, so that a step changes the value.
         self.optimizers[key] = self._make([nn.Parameter(value)])
 
     def __call__(self, key: Key, summed: Tensor, value: Tensor) -> None:
@@ -50,6 +51,7 @@ class OptimizerPerKey:
         ((parameter,),) = (group["params"] for group in optimizer.param_groups)
         parameter.grad = summed.mul_(self._rescale_grad)
         optimizer.step()
+        # The sum would otherwise stay in memory until the next push.
         parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class KVStore:
             TypeError: If some keys are integers and others are strings.
         """
         given = group_by_key(key, value)
+        # All keys are checked before the first value is stored.
         names = list(self._values)
         for name, _ in given:
             if name in names:
@@ -225,6 +226,7 @@ class KVStore:
             here, there = isinstance(part, OptimizerPerKey | TwoBitCompression), state[what] is not None
             if here != there:
                 raise StateError(f"A KVStore must have {what} where its saved state has ({there}), got {here}.")
+        # In place, because the parameters of the optimizers share this memory.
         for key, value in self._values.items():
             value.copy_(state["values"][str(key)])
         for what, part in parts.items():

@@ -36,6 +36,7 @@ def split_input_slice(
         raise ValueError(f"`work_load_list` must have a finite sum other than 0, got {list(work_load_list)}.")
     round_shares = _round_half_up if rule == "scala" else _round_half_even
     lengths = round_shares(batch_size, work_load_list)
+    # Rounding down on every device can leave several samples, all of which go to the last one.
     lengths[-1] += max(batch_size - sum(lengths), 0)
     slices: list[slice] = []
     begin = 0

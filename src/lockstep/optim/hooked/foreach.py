@@ -70,6 +70,7 @@ class ForeachOptimizer(HookedOptimizer):
 
     def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
         """Create the state of a parameter, before its first step."""
+        # `zeros_like` keeps the strides of the weight, without which the kernels lose their fast path.
         state.update({name: torch.zeros_like(weight) for name in self._state_names})
 
     def _group_by_device_and_dtype(self, *lists: list[Tensor]) -> list[list[list[Tensor]]]:

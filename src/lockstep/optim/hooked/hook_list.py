@@ -157,6 +157,7 @@ class HookList:
         try:
             self._load_hook_states(saved)
         except BaseException:
+            # Also into the hooks that had loaded theirs before another one raised.
             self._load_hook_states(before)
             raise
 

@@ -34,6 +34,7 @@ def check_saved(
     """
     _check_keys("The state", saved, wanted)
     groups = saved["param_groups"]
+    # Parameters have no names in a state: torch assigns their states by position.
     sizes = [len(group["params"]) for group in own_groups]
     saved_sizes = [len(group["params"]) for group in groups]
     if sizes != saved_sizes:
@@ -65,6 +66,7 @@ def _check_parameters(
         states = [remembered.get(index) for index in saved_group["params"]]
         keys = state_keys(saved_group)
         for index, weight, state in zip(saved_group["params"], group["params"], states, strict=True):
+            # A parameter that has never been updated has no state.
             if state is not None:
                 _check_parameter_state(f"The state of parameter {index}", state, keys, weight.shape)
 

@@ -56,6 +56,7 @@ class ScaledOptimizer(Optimizer, HasMasters):
         else:
             self._scaler.step(self)
             self._scaler.update()
+        # Detached, because a loss that you keep would keep its graph in memory.
         return None if loss is None else loss.detach()
 
     def loss_scaling(self, interval: float = 1000, scale: LossScale | float | None = None) -> None:
@@ -129,6 +130,7 @@ class ScaledOptimizer(Optimizer, HasMasters):
                 f"The optimizer must have a loss scale and master weights as the saved state has ({there}), "
                 f"got {here}. Call `loss_scaling` or `use_fp32_update` before loading."
             )
+        # Both calls only check: a state is loaded after all of it was found to fit.
         if self._scaler is not None:
             self._scaler.restored(saved["loss_scale"])
         if self._masters is not None:

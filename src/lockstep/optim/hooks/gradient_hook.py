@@ -37,6 +37,7 @@ class GradientHook(ABC):
             optimizer: The optimizer whose gradients are changed; with a parameter in ``where``, it is not used.
             *where: Nothing, a single parameter, or the two arguments that torch passes to a step hook.
         """
+        # torch passes the two arguments of the step, lockstep's optimizers nothing or a parameter.
         weights = list(where) if len(where) == 1 else _parameters(optimizer)
         pairs = [(weight.detach(), weight.grad) for weight in weights if weight.grad is not None]
         if pairs:

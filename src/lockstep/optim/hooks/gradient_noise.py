@@ -63,6 +63,7 @@ class GradientNoise(GradientHook):
             # On the CPU, because generators of other devices give other numbers for the same seed.
             noise = torch.randn(grad.shape, dtype=grad.dtype, generator=generator)
             grad.add_(noise.to(grad.device), alpha=deviation)
+        # Last, so that a call that raised is repeated with the same noise.
         self.t += 1
 
     def state_dict(self) -> dict[str, Any]:
