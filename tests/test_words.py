@@ -1,0 +1,117 @@
+"""One word for one thing: the words that docs/words.toml rules out are in neither the source nor the pages."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+WORDS: list[dict[str, Any]] = tomllib.loads((ROOT / "docs" / "words.toml").read_text(encoding="utf-8"))["word"]
+GLOSSARY = ROOT / "docs" / "glossary.md"
+KINDS = {".md", ".toml", ".py", ".txt", ".sh", ".sbatch", ".yaml", ".svg"}
+VERBS = ("Give", "Take", "Say", "Tell", "Let", "Make", "Put", "Bring", "Look", "Do", "Go", "Get hold")
+"""What a docstring does not begin with: the standard verb is another one."""
+
+
+def searched_files() -> list[Path]:
+    pages = [path for path in (ROOT / "docs").rglob("*") if path.suffix in KINDS and path.name != "words.toml"]
+    return sorted([*(ROOT / "src").rglob("*.py"), *pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+
+
+def normalised(text: str) -> str:
+    """Turn a text into words and spaces, with as many lines as before.
+
+    >>> normalised("class WorkLoads:  # in the\\n    # place of `_slot`").split()
+    ['class', 'Work', 'Loads:', 'in', 'the', 'place', 'of', '`', 'slot`']
+    """
+    text = re.sub(r"^(\s*)(#:?|\*|>)", lambda found: " " * len(found[0]), text, flags=re.MULTILINE)
+    text = text.replace(" # ", "   ")
+    text = re.sub(r"__\w+__|\bslots=", lambda found: " " * len(found[0]), text)  # Python's own names
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", text.replace("_", " "))
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE)
+
+
+def without_glossary_table(path: Path, text: str) -> str:
+    """Leave out the table that lists the words."""
+    return text.split("## Not used here")[0] if path == GLOSSARY else text
+
+
+def found_in(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the number of the line, the match and what to write instead, for every word that is ruled out."""
+    plain = normalised(text)
+    for word in WORDS:
+        for match in compiled(word["pattern"]).finditer(plain):
+            yield plain.count("\n", 0, match.start()) + 1, " ".join(match[0].split()), word["instead"]
+
+
+def test_no_word_that_is_ruled_out_is_used() -> None:
+    lines = []
+    for path in searched_files():
+        text = without_glossary_table(path, path.read_text(encoding="utf-8"))
+        place = path.relative_to(ROOT)
+        lines += [f"{place}:{line}: {word!r}; instead: {instead}" for line, word, instead in found_in(text)]
+    assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("x = 1\n# the work loads of devices\n", 2),
+        ("def one_shard_a_device(): ...\n", 1),
+        ("class WorkLoad: ...\n", 1),
+        ('"""Sum in the\n    place of nothing."""\n', 1),
+        ("# one thing\n# in the\n# place of another\n", 2),
+        ("error = 'Somebody wrote to it.'\n", 1),
+        ("a lane\n", 1),
+    ],
+)
+def test_a_planted_word_is_found(text: str, line: int) -> None:
+    assert [number for number, _, _ in found_in(text)] == [line]
+
+
+def test_words_that_are_in_order_are_left_alone() -> None:
+    text = "@dataclass(frozen=True, slots=True)\nclass A:\n    __slots__ = ()\n    # one workload per device, vector lanes\n"
+    assert list(found_in(text)) == []
+
+
+def test_the_table_of_the_glossary_is_made_of_the_list() -> None:
+    table = GLOSSARY.read_text(encoding="utf-8").split("## Not used here")[1]
+    rows = [f"| {word['shown']} | {word['instead']} |" for word in WORDS]
+    assert [line for line in table.splitlines() if line.startswith("| ")][1:] == rows
+
+
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of every docstring of a module, class or function."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield node.body[0].lineno, docstring
+
+
+def test_docstrings_begin_with_standard_verbs() -> None:
+    lines = []
+    for path in sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]):
+        for line, docstring in docstrings(path.read_text(encoding="utf-8")):
+            if re.match(rf"({'|'.join(VERBS)})\b", docstring):
+                lines.append(f"{path.relative_to(ROOT)}:{line}: {docstring.splitlines()[0]}")
+    assert not lines, "\n".join(lines)
+
+
+def test_a_planted_verb_is_found() -> None:
+    text = '"""Things."""\n\n\ndef f() -> None:\n    """Give nothing."""\n'
+    assert [line for line, docstring in docstrings(text) if docstring.startswith(VERBS)] == [5]
