@@ -163,8 +163,10 @@ def draw_parts() -> str:
     rows = layers_of("lockstep")
     heights = [row_height(row) for row in rows]
     canvas = start(texts, WIDTH, sum(heights) + GAP * (len(rows) - 1) + 32)
-    if words.keys() != {name for row in rows for name in row}:
-        raise ValueError("`parts.toml` must describe every part of pyproject.toml, and no other.")
+    parts = [part for row in rows for part in row]
+    chips = [f"{part}.{name}" for part in parts for name in sub_packages(part)]
+    if {*words, *texts["part"]["sub"]} != {*parts, *chips}:
+        raise ValueError("`parts.toml` must describe every part and sub-package of pyproject.toml, and no other.")
     y = 16
     for row, height in zip(rows, heights, strict=True):
         width = (WIDTH - 2 * LEFT - 10 * (len(row) - 1)) / len(row)
