@@ -15,7 +15,7 @@ from lockstep.extensions import Evaluator, LogReport
 from lockstep.metrics import Accuracy, Average
 from lockstep.trainer import Trainer
 from lockstep.triggers import MaxValue
-from small_updaters import LoopUpdater
+from tests.support.plain_updaters import LoopUpdater
 
 cross_entropy = torch.nn.functional.cross_entropy
 

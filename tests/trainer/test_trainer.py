@@ -15,7 +15,7 @@ from lockstep.errors import OrderError, StateError
 from lockstep.metrics import Mean
 from lockstep.trainer import EDITOR, READER, WRITER, Extension, FunctionExtension, Trainer, make_extension
 from lockstep.triggers import EarlyStopping, ManualSchedule, MaxValue, Never, Once, TriggerSpec
-from small_updaters import CountingUpdater, LoopUpdater
+from tests.support.plain_updaters import CountingUpdater, LoopUpdater
 
 Events = list[tuple[Any, ...]]
 

@@ -29,7 +29,7 @@ from lockstep.triggers import (
     get_trigger,
     get_until,
 )
-from small_updaters import CountingUpdater, Place
+from tests.support.plain_updaters import CountingUpdater, Place
 
 NAN = math.nan
 
