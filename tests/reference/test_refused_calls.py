@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.small_updaters import CountingUpdater
+from tests.support.plain_updaters import CountingUpdater
 from torch import nn
 from torch.utils.data import TensorDataset
 from traces import Case, cases

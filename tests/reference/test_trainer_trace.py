@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.plain_updaters import CountingUpdater
 from torch.utils.data import TensorDataset
 from traces import Tolerance, equal, tensor
 
@@ -19,7 +20,6 @@ from lockstep.metrics import Mean
 from lockstep.optim import CorrectedMomentumSGD
 from lockstep.trainer import Extension, Trainer
 from lockstep.updaters import ParallelUpdater, supervised
-from small_updaters import CountingUpdater
 
 HERE = Path(__file__).resolve()
 REFERENCE = Path(os.environ.get("LOCKSTEP_REFERENCE") or HERE.parents[2].parent / "shared" / "reference")

@@ -1,6 +1,6 @@
 """An update can be read: how much code of ours it goes through, and how long files and functions are.
 
-`python -m tests.flow` prints the figures. A bound may be raised by a commit that needs it, with the reason
+`python -m tests.support.flow` prints the figures. A bound may be raised by a commit that needs it, with the reason
 beside the number. Up to Python 3.11 comprehensions count as calls; later ones have no frames for most of
 them, so the same bounds are a little wider there.
 """
@@ -15,7 +15,7 @@ import torch
 
 from lockstep.nest import tensors
 from lockstep.plan import cut
-from tests import flow
+from tests.support import flow
 
 # calls, modules, changes of file; None where nothing is held
 BOUNDS: dict[str, tuple[int, int | None, int | None]] = {

@@ -1,4 +1,4 @@
-"""Batches of a dataset whose order and state depend on nothing but the seed, and how they become tensors."""
+"""Iterators over batches whose order and state depend only on the seed, and the conversion of samples to tensors."""
 
 from lockstep.data.batch_iterator import BatchIterator as BatchIterator, OrderSampler as OrderSampler
 from lockstep.data.collate import collate as collate

@@ -1,4 +1,4 @@
-"""What a loss function returns, and the usual one."""
+"""The return value of a loss function, and the usual loss function."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A mean loss, what it is the mean of, and what else was measured on the way.
+    """A mean loss with its weight and metrics.
 
     Args:
-        value: The mean over the shard; one element, carrying a gradient.
-        weight: How much the mean stands for, say its number of tokens: at least 0, a number or a tensor of
-            one element. None for the number of samples. A shard of weight 0 takes no part in the update.
-        metrics: Sums and weights by name, for example ``{"accuracy": (correct, count)}``; they are added
-            up over shards, so that the quotient is that of the whole batch. A pair may be a tensor of two
-            elements as well.
+        value: The mean loss of the shard; a tensor of one element that requires a gradient.
+        weight: The weight of the mean, for example its number of tokens; at least 0, a number or a tensor of one
+            element. None stands for the number of samples. A shard of weight 0 takes no part in the update.
+        metrics: Pairs (sum, weight) by name, for example ``{"accuracy": (correct, count)}``. They are summed over
+            shards, and the metric is their quotient over the whole batch. A pair may also be a tensor of two elements.
 
     >>> Loss(torch.tensor(0.5, requires_grad=True), weight=12, metrics={"accuracy": (9, 12)}).weight
     12
@@ -36,7 +35,7 @@ class Loss:
 
 
 class LossFunction(Protocol):
-    """Called with the replica, never the original model, and the arrays of one shard.
+    """Called with a replica, never with the original model, and the arrays of one shard.
 
     For several networks it is called with a dict of their replicas by name.
     """
@@ -66,14 +65,14 @@ class Supervised:
         if self.target is None:
             if not args:
                 raise ValueError(
-                    "`target` must name the label of a dict batch, got None. Give supervised(criterion, "
+                    "`target` must name the label of a dict batch, got None. Call supervised(criterion, "
                     f"target=...) with one of {sorted(kwargs)}."
                 )
             *inputs, target = args
             loss = self.criterion(model(*inputs, **kwargs), target)
             return self._by_class(loss, target) if self.weighted else loss
         if not kwargs:
-            raise ValueError(f"`target` must be None where a batch is no dict, got {self.target!r}.")
+            raise ValueError(f"`target` must be None for batches that are not dicts, got {self.target!r}.")
         if self.target not in kwargs:
             keys = ", ".join(kwargs)
             raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
@@ -164,11 +163,14 @@ def _remedy(returned: object) -> str:
 
 
 def check_loss(returned: object) -> Loss:
-    """Convert what a loss function returned to a `Loss`.
+    """Check what a loss function returned, and convert it to a `Loss`.
+
+    Args:
+        returned: The return value of the loss function.
 
     Raises:
-        TypeError: If it is neither a tensor nor a `Loss`, is complex, or has a metric that is not a pair.
-        ValueError: If it has more than one element, or carries no gradient.
+        TypeError: If it is neither a tensor nor a `Loss`, if it is complex, or if a metric is not a pair.
+        ValueError: If it has more than one element or does not require a gradient.
     """
     loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type]  # checked next
     value = loss.value
@@ -181,8 +183,8 @@ def check_loss(returned: object) -> Loss:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     if not value.requires_grad:
         raise ValueError(
-            "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "
-            "output of the model it is given, without detach(), item() or no_grad()."
+            "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from "
+            "the output of the model it is given, without detach(), item() or no_grad()."
         )
     for name, pair in loss.metrics.items():
         if not _is_pair(pair):
@@ -191,7 +193,7 @@ def check_loss(returned: object) -> Loss:
 
 
 def _is_pair(value: object) -> bool:
-    """Say whether it falls into two: two values, or a tensor of two elements."""
+    """Check whether a value is a pair: two values, or a tensor of two elements."""
     two = len(("sum", "weight"))
     if isinstance(value, torch.Tensor):
         return value.shape == (two,)
@@ -199,10 +201,14 @@ def _is_pair(value: object) -> bool:
 
 
 def loss_weight(loss: Loss, num_samples: int) -> float:
-    """Read the weight of a shard's loss; waits for the device if the weight is there.
+    """Return the weight of a shard's loss; waits for the device if the weight is there.
+
+    Args:
+        loss: The loss of the shard.
+        num_samples: The number of samples in the shard.
 
     Raises:
-        ValueError: The weight is negative or not finite.
+        ValueError: If the weight is negative or not finite.
     """
     if loss.weight is None:
         return float(num_samples)
