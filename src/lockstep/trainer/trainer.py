@@ -298,8 +298,7 @@ class Trainer:
         trigger = get_trigger(spec)
         for entry in self._entries.values():
             if entry.trigger is trigger:
-                rule = "must not be that of another extension"
-                raise ValueError(f"`trigger` {rule}, got that of {entry.name}. Create a second one.")
+                raise ValueError(f"`trigger` must not be another extension's, got that of {entry.name}. Use a new one.")
         return trigger
 
     def _unique_name(self, name: str) -> str:

@@ -57,7 +57,7 @@ class DataDesc:
 Description: TypeAlias = "DataDesc | tuple[str, Sequence[int]]"
 
 
-def parse_descriptions(descriptions: Sequence[Description] | None) -> list[DataDesc]:
+def parse(descriptions: Sequence[Description] | None) -> list[DataDesc]:
     """Convert descriptions to `DataDesc`; a pair of a name and a shape has MXNet's default layout."""
     return [each if isinstance(each, DataDesc) else DataDesc(*each) for each in descriptions or ()]
 
