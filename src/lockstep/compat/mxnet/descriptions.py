@@ -80,7 +80,7 @@ class DataBatch:
     """The arrays of one batch, in the order of the descriptions.
 
     Args:
-        data: The inputs.
+        data: The inputs of the batch.
         label: The labels, if there are any.
         pad: The number of samples at the end that are padding.
         index: The indices of the samples, for your own use.

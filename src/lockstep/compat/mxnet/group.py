@@ -257,7 +257,7 @@ class DataParallelExecutorGroup:
         """Install a monitor on all replicas.
 
         Args:
-            monitor: The monitor.
+            monitor: The monitor to install.
         """
         self.core.install_monitor(monitor)
 
