@@ -308,8 +308,7 @@ class Trainer:
         trigger = get_trigger(spec)
         for entry in self._entries.values():
             if entry.trigger is trigger:
-                rule = "must not be that of another extension"
-                raise ValueError(f"`trigger` {rule}, got that of {entry.name}. Create a second one.")
+                raise ValueError(f"`trigger` must not be another extension's, got that of {entry.name}. Use a new one.")
         return trigger
 
     def _unique_name(self, name: str) -> str:
@@ -384,7 +383,7 @@ class Trainer:
         for what, call in calls:
             failure = _call_and_catch(call)
             if failure is not None and first is not None:
-                _report(what, failure, beside=first)
+                _report(what, failure, original=first)
             first = first or failure
         self._initialized.clear()
         self._elapsed, self._started = self.elapsed_time, None
@@ -401,9 +400,9 @@ def _call_and_catch(call: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def _report(what: str, failure: BaseException, *, beside: BaseException) -> None:
+def _report(what: str, failure: BaseException, *, original: BaseException) -> None:
     """Print to stderr that something failed while the run was ending, and add a note to the original exception."""
     lines = traceback.format_exception(type(failure), failure, failure.__traceback__, chain=False)
-    sys.stderr.write(f"{what} raised while the run ended with {type(beside).__name__}:\n{''.join(lines)}")
+    sys.stderr.write(f"{what} raised while the run ended with {type(original).__name__}:\n{''.join(lines)}")
     if sys.version_info >= (3, 11):
-        beside.add_note(f"{what} raised, too: {lines[-1].strip()}")
+        original.add_note(f"{what} raised, too: {lines[-1].strip()}")
