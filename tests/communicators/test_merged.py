@@ -17,7 +17,7 @@ from lockstep.communicators import Contribution, agreement
 from lockstep.communicators.agreement import Difference, StateComparer, check_fields, first_difference
 from lockstep.communicators.sums import pair
 from lockstep.communicators.transport import packing
-from lockstep.communicators.transport.packing import LONG, plan_packets
+from lockstep.communicators.transport.packing import LONG_TENSOR, plan_packets
 from lockstep.tree import PartialSum
 from tests.laws.models import MLP
 from tests.laws.runs import finalized, updater_for
@@ -60,7 +60,7 @@ def ignores_the_last(said: Sequence[dict[str, Any]]) -> Difference | None:
 
 def names_a_rank_less(said: Sequence[dict[str, Any]]) -> Difference | None:
     found = first_difference(said)
-    return found and Difference(found.rank - 1, found.here, found.first, found.names)
+    return found and Difference(found.rank - 1, found.values, found.rank_0_values, found.names)
 
 
 COMPARISONS = {
@@ -221,10 +221,10 @@ def test_tensors_reach_all_ranks_whole_and_a_fault_in_the_plan_shows() -> None:
     assert {name: first[name] | second[name] for name in PLANNERS} == wanted
 
 
-SHAPES = st.lists(st.tuples(st.integers(0, 3 * LONG // 8), st.booleans()), max_size=24)
+SHAPES = st.lists(st.tuples(st.integers(0, 3 * LONG_TENSOR // 8), st.booleans()), max_size=24)
 
 
-@given(SHAPES, st.integers(1, 4 * LONG), st.integers(1, 2 * LONG), st.randoms(use_true_random=False))
+@given(SHAPES, st.integers(1, 4 * LONG_TENSOR), st.integers(1, 2 * LONG_TENSOR), st.randoms(use_true_random=False))
 def test_every_tensor_is_in_one_packet_in_order_and_no_packet_is_too_long(
     described: list[tuple[int, bool]], limit: int, alone: int, random: Any
 ) -> None:
