@@ -31,7 +31,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import MasterWeights, left_out_if
+from lockstep.precision import MasterWeights, skipped_if
 from lockstep.updaters.step.fused import settle_layout
 
 VERSION: Final = attrgetter("_version")
@@ -235,7 +235,7 @@ class OptimizerStep:
             LockstepError: The error came in between; the weights are neither those before nor those after.
         """
         if unless is not None:
-            with left_out_if(self._optimizer, unless):
+            with skipped_if(self._optimizer, unless):
                 return self.step(places=places, run=run)
         if self._masters is not None:
             with self._masters.in_place():
