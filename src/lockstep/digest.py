@@ -78,8 +78,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     empty tensor has none.
 
     Args:
-        tensor: The tensor, on any device and in any layout. If its elements do not lie in order on the CPU, they
-            are copied there in pieces of at most 4 MiB.
+        tensor: The tensor, on any device and in any layout. Elements that are not in order on the CPU are copied
+            there in pieces of at most 4 MiB.
 
     Returns:
         The digest as 64 hexadecimal digits.
@@ -257,7 +257,7 @@ def _dotted(path: Path) -> str:
 
 def _key(key: Any) -> Any:
     """Return a key of a path as a JSON value."""
-    # JSON would write keys of other types like those of its own types: an IntEnum like an int, a tuple like a list.
+    # JSON would write an IntEnum like an int and a tuple like a list, so keys of such types are marked by their type.
     return key if key is None or type(key) in {str, int, bool} else {type(key).__name__: repr(key)}
 
 
@@ -266,7 +266,7 @@ def _json(value: Any) -> str:
 
 
 def _update(sha: hashlib._Hash, tensor: torch.Tensor) -> None:
-    """Hash the elements of a tensor in row-major order, without a copy if they lie in that order."""
+    """Hash the elements of a tensor in row-major order, without a copy if they are stored in that order."""
     tensor = tensor.detach()
     for piece in _pieces(tensor if tensor.layout is torch.strided else tensor.to_dense()):
         size = piece.numel() * piece.element_size()

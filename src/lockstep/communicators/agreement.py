@@ -75,7 +75,7 @@ def first_difference(values: Sequence[Mapping[str, Any]]) -> Difference | None:
     >>> first_difference([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"b": 3, "c": 4}]).names
     ('a', 'b', 'c')
     """
-    # A marker of its own for a missing name, because None may be a value.
+    # A separate marker for a missing name, because None may be a value.
     first, missing = values[0], object()
     for rank, here in enumerate(values):
         # In the order of dictionaries, not of sets: all ranks must name the same value first.
@@ -124,7 +124,7 @@ def check_fields(communicator: Communicator, fields: Mapping[str, str], *, what:
 def check_same(communicator: Communicator, subject: nn.Module | NamedTensors | Sequence[torch.Tensor]) -> None:
     """Check that all ranks hold the same bits; see `Communicator.check_same`."""
     tensors = _named_tensors(subject)
-    # Dtype and shape travel apart from the digest, which does not depend on them, so that the error can name them.
+    # Dtype and shape are compared as text beside the digest, so that the error can name them.
     found = compare(
         communicator,
         {name: [f"{each.dtype} {tuple(each.shape)}", digest(each)] for name, each in tensors.items()},

@@ -129,7 +129,7 @@ def _read_slurm(variables: Mapping[str, str]) -> RunEnvironment:
         _read_integer(variables, "SLURM_STEP_NUM_TASKS"),
         local_rank=_read_integer(variables, "SLURM_LOCALID", 0),
         address=variables.get("MASTER_ADDR") or first_host(_read_text(variables, "SLURM_STEP_NODELIST")),
-        # All ranks must find the same port without a message. It lies below the ports that Linux assigns to outgoing
+        # All ranks must find the same port without a message. It is below the ports that Linux assigns to outgoing
         # connections, and depends on job and step, so that those that run side by side rarely share one.
         port=_read_integer(variables, "MASTER_PORT", 12_000 + (101 * job + step) % 20_000),
         agents=_read_integer(variables, "SLURM_STEP_NUM_NODES", 1),

@@ -45,7 +45,7 @@ class LocalCommunicator(Communicator):
         """Return the message itself."""
         return [payload]
 
-    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:  # noqa: ARG002 - holds its own body
+    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:  # noqa: ARG002 - already holds the only body
         """Return the message itself. The table already holds the only body."""
         return [payload]
 
@@ -55,11 +55,11 @@ class LocalCommunicator(Communicator):
     def sum_partials(
         self,
         partials: Sequence[PartialSum],
-        contributions: Sequence[Contribution],  # noqa: ARG002 - `partials` say it all here
+        contributions: Sequence[Contribution],  # noqa: ARG002 - those of one rank follow from `partials`
         like: Sequence[torch.Tensor],
         *,
         divisor: float = 1.0,
-        compress: bool = True,  # noqa: ARG002 - nothing travels
+        compress: bool = True,  # noqa: ARG002 - nothing is sent
     ) -> Tensors:
         """Sum the partial sums of this process; see `Communicator.sum_partials`."""
         summed: Tensors = total(partials) if partials else [None] * len(like)
@@ -118,4 +118,4 @@ class LocalSum(PendingSum):
         return self._communicator.sum_partials(self._partials, self._contributions, self._like, divisor=self._divisor)
 
     def abandon(self) -> None:
-        """Do nothing: no other rank waits for the missing terms."""
+        """Return at once, because no other rank waits for the missing terms."""

@@ -103,11 +103,12 @@ def is_own_address(host: str) -> bool:
         host: The host name or IP address.
 
     Returns:
-        Always False for an address on the loopback, which torch resolves by itself.
+        Whether the address belongs to this machine; always False on the loopback, where torch decides by itself which
+        agent hosts the store.
     """
     try:
         number = socket.gethostbyname(host)
-        # Two agents on one machine may stand for two machines, and only one of them may host the store.
+        # Two agents on one machine may represent two machines, and only one of them may host the store.
         if number.startswith("127."):
             return False
         # Only an address of this machine can be bound.
@@ -149,4 +150,4 @@ def describe(rank: int, failure: ProcessFailure) -> str:
     """
     if failure.exitcode < 0:
         return f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}."
-    return f"rank {rank} exited with code {failure.exitcode}; what it said stands above."
+    return f"rank {rank} exited with code {failure.exitcode}; see its output above."

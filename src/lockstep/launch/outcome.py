@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 UNGUARDED_HINT = (
-    " If it said that a process was started while another was starting, the call of `launch` belongs under "
+    " If its output says that a process was started while another was starting, the call of `launch` belongs under "
     '`if __name__ == "__main__":`.'
 )
 """What to add about a process that exited with code 1: that is how an unguarded script ends."""
@@ -65,7 +65,7 @@ def first_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
         outcomes: The outcomes of all ranks.
 
     Returns:
-        The outcome of a rank that raised an error of its own, else of a rank that ended without an outcome, else of
+        The outcome of a rank that raised its own error, else of a rank that ended without an outcome, else of
         a rank that blames another one; None if no rank failed.
 
     >>> raised, blaming = Outcome(1, error="ValueError: no"), Outcome(0, error="PeerError: rank 1", peer=1)

@@ -184,7 +184,7 @@ class _Ranks:
         """Return the ranks that may still send an outcome."""
         blamed = {outcome.peer for outcome in self._outcomes.values()}
         left = set(range(len(self._processes))) - self._outcomes.keys()
-        # If only ranks are left that others have blamed, they hang or are stopped, and waiting for them is in vain.
+        # If only ranks are left that others have blamed, they hang or are stopped, and will not send anything.
         return set() if left <= blamed else left
 
     def _collect(self, timeout: float | None) -> None:

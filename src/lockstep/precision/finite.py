@@ -53,7 +53,7 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
         divide_(gradients, factor)
         return nonfinite_flag(gradients, factor.device)
     device = gradients[0].device if gradients else CPU
-    # The parts of an uncoalesced element may be finite while their sum is not, so those are checked by themselves.
+    # The parts of an uncoalesced element may be finite while their sum is not, so those are checked separately.
     if _divides_exactly(factor) and not any(map(_is_uncoalesced, gradients)):
         return _check_and_multiply_(_group(map(_elements, gradients)), 1.0 / factor, device)
     divide_(gradients, factor)
@@ -199,7 +199,7 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def resolved(gradient: Tensor) -> Tensor:
-    """Return a tensor whose elements lie in memory as they are, and are not merely marked as conjugate or negative.
+    """Return a tensor with its elements in memory as they are, not merely marked as conjugate or negative.
 
     Args:
         gradient: The tensor. It is usually returned as it is.
@@ -257,7 +257,7 @@ def _all_sums_finite(gradients: Sequence[Tensor]) -> bool:
     """Return whether all gradients have finite sums, and therefore finite elements.
 
     Returns:
-        False says nothing about the elements: a sum may overflow, or a gradient may be of a kind that is not summed.
+        If False, the elements may still be finite: a sum may overflow, and not every kind of gradient is summed.
     """
     for gradient in gradients:
         if not gradient.is_cpu or gradient.layout is not torch.strided or gradient.dtype not in _SUMMABLE:

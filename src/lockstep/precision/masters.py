@@ -306,7 +306,7 @@ class MasterWeights:
         try:
             yield
         finally:
-            # Searched anew: an optimizer that has loaded a state holds other groups and another state.
+            # By a search, because an optimizer that has loaded a state holds other groups and another state.
             self._active = False
             self._replace(back)
 

@@ -90,7 +90,7 @@ class PeerErrorHook:
     Attributes:
         rank: The rank of this process.
         processes: The process IDs of the other ranks of this machine, by rank.
-        watch: Knows whether the failed rank is about to end by itself. The hook does not wait for one that hangs.
+        watch: The watch that knows whether the failed rank is about to end. The hook does not wait for one that hangs.
         next_hook: The hook that shows all other errors.
     """
 

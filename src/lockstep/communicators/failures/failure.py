@@ -15,7 +15,7 @@ import torch.distributed as dist
 from lockstep.errors import PeerError
 
 LONGEST_TRACEBACK: Final = 20_000
-"""Characters. Of a longer traceback only the end is sent, which says most."""
+"""Characters. Of a longer traceback only the end is sent, which tells most about the error."""
 UNUSED_TAG: Final = 0x4C53
 """A tag under which no message is ever sent."""
 
@@ -63,7 +63,11 @@ class Failure:
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
-    """Make every call that waits in a process group raise, now and from now on."""
+    """Abort a process group: every call that waits in it raises, and so do later calls.
+
+    Args:
+        group: The process group.
+    """
     backends = dist.get_backend_config(group)
     if "nccl" in backends:
         group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - the only way to it

@@ -88,7 +88,7 @@ class Heartbeat:
         all_read: An event that is set once the heartbeats of all ranks have been read after an alarm.
         beats: The last heartbeat of each rank that was read; None for a rank that has not written one.
         failure: The first failure of the run, once this rank has read about it.
-        rounds: The number of rounds the thread has made. It stands still while the store does not answer.
+        rounds: The number of rounds the thread has made. It does not change while the store does not answer.
         store_lost: Whether the connection to the store is gone.
         alert: For how many more rounds `ALERT_READS` unchanged reads are enough to call a rank dead.
     """

@@ -108,11 +108,11 @@ class PeerWatch(Watch):
         self._waiting_call = _WaitingCall(self)
         # Never less than in an alert, or a short timeout would make an alert the more patient of the two.
         self._max_unchanged = max(ALERT_READS, round(timeout / 3 / INTERVAL))
-        # Several watches may share a store one after the other; each has keys of its own. All ranks create their
-        # watches in the same order, so they count alike.
+        # Several watches may use a store one after the other, each with separate keys. All ranks create their watches
+        # in the same order, so they count alike.
         number = store.add(f"watches/{rank}", 1)
         self._heartbeat = Heartbeat(
-            # A connection of its own: a call that waits for an answer blocks all others on the same connection.
+            # A separate connection: a call that waits for an answer blocks all others on the same connection.
             dist.PrefixStore(f"watch/{number}", store.clone()),  # type: ignore[attr-defined]
             rank,
             size,
@@ -236,7 +236,7 @@ class _WaitingCall(AbstractContextManager[None]):
         self.active = False
 
     def __enter__(self) -> None:
-        # A call that starts now could only fail, or wait in vain.
+        # A call that starts now could only fail or time out.
         self._watch.check()
         self.active = True
 

@@ -113,7 +113,7 @@ class BucketTransfer:
     def collect(self) -> None:
         """Wait for the sums of all owners, and copy them to where they belong."""
         self._receive(self._gathered, self._sums_arriving)
-        # What is still being sent lies in scratch memory, or in the memory of a result, which is returned next.
+        # Memory that is still being sent must not be reused: scratch memory, and results, which are returned next.
         self._context.channel.wait(self._scattered.outgoing)
         self._context.channel.wait(self._gathered.outgoing)
         for segment, target in self._sums_apart:
@@ -159,8 +159,8 @@ class BucketTransfer:
     def _target(self, segment: Segment) -> torch.Tensor:
         """Return the memory in which the sum of a segment is computed or received."""
         pieces = _views(segment, self._context.roots)
-        # If every rank sums by itself, the term of this rank may lie in the root and may still be on its way to the
-        # others, so the sum must not overwrite it.
+        # If every rank computes the sum, the term of this rank may share the memory of the root while it is still being
+        # sent to the others, so the sum must not overwrite it.
         if len(pieces) == 1 and segment.owner is not None:
             return pieces[0]
         target = self._scratch.allocate(segment.size, pieces[0].dtype)

@@ -22,7 +22,7 @@ MAX_IN_FLIGHT: Final = 2
 """The number of buckets that may be on their way to their owners at once, and as many on their way back."""
 
 NUM_BUFFERS: Final = 2 * MAX_IN_FLIGHT
-"""The number of buckets that may be in progress at once, each with a scratch buffer of its own."""
+"""The number of buckets that may be in progress at once, each with its own scratch buffer."""
 
 
 class OrderedSum(PendingSum):
@@ -57,7 +57,7 @@ class OrderedSum(PendingSum):
         self._terms: dict[int, FlatTensors] = {node: {} for node in own}
         self._missing = [set(plan.present[node]) for node in own]
         here = set().union(*self._missing)
-        # A tensor that only other ranks have needs memory of its own; all others get the sum where a term lies.
+        # A tensor that only other ranks have needs new memory; all other sums replace a term of this rank.
         for index in set().union(*plan.present) - here:
             result = torch.empty_like(like[index])
             self._results[index], self._roots[index] = result, result.reshape(-1)
@@ -83,7 +83,7 @@ class OrderedSum(PendingSum):
                 if self._results[index] is None:
                     self._results[index], self._roots[index] = tensor, terms[index]
                 missing.discard(index)
-        # Last, because the thread reads the terms as soon as it is told that they are complete.
+        # Last, because the thread reads the terms as soon as they count as complete.
         if self._readiness is not None:
             self._readiness.count(index)
 

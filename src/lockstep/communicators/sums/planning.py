@@ -27,7 +27,7 @@ from lockstep.tree import merge_order
 SLICE_BYTES: Final = 2**22
 """Bytes. The approximate length of a slice: shorter ones wake threads too often, longer ones leave them idle."""
 DIRECT_BYTES: Final = 2**18
-"""Bytes. Pieces of this length or more are sent from where they lie; shorter ones are cheaper to copy together."""
+"""Bytes. Pieces of this length or more are sent without a copy; shorter ones are cheaper to copy together."""
 WHOLE_BYTES: Final = 2**20
 """Bytes. If the terms of all nodes are no longer than this in total, every rank computes the whole sum."""
 

@@ -13,7 +13,7 @@ SCRATCH_ALIGNMENT: Final = 64
 COMPRESSED_DTYPES: Final = (torch.float32, torch.float64)
 """The dtypes that compressed formats apply to; tensors of other dtypes are sent as they are."""
 LARGEST_EXPONENT: Final = 15
-"""The numbers of a float16 message lie below 2 to this power. The largest float16 lies just below 2¹⁶."""
+"""The numbers of a float16 message are below 2 to this power. The largest float16 is just below 2¹⁶."""
 SCALE_LENGTH: Final = 2
 """The number of float16 elements that hold the scale of a message, which is a float32."""
 
@@ -52,7 +52,7 @@ class ScratchBuffer:
         return part.view(dtype)
 
     def reset(self) -> None:
-        """Make all memory available again. Tensors that were allocated must no longer be in use."""
+        """Release all memory for reuse. Tensors that were allocated before must no longer be in use."""
         self._used = 0
 
 

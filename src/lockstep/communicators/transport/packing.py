@@ -26,7 +26,7 @@ def plan_packets(like: Sequence[torch.Tensor], order: Iterable[int], *, limit: i
         like: Tensors that have the sizes, dtypes and devices of those to send.
         order: The indices of the tensors to send, in the order in which they become available.
         limit: The longest packet in bytes. Short tensors of one device and dtype are sent together up to it.
-        alone: The length in bytes from which on a tensor is sent in a packet of its own.
+        alone: The length in bytes from which on a tensor is sent in a separate packet.
 
     >>> like = [torch.empty(4), torch.empty(100_000), torch.empty(2)]
     >>> plan_packets(like, [2, 1, 0], limit=LONG_TENSOR, alone=LONG_TENSOR)
@@ -90,7 +90,7 @@ def broadcast(channel: Channel, tensors: Sequence[torch.Tensor], source: int) ->
 
 
 def begin_all_reduce(channel: Channel, flats: Sequence[torch.Tensor]) -> Works:
-    """Start to sum flat tensors over ranks, each by a collective of its own and in place."""
+    """Start to sum flat tensors over ranks in place, each by a separate collective."""
     with channel.waiting():
         # The count of a ring all-reduce, which is what backends use for long tensors.
         channel.bytes_sent += sum(2 * (channel.size - 1) * flat.nbytes // channel.size for flat in flats)
