@@ -47,12 +47,13 @@ class Difference:
     rank_0_values: Mapping[str, Any]
     names: tuple[str, ...]
 
-    def error(self, *, what: str, remedy: str) -> DisagreementError:
+    def error(self, *, what: str, remedy: str, update: int | None = None) -> DisagreementError:
         """Return an error that lists the first names with the values of both ranks.
 
         Args:
             what: What the values describe, as in "recipe".
             remedy: A sentence that tells the user what to do about it.
+            update: The number of updates that are done, if the values depend on it.
         """
         listed = [
             f"{name} is {self.values.get(name, MISSING_VALUE)}, not {self.rank_0_values.get(name, MISSING_VALUE)}"
@@ -60,7 +61,7 @@ class Difference:
         ]
         more = f"; and {len(self.names) - LISTED_FIELDS} more differ" if len(self.names) > LISTED_FIELDS else ""
         message = f"Rank {self.rank} must have rank 0's {what}, but on it {'; '.join(listed)}{more}. {remedy}"
-        return DisagreementError(message, rank=self.rank, subject=self.names[0])
+        return DisagreementError(message, rank=self.rank, subject=self.names[0], update=update)
 
 
 def first_difference(values: Sequence[Mapping[str, Any]]) -> Difference | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
-from lockstep.communicators import Communicator
+from lockstep.communicators import Communicator, first_difference
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
 from lockstep.updaters.attempt import UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
@@ -141,13 +141,12 @@ class RankCoordinator(Coordinator):
         # What is raised from here on, the others raise as well, or cannot be told.
         self._failed = True
         told = self._sum.exchange(message)
-        first, digests, reports = told[0], [], []
+        digests, reports = [], []
         for rank, each in enumerate(told):
             if "error" in each:
                 _raise_error(rank, each)
-        for rank, each in enumerate(told):
-            if each["position"] != first["position"]:
-                _raise_elsewhere(rank, each["position"], first["position"])
+        _check_positions([each["position"] for each in told])
+        for each in told:
             again |= each["again"]
             digests.append(each["state"])
             reports.append(each["report"])
@@ -211,13 +210,16 @@ def _raise_ended(rank: int) -> None:
     )
 
 
-def _raise_elsewhere(rank: int, position: Position, first: Position) -> None:
-    """Refuse to go on with a rank that is not where rank 0 is."""
-    name = next(name for name in {**first, **position} if first.get(name) != position.get(name))
-    raise DisagreementError(
-        f"Rank {rank} must be where rank 0 is, but its {name} is {position.get(name)} and not "
-        f"{first.get(name)}. Run the same code on every rank, and give it the same batches.",
-        rank=rank,
-        subject=name,
-        update=first.get("update"),
-    )
+def _check_positions(positions: Sequence[Position]) -> None:
+    """Check that all ranks are at the position of rank 0.
+
+    Args:
+        positions: The position of each rank, in order of ranks.
+
+    Raises:
+        DisagreementError: If a rank is at another position.
+    """
+    found = first_difference(positions)
+    if found is not None:
+        remedy = "Run the same code with the same batches on every rank."
+        raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))
