@@ -134,7 +134,7 @@ def combine(found: Iterable[Entry]) -> str:
         if where in lines:
             raise ValueError(f"`found` must hold one entry per path, got two for {where}.")
         lines[where] = f"[{where},{_json(kind)},{_json(about)}]\n".encode("ascii")
-    # Sorted, so that the order in which mappings were filled does not count.
+    # The lines are sorted, so that the order in which mappings were filled does not count.
     return hashlib.sha256(b"".join(sorted(lines.values()))).hexdigest()
 
 
@@ -242,7 +242,7 @@ def _type_name(value: Any) -> str:
 def _text(value: Any, path: Path) -> str:
     """Return a value as text that differs for different values."""
     if isinstance(value, float):
-        # Exact, and independent of how numbers are rounded for printing.
+        # Hexadecimal digits are exact, while decimal ones would depend on rounding.
         return value.hex()
     if type(value) is str:
         return value
@@ -271,7 +271,7 @@ def _update(sha: hashlib._Hash, tensor: torch.Tensor) -> None:
     for piece in _pieces(tensor if tensor.layout is torch.strided else tensor.to_dense()):
         size = piece.numel() * piece.element_size()
         if size:
-            # The memory itself: bfloat16 has no counterpart in NumPy, whose arrays could be hashed otherwise.
+            # The memory is hashed directly, because NumPy has no arrays of bfloat16.
             sha.update((ctypes.c_char * size).from_address(piece.data_ptr()))
 
 
@@ -285,7 +285,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         whole = tensor.resolve_conj().resolve_neg().cpu().contiguous()
         yield little_endian(whole) if sys.byteorder == "big" else whole
     elif tensor.is_contiguous() and tensor.dim() > 1:
-        # Flat, so that pieces can be cut anywhere, and not only between rows.
+        # A flat view can be cut anywhere, and not only between rows.
         yield from _pieces(tensor.view(-1))
     elif len(tensor) == 1:
         yield from _pieces(tensor[0])

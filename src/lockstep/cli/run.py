@@ -32,7 +32,7 @@ def add_parser(commands: Subparsers) -> None:
         help="start a script on several processes",
         description=DESCRIPTION,
         epilog=f"examples:{EXAMPLES}",
-        # Keeps the line breaks of the examples.
+        # This formatter keeps the line breaks of the examples.
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
@@ -46,7 +46,7 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a rank waits for another (default: 60)")
     parser.add_argument("-m", "--module", action="store_true", help="treat the script as the name of a module")
     parser.add_argument("script", help="path of the script, or name of the module")
-    # The remainder, so that options of the script are not taken for options of this command.
+    # All that follows the script belongs to it: its options must not be taken for options of this command.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(call=lambda options: _call(parser, options))
 
@@ -67,6 +67,6 @@ def _call(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             as_module=options.module,
         )
     except ValueError as error:
-        # Printed with the usage, and without a traceback.
+        # argparse prints the message with the usage and without a traceback.
         parser.error(str(error))
     return run(settings)

@@ -76,10 +76,10 @@ def first_difference(values: Sequence[Mapping[str, Any]]) -> Difference | None:
     >>> first_difference([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"b": 3, "c": 4}]).names
     ('a', 'b', 'c')
     """
-    # A separate marker for a missing name, because None may be a value.
+    # A missing name needs a separate marker, because None may be a value.
     first, missing = values[0], object()
     for rank, here in enumerate(values):
-        # In the order of dictionaries, not of sets: all ranks must name the same value first.
+        # Dictionaries keep their order, unlike sets, so all ranks name the same value first.
         names = [name for name in {**first, **here} if first.get(name, missing) != here.get(name, missing)]
         if names:
             return Difference(rank, here, first, tuple(names))
@@ -100,7 +100,7 @@ def compare(communicator: Communicator, values: Mapping[str, Any]) -> Difference
     # All ranks see the same digests, so all of them make the second exchange or none does.
     if len(set(communicator.exchange(hashlib.sha256(sorted_text).digest()))) == 1:
         return None
-    # Unsorted, so that the error lists the names in the order of rank 0.
+    # The values are not sorted here, so that the error lists the names in the order of rank 0.
     return first_difference([json.loads(each) for each in communicator.exchange(json.dumps(values).encode())])
 
 
@@ -135,7 +135,7 @@ def check_same(communicator: Communicator, subject: nn.Module | NamedTensors | S
     rank, name = found.rank, found.names[0]
     here, first = found.values.get(name), found.rank_0_values.get(name)
     if len(found.values) != len(found.rank_0_values):
-        # Reported first, because it explains why names are missing.
+        # This is reported first, because it explains why names are missing.
         name = "number of tensors"
         what = f"Rank {rank} holds {len(found.values)} tensors, but rank 0 holds {len(found.rank_0_values)}"
     elif here is None or first is None:
@@ -218,11 +218,12 @@ class StateComparer:
         """Return the part of an update, cut out of all tensors in order."""
         cycle, turn = divmod(update, self._every)
         if cycle != self._cycle:
-            # Views of the tensors, which updates change in place, so the list holds for all parts of a cycle.
+            # These are views of the tensors, and updates work in place, so the list stays valid for all parts of a
+            # cycle.
             self._cycle = cycle
             self._flat_tensors = [(name, _flat(tensor)) for name, tensor in self._tensors().items()]
         total = sum(tensor.numel() for _, tensor in self._flat_tensors)
-        # In integers, so that all ranks cut at the same elements.
+        # Integer arithmetic cuts at the same elements on all ranks.
         stop = min(turn + UPDATES_PER_PART, self._every)
         return _between(self._flat_tensors, total * turn // self._every, total * stop // self._every)
 

@@ -184,7 +184,7 @@ def timeout_for(timeout: float | None, variables: Mapping[str, str]) -> float:
             timeout = float(text)
         except ValueError:
             raise ValueError(f"`{TIMEOUT_ENV}` in the environment must be seconds, got {text!r}.") from None
-    # Written so that NaN fails, too. Infinity cannot be expressed as the timedelta that torch.distributed needs.
+    # The condition also fails for NaN. Infinity cannot be expressed as the timedelta that torch.distributed needs.
     if not 0 < timeout < inf:
         rule = "finite; a day is 86400" if timeout == inf else "more than 0 seconds"
         raise ValueError(f"`timeout` must be {rule}, got {timeout:g}.")

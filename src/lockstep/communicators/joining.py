@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-# Must be imported before a default group is opened. Its functions have the default group at the time of the import
-# as the default value of an argument, and would keep that group alive for good. Creating the first optimizer of
+# This module must be imported before a default group is opened. Its functions have the default group at the time of the
+# import as the default value of an argument, and would keep that group alive for good. Creating the first optimizer of
 # torch imports it.
 import torch.distributed.nn.functional
 
@@ -63,7 +63,7 @@ def _join(environment: RunEnvironment, seconds: float) -> Watch:
     watch = PeerWatch(store, environment.rank, environment.size, timeout=seconds, store_rank=store_rank)
     store.set(f"process/{environment.rank}", str(os.getpid()))
     try:
-        # Before the group is opened: opening it would wait for a missing rank without naming it.
+        # Opening the group would wait for a missing rank as well, but could not name it.
         watch.wait_for_all()
         _initialize(environment, store, timeout)
     except PeerError:
@@ -89,7 +89,7 @@ def _local_processes(store: Store, environment: RunEnvironment) -> dict[int, int
 def _initialize(environment: RunEnvironment, store: Store, timeout: timedelta) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
-        # Before the group is opened, because NCCL uses the current device.
+        # NCCL uses the current device when the group is opened.
         torch.cuda.set_device(environment.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=store, rank=environment.rank, world_size=environment.size, timeout=timeout)
@@ -123,7 +123,7 @@ def _open_store(environment: RunEnvironment, timeout: timedelta) -> Store:
             multi_tenant=True,
         )
     except RuntimeError as error:
-        # On the host itself the reason is its own: the port is in use, say.
+        # On the rank that hosts the store the cause is local, such as a port that is in use.
         if is_host:
             raise
         store_rank = None if environment.agent_store else 0

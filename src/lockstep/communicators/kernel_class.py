@@ -74,7 +74,7 @@ def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] |
         "vector width": torch.backends.cpu.get_cpu_capability(),
         "processor": _describe_processor(),
         "caches": _describe_caches(),
-        # Hashed, because the text is long and an error prints the values.
+        # The text is hashed, because it is long and an error prints the values.
         "torch build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
         "kinds of devices": ", ".join(kinds),
         **_describe_settings(),
@@ -129,7 +129,7 @@ def _describe_processor() -> str:
     found = {name.strip(): value.strip() for name, _, value in pairs}
     for long in ("flags", "Features"):
         if long in found:
-            # Sorted, because the order of the features says nothing about the processor.
+            # The features are sorted, because their order does not depend on the processor alone.
             features = " ".join(sorted(found[long].split()))
             found[long] = hashlib.sha256(features.encode()).hexdigest()[:16]
     named = ", ".join(f"{name} {found[name]}" for name in wanted if name in found)
@@ -178,7 +178,8 @@ def _digest_of(kernel: Callable[[torch.Tensor], torch.Tensor], device: torch.dev
 
 def _test_input(device: torch.device) -> torch.Tensor:
     """Return numbers of about -1 to 1 of shape (3, 257, 131), whose sums are rounded."""
-    # From integers and not from a generator, whose state belongs to the user, and whose numbers differ by device.
+    # The numbers come from integers and not from a generator, whose state belongs to the user and whose numbers differ
+    # between kinds of devices.
     counted = torch.arange(3 * 257 * 131, dtype=torch.int64)
     mixed = counted * 48_271 % 65_537 - 32_768
     return (mixed.to(torch.float32) / 29_999).reshape(3, 257, 131).to(device)

@@ -83,7 +83,7 @@ class ProcessCommunicator(Communicator):
         self._wire = PLAIN if compression is None else wire_format(compression)
         self._sizes = Sizes()
         self._buffers: dict[torch.device, list[ScratchBuffer]] = {}
-        # Weak, so that a sum is freed with its tensors once it has ended.
+        # The set is weak, so that a sum is freed with its tensors once it has ended.
         self._background_sums = weakref.WeakSet[OrderedSum]()
         give_up_at_exit(self._background_sums)
 
@@ -142,7 +142,7 @@ class ProcessCommunicator(Communicator):
     ) -> Tensors:
         """Sum partial sums over ranks; see `Communicator.sum_partials`."""
         wire = self._wire if compress else PLAIN
-        # Depends only on what all ranks know, so all of them sum in the same way. The same holds below.
+        # The choice depends only on what all ranks know, so all of them sum in the same way.
         if wire is PLAIN and is_pair(contributions, like):
             return sum_pair(self._channel, partials[0], divisor)
         dense, sparse = split_sparse(contributions)

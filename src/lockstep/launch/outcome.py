@@ -73,6 +73,6 @@ def first_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
     1
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
-    # Not by time: the failed rank tells the others before it ends, so one of them may end first.
+    # Time does not count: the failed rank tells the others before it ends, so one of them may end first.
     ranked = sorted(failed, key=lambda outcome: (outcome.peer is not None, not outcome.error))
     return ranked[0] if ranked else None

@@ -69,7 +69,7 @@ def launch(
 
 def _pickled_call(main: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """Return a function and its arguments, pickled."""
-    # Checked before any process is started: an error in a new process would say less about the cause.
+    # The check comes before any process is started, because an error in a new process would say less about the cause.
     _check_importable(main)
     try:
         return pickle.dumps((main, args))
@@ -143,7 +143,8 @@ class _Ranks:
                 messages, report = context.Pipe(duplex=False)
                 process = context.Process(target=run_rank, args=(place, self._timeout, self._call, lifeline, report))
                 process.start()
-                # Only the rank may hold the writing end, or its end without an outcome would not be seen.
+                # Only the rank may hold the writing end: otherwise this process could not notice that the rank has
+                # ended without an outcome.
                 report.close()
                 self._processes.append(process)
                 self._messages.append(messages)
@@ -161,7 +162,7 @@ class _Ranks:
             _join_processes(self._processes, TERMINATE_TIMEOUT)
         for end in (*self._messages, self._alive):
             end.close()
-        # Closes the port of the store. An error may keep this object, and with it the store, for much longer.
+        # This closes the port of the store. An error may keep this object, and with it the store, for much longer.
         self._store = None
 
     def wait(self) -> list[Outcome]:

@@ -29,7 +29,8 @@ def run_rank(place: RunEnvironment, timeout: float, call: bytes, lifeline: Conne
         report: The pipe to which one pickled `Outcome` is written.
     """
     end_with_parent()
-    # For systems that cannot end a process with its parent, and for a parent that had ended before the call.
+    # The thread is for systems that cannot end a process with its parent, and for a parent that had ended before the
+    # call.
     threading.Thread(target=_end_with, args=(lifeline,), name="lockstep lifeline", daemon=True).start()
     os.environ.update(place.variables() | {TIMEOUT_ENV: str(timeout)})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
@@ -48,7 +49,7 @@ def _end_with(lifeline: Connection) -> None:
     try:
         lifeline.recv_bytes()
     except (EOFError, OSError):
-        # Not `sys.exit`, which would end only this thread.
+        # `sys.exit` would end only this thread.
         os._exit(1)
 
 
@@ -62,14 +63,15 @@ def _outcome(rank: int, call: bytes) -> tuple[bytes, int]:
             return pickle.dumps(Outcome(rank)), 0
         return pickle.dumps(_raised(rank, error)), error.code if isinstance(error.code, int) else 1
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - reported to the launching process, which raises
-        # As Python does for the error that ends a script: the watch reports it to the other ranks at the end.
+        # Python does the same for an error that ends a script, and the watch reports it to the other ranks at the end.
         sys.last_value = error
         return pickle.dumps(_raised(rank, error)), 1
 
 
 def _raised(rank: int, error: BaseException) -> Outcome:
     """Return the outcome of a rank that raised an error."""
-    # As text: the error itself may not be picklable, or may not be importable in the launching process.
+    # The error is sent as text, because it may not be picklable, or its class not be importable in the launching
+    # process.
     peer = error.rank if isinstance(error, PeerError | PeerInterrupt) and error.rank != rank else None
     phase = error.phase if isinstance(error, PeerError) else ""
     return Outcome(

@@ -57,7 +57,7 @@ def multiply_(gradients: Sequence[Tensor | None], rest: float | Tensor) -> None:
 def _split(factor: float | Tensor) -> tuple[float | Tensor, float | Tensor | None]:
     """Split a factor into a power of two and a rest in [1, 2), without rounding."""
     if isinstance(factor, Tensor):
-        # On the device: a comparison with 1 would wait for it, so a rest of 1 is multiplied by as well.
+        # A comparison with 1 would wait for the device, so gradients are multiplied by a rest of 1 as well.
         rest = torch.frexp(factor).mantissa * 2.0
         return factor / rest, rest
     mantissa, exponent = math.frexp(factor)

@@ -103,10 +103,11 @@ def divide_(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
 def _divide_on_device_(values: list[Tensor], factor: Tensor, dtype: torch.dtype) -> None:
     """Divide by a factor that is a tensor."""
     if dtype.itemsize >= torch.float32.itemsize:
-        # In the dtype of the values: with another one, CUDA's kernel would run once per tensor.
+        # The factor needs the dtype of the values: with another one, CUDA's kernel would run once per tensor.
         torch._foreach_div_(values, factor.to(dtype))
         return
-    # Through float32, because a GPU would round the factor to half precision, in which a large one is infinite.
+    # The division goes through float32, because a GPU would round the factor to half precision, in which a large one is
+    # infinite.
     wide = [value.float() for value in values]
     torch._foreach_div_(wide, factor.float())
     torch._foreach_copy_(values, wide)
@@ -149,7 +150,8 @@ def nonfinite_flags(gradients: Sequence[Tensor]) -> Tensor:
         for part, flag in zip(parts, flags.unbind(), strict=True):
             torch._amp_foreach_non_finite_check_and_unscale_([part], flag, one)
         return flags
-    # A single kernel over all gradients. A CPU computes a maximum sixteen times slower than it checks.
+    # A single kernel computes the maximum of each gradient. On a CPU that takes sixteen times as long as the check
+    # above.
     norms = list(torch._foreach_norm(parts, math.inf))
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.double() for norm in norms]

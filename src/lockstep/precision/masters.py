@@ -125,8 +125,8 @@ class MasterWeights:
                 return self._optimizer.step(partial(self._gradients_at_masters, closure))
         loss = None
         if closure is not None:
-            # Called here and not by the optimizer: in a step the model would compute gradients for the parameters,
-            # while the optimizer reads those of the master weights.
+            # The closure is called here and not by the optimizer: in a step the model would compute gradients for the
+            # parameters, while the optimizer reads those of the master weights.
             with torch.enable_grad():
                 loss = closure()
         self.take_gradients()
@@ -199,12 +199,13 @@ class MasterWeights:
         for parameter in ours:
             master = self._masters.get(parameter)
             if master is None or master.shape != parameter.shape or master.device != parameter.device:
-                # Dense, with the strides of the parameter's gradients: fused kernels ignore strides.
+                # Fused kernels ignore strides, so a master weight is dense and has the strides of the parameter's
+                # gradients.
                 values = laid_out_for(parameter, parameter.detach().float())
                 self._masters[parameter] = nn.Parameter(values)
                 self._cast_state(parameter, torch.float32)
             else:
-                # Elementwise and without a branch on the host, which would wait for the device.
+                # The choice is elementwise, because a branch on the host would wait for the device.
                 master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
         self._follow_load()
 
@@ -306,7 +307,8 @@ class MasterWeights:
         try:
             yield
         finally:
-            # By a search, because an optimizer that has loaded a state holds other groups and another state.
+            # The tensors are searched for, because an optimizer that has loaded a state holds other groups and another
+            # state.
             self._active = False
             self._replace(back)
 
@@ -371,7 +373,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _gradient_for(master: Tensor, parameter: Tensor) -> Tensor | None:
     """Return the gradient of a parameter in float32."""
-    # With the strides of the master weight, because fused kernels ignore strides.
+    # Fused kernels ignore strides, so the gradient gets those of the master weight.
     return None if parameter.grad is None else laid_out_for(master, parameter.grad.float())
 
 

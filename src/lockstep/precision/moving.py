@@ -40,7 +40,7 @@ class MovingScale:
     def value(self) -> LossScale:
         """The loss scale as a value, the same object every time. Reading it waits for the device if necessary."""
         if self._moving and self.fixed_factor is None:
-            # Stored, so that a second read does not wait again.
+            # The value is stored, so that a second read does not wait again.
             self._scale, self._moving = self._scale.with_moving(self._moving), {}
         return self._scale
 

@@ -38,7 +38,7 @@ class Precision:
         """
         if self.autocast_dtype is None:
             return _NO_AUTOCAST
-        # Without the cache of cast weights, because the threads of all devices would share it.
+        # The cache of cast weights is disabled, because the threads of all devices would share it.
         return torch.autocast(device_type, dtype=self.autocast_dtype, cache_enabled=False)
 
     def check_model(self, model: nn.Module) -> None:

@@ -149,7 +149,7 @@ class LossScaler:
         """Multiply one tensor by the factor, and store its device and format for the division."""
         self._device = loss.device
         self._formats.add(loss.dtype)
-        # In float32, because the product may be too large for half precision although the gradients are not.
+        # The product may be too large for half precision although the gradients are not, so it is computed in float32.
         wide = loss.float() if loss.dtype in HALF_PRECISION else loss
         return wide * self._scale.factor_on(loss.device).to(wide.dtype)
 
@@ -170,7 +170,7 @@ class LossScaler:
         if masters is None:
             gradients = gradients_of(parameters_of(_inner(optimizer)))
         else:
-            # Divided in float32: a quotient in half precision would lose the small gradients that the scale has saved.
+            # The division is in float32: in half precision it would lose the small gradients that the scale has saved.
             masters.take_gradients()
             gradients = masters.gradients()
         nonfinite = unscale_(gradients, self._divisor())
@@ -210,7 +210,7 @@ class LossScaler:
         checked.stepped = True
         inner = _inner(optimizer)
         on_device = cannot_skip(inner, checked.masters) is None
-        # Reads the flag, and waits for the device, only if the optimizer cannot read it there.
+        # Reading the flag waits for the device, so it is read only if the optimizer cannot use it there.
         if not on_device and bool(checked.nonfinite):
             if checked.masters is not None:
                 checked.masters.drop_gradients()

@@ -67,7 +67,7 @@ class LossScale(ABC):
         Args:
             device: The device of the tensors.
         """
-        # In float64, which holds every Python float exactly, and every count that occurs.
+        # A float64 holds every Python float exactly, and every count that occurs.
         return {
             name: torch.full((), float(getattr(self, name)), dtype=torch.float64, device=device) for name in self.moving
         }
@@ -79,7 +79,7 @@ class LossScale(ABC):
             moving: The moving fields by name, as 0-d tensors on one device.
         """
         names = list(self.moving)
-        # Stacked, so that the host waits for a single copy.
+        # The fields are stacked, so that the host waits for a single copy.
         values = torch.stack([moving[name] for name in names]).tolist() if names else []
         kinds = [type(getattr(self, name)) for name in names]
         return replace(self, **{name: kind(value) for name, kind, value in zip(names, kinds, values, strict=True)})
@@ -165,7 +165,7 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         _check_bounds(self.factor, self.minimum, self.maximum)
-        # Conditions are written so that NaN fails, too.
+        # The conditions also fail for NaN.
         if not (math.isfinite(self.growth) and self.growth > 1):
             raise ValueError(f"`growth` must be finite and above 1, got {self.growth}.")
         if self.backoff is not None and not 0 < self.backoff < 1:
@@ -191,8 +191,8 @@ class DynamicLossScale(LossScale):
 
     def after_on_device(self, moving: Mapping[str, Tensor], nonfinite: Tensor) -> dict[str, Tensor]:
         """Compute the moving fields for the next attempt without waiting; see `LossScale.after_on_device`."""
-        # The operations of `after` in the same order, because the bits must be the same. `where` chooses between
-        # results that are all computed, as the host does not know the flag.
+        # These are the operations of `after` in the same order, because the bits must be the same. `where` chooses
+        # between results that are all computed, as the host does not know the flag.
         factor, bad = moving["factor"], nonfinite.bool()
         lower = factor / self.growth if self.backoff is None else factor * self.backoff
         run = moving["finite_updates"] + 1

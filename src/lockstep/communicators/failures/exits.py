@@ -59,7 +59,7 @@ def end_with_agent(variables: Mapping[str, str]) -> None:
         return
     if os.getppid() == agent:
         end_with_parent()
-    # Checked after the request, not before: an agent that ended just before the request would go unnoticed.
+    # The check must follow the request: otherwise an agent that ends in between would go unnoticed.
     if not process_exists(agent):
         raise OrderError(
             f"The agent of `lockstep run` that started this process, {agent}, has ended. Start the run again."
@@ -103,7 +103,7 @@ class PeerErrorHook:
         """Show the error that ends this process, and wait for the failed rank if there is one."""
         failed_rank = error.rank if isinstance(error, PeerError) else None
         process = None if failed_rank is None else self.processes.get(failed_rank)
-        # Without a traceback in the error the failed rank may have printed nothing, so the whole error is shown.
+        # If the error has no traceback, the failed rank may have printed nothing, so the whole error is shown.
         if isinstance(error, PeerError) and process is not None and error.traceback:
             headline = str(error).partition("\n")[0]
             sys.stderr.write(f"[rank{self.rank}]: {kind.__name__}: {headline}\n")

@@ -125,7 +125,8 @@ class Heartbeat:
         self._own_failure: Failure | None = None
         self._stopping = False
         self._wake = threading.Event()
-        # A daemon, because a store that does not answer may keep it forever, and Python joins other threads.
+        # The thread is a daemon, because a call to a store that does not answer may never return, and Python joins all
+        # other threads before it ends.
         self._thread = threading.Thread(target=self._run, name="lockstep heartbeat", daemon=True)
 
     def start(self) -> None:
@@ -148,7 +149,7 @@ class Heartbeat:
         """Write that this rank has ended, and stop the thread unless it waits for the store."""
         self._stopping = True
         self._wake.set()
-        # Longer than the thread itself may linger, and bounded: the store may never answer.
+        # The thread itself may linger for a while. The wait is limited, because the store may never answer.
         self._thread.join(LINGER + 1)
 
     def _run(self) -> None:
@@ -156,7 +157,7 @@ class Heartbeat:
             self._store.add("came", 1)
             while not self._stopping:
                 self._round()
-                # Faster at the start, so that no rank begins its work a quarter of a second late.
+                # Rounds are shorter at the start, so that no rank begins its work a quarter of a second late.
                 self._wake.wait(INTERVAL if self.all_joined.is_set() else INTERVAL / 10)
                 self._wake.clear()
             # One more round writes that this rank has ended: without it the silence would look like a failure.
@@ -190,9 +191,10 @@ class Heartbeat:
     def _send_alarms(self) -> None:
         """Publish a failure that this rank knows of, or the alarm that was asked for."""
         if self._own_failure is not None and self.failure is None:
-            # Writes only if the key is absent: the first failure is the cause, the later ones follow from it.
+            # This writes only if the key is absent: the first failure is the cause, and later ones follow from it.
             self._store.compare_set("failure", "", self._own_failure.to_text())
-            # One less than the count, so that this rank receives its own alarm and reads which failure was first.
+            # The count is lowered by one, so that this rank also receives its own alarm and reads which failure was
+            # first.
             self._alarms_seen = self._store.add("alarms", 1) - 1
         elif self._alarming and self.alert == ALERT_ROUNDS:
             self._alarms_seen = self._store.add("alarms", 1)
@@ -221,7 +223,7 @@ class Heartbeat:
         for rank, beat in self.beats.items():
             reads = self._unchanged_reads[rank]
             if beat is None:
-                # It has not started yet. `PeerWatch.wait_for_all` limits how long that may take.
+                # The rank has not started yet. `PeerWatch.wait_for_all` limits how long that may take.
                 continue
             if beat.ended:
                 # Ending is no failure unless a call of another rank failed because of it.

@@ -106,13 +106,14 @@ class PeerWatch(Watch):
         self._failure_found = threading.Event()
         self._closing = threading.Event()
         self._waiting_call = _WaitingCall(self)
-        # Never less than in an alert, or a short timeout would make an alert the more patient of the two.
+        # A short timeout must not make this limit lower than that of an alert.
         self._max_unchanged = max(ALERT_READS, round(timeout / 3 / INTERVAL))
         # Several watches may use a store one after the other, each with separate keys. All ranks create their watches
         # in the same order, so they count alike.
         number = store.add(f"watches/{rank}", 1)
         self._heartbeat = Heartbeat(
-            # A separate connection: a call that waits for an answer blocks all others on the same connection.
+            # The clone is a separate connection: a call that waits for an answer blocks all others on the same
+            # connection.
             dist.PrefixStore(f"watch/{number}", store.clone()),  # type: ignore[attr-defined]
             rank,
             size,
@@ -121,8 +122,8 @@ class PeerWatch(Watch):
             store_rank=store_rank,
         )
         self._monitor = threading.Thread(target=self._monitor_failures, name="lockstep watch", daemon=True)
-        # Runs before Python joins its threads, unlike `atexit` functions. The reference is weak, so that a closed
-        # watch is freed.
+        # Python calls this before it joins its threads, unlike `atexit` functions. The reference is weak, so that a
+        # closed watch is freed.
         threading._register_atexit(_close_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
         self._heartbeat.start()
         self._monitor.start()
@@ -154,7 +155,8 @@ class PeerWatch(Watch):
             return self._failure.error()
         late = f"has not come for {self._timeout:g} s, but is alive"
         # All ranks are alive, and all heartbeats were read since the alarm. The rank that does not wait for others is
-        # the one that is missing in the call. A copy, because the thread may add a rank in the meantime.
+        # the one that is missing in the call. The dictionary is copied, because the thread may add a rank in the
+        # meantime.
         for rank, beat in dict(self._heartbeat.beats).items():
             if beat is not None and not beat.waiting:
                 return Failure(rank, late, beat.phase).error()
@@ -197,7 +199,8 @@ class PeerWatch(Watch):
             rounds = self._heartbeat.rounds
             failure = self._heartbeat.failure or self._check_store(unchanged)
             if failure is not None:
-                # Set before the groups are aborted: a call that then raises asks `explain` for the reason.
+                # The failure must be known before the groups are aborted: a call that raises then asks `explain` for
+                # the reason.
                 self._failure = failure
                 for group in self._groups:
                     abort_group(group)
@@ -262,7 +265,7 @@ def _close_at_exit(reference: weakref.ref[PeerWatch]) -> None:
     watch = reference()
     if watch is None:
         return
-    # Set by Python when an error has ended the script.
+    # Python sets this attribute when an error has ended the script.
     error = vars(sys).get("last_value")
     if isinstance(error, BaseException) and not isinstance(error, PeerError):
         watch.report_failure(error)

@@ -88,7 +88,7 @@ class BucketTransfer:
                     self._terms.setdefault(segment, []).append(term)
         self._scattered = self._context.channel.post(sends, receives, SCATTER_TAG)
         if not self._context.channel.is_in_order:
-            # Posted early: a rank that has announced its receive is sent to without a further round trip.
+            # These receives are posted early, so that the owner can send without a further round trip.
             self._gathered = self._context.channel.post([], self._receive_sums(), GATHER_TAG)
 
     def add_up(self) -> None:

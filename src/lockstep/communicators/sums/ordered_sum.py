@@ -83,7 +83,7 @@ class OrderedSum(PendingSum):
                 if self._results[index] is None:
                     self._results[index], self._roots[index] = tensor, terms[index]
                 missing.discard(index)
-        # Last, because the thread reads the terms as soon as they count as complete.
+        # This must come last, because the thread reads the terms as soon as they count as complete.
         if self._readiness is not None:
             self._readiness.count(index)
 
@@ -102,7 +102,7 @@ class OrderedSum(PendingSum):
         """Add zeros for all missing tensors; see `PendingSum.abandon`."""
         for index in set().union(*self._missing):
             zeros = torch.zeros_like(self._like[index])
-            # A clone per node, because the terms are summed in place.
+            # Every node gets a clone, because the terms are summed in place.
             self.bring(index, [zeros.clone() if index in missing else None for missing in self._missing])
         self._wait_for_all()
 
@@ -142,7 +142,7 @@ class OrderedSum(PendingSum):
         scattered = added = collected = 0
         while collected < len(transfers):
             may_scatter = scattered < len(transfers) and scattered < added + MAX_IN_FLIGHT
-            # Waits for tensors only if no bucket is in progress: otherwise those in progress come first.
+            # The loop waits for tensors only if no bucket is in progress: otherwise it completes those first.
             if may_scatter and self._is_ready(scattered, wait=scattered == collected):
                 transfers[scattered].scatter()
                 scattered += 1
@@ -209,7 +209,7 @@ class BucketReadiness:
 
     def give_up(self) -> None:
         """Wake all threads that wait, because no further tensors will become available."""
-        # Before the events: a thread that wakes up must see it.
+        # This must come before the events: a thread that wakes up must see it.
         self._given_up = True
         for each in self._ready:
             each.set()

@@ -83,8 +83,8 @@ class PairSum(PendingSum):
         self._divisor = divisor
         mask = contribution.present[0]
         self._missing = {index for index in range(len(like)) if mask >> index & 1}
-        # The last tensors first, as backward computes them. The order is fixed, and not that of their arrival: a
-        # collective must be the same one on both ranks.
+        # The last tensors come first, as backward computes them. The order is fixed and does not depend on when they
+        # arrive, because a collective must be the same one on both ranks.
         self._packets = plan_packets(like, sorted(self._missing, reverse=True), limit=LONG_TENSOR, alone=LONG_TENSOR)
         self._results: Tensors = [None] * len(like)
         self._flats: list[torch.Tensor] = []
@@ -127,6 +127,6 @@ class PairSum(PendingSum):
     def abandon(self) -> None:
         """Add zeros for all missing tensors; see `PendingSum.abandon`."""
         for index in sorted(self._missing, reverse=True):
-            # Contiguous, so that `pack` does not copy a long one.
+            # A contiguous tensor need not be copied by `pack`.
             self.bring(index, [torch.zeros_like(self._like[index], memory_format=torch.contiguous_format)])
         self._channel.wait(self._works)

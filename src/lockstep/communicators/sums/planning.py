@@ -127,7 +127,8 @@ def plan_sum(contributions: tuple[Contribution, ...], tensors: tuple[Extent, ...
     owners: list[int | None] = [None] if received <= sizes.whole else list(range(len(contributions)))
     buckets: list[Bucket] = []
     for nodes, group in groups:
-        # From the numbers of the shards alone, so the additions are those of one process, wherever shards run.
+        # The additions follow from the numbers of the shards alone, so they are those of a single process, wherever
+        # shards run.
         additions = tuple(merge_order([shards[node] for node in nodes]))
         for slices_ in _cut_buckets([tensors[index] for index in group], owners, sizes):
             segments = tuple(
@@ -165,7 +166,7 @@ def _segments(
     """Yield each long piece alone, and the short pieces between two long ones together."""
 
     def alone(piece: Piece) -> int:
-        # A different number per tensor, so that `groupby` does not join long pieces that follow each other.
+        # Every tensor has a different number, so that `groupby` does not join long pieces that follow each other.
         long = direct is not None and (piece.stop - piece.start) * tensors[group[piece.tensor]].width >= direct
         return piece.tensor + 1 if long else 0
 

@@ -105,5 +105,5 @@ def _broadcast_tensor(
     broadcast(channel, [indices, values], source)
     if tensor is not None:
         return tensor
-    # Marked as coalesced exactly where the original is: a sum takes another path for coalesced tensors.
+    # The tensor must be marked as coalesced only if the original is: sums of coalesced tensors use another kernel.
     return torch.sparse_coo_tensor(indices, values, like.shape, is_coalesced=coalesced, check_invariants=False)

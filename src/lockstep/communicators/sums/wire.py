@@ -158,7 +158,8 @@ class Float16Format(_HalfFormat):
         peak = torch.linalg.vector_norm(tensor, torch.inf).float()
         exponent = torch.frexp(peak).exponent
         wanted = torch.where(peak.isfinite() & (peak > 0), LARGEST_EXPONENT - exponent, 0)
-        # A power of two multiplies and divides exactly. Within these bounds it is a normal float32.
+        # A power of two scales without rounding as long as nothing underflows. Within these bounds it is a normal
+        # float32.
         scale = torch.ldexp(torch.ones_like(peak), wanted.clamp(-126, 126))
         message[:SCALE_LENGTH].view(torch.float32).copy_(scale)
         message[SCALE_LENGTH:].copy_(tensor * scale.to(tensor.dtype))

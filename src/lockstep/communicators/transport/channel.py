@@ -108,7 +108,7 @@ class Channel:
         posted = PostedWork()
         rank: int | None = None
         try:
-            # Receives first: gloo sends data only to a rank that has announced its receive.
+            # Receives are posted first, because gloo sends data only to a rank that has announced its receive.
             for tensor, rank in receives:
                 work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag)
                 posted.incoming.append((work, rank))
@@ -202,5 +202,5 @@ def spin_wait(work: dist.Work, seconds: float) -> None:
     """
     deadline = time.perf_counter() + seconds
     while not work.is_completed() and time.perf_counter() < deadline:
-        # Lets the transport's own threads use this core between two polls.
+        # The transport's own threads can use this core between two polls.
         os.sched_yield()

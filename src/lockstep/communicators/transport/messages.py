@@ -95,11 +95,11 @@ def _start_exchange(channel: Channel, rows: torch.Tensor) -> dist.Work | None:
     """Start to send the row of this rank to the others, and to receive theirs."""
     own = rows[channel.rank]
     work: dist.Work | None
-    # One collective: point-to-point messages between all ranks take several times as long if cores are busy.
+    # A single collective is used, because point-to-point messages take several times as long if cores are busy.
     if channel.size != PAIR_SIZE:
         work = dist.all_gather(list(rows.unbind()), own, group=channel.group, async_op=True)
     else:
-        # Nothing is sent to this rank itself and everything to the other: unlike all_gather, this copies nothing.
+        # This rank sends nothing to itself and everything to the other rank, which copies nothing, unlike all_gather.
         other = 1 - channel.rank
         splits = [0, 0]
         splits[other] = own.numel()

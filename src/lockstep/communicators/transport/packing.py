@@ -79,10 +79,10 @@ def broadcast(channel: Channel, tensors: Sequence[torch.Tensor], source: int) ->
     """
     for indices in plan_packets(tensors, range(len(tensors)), limit=PACKET, alone=PACKET):
         packet = [tensors[index] for index in indices]
-        # Always a copy, never `pack`: a tensor that is received in place keeps its version counter, and code that
+        # `pack` must not be used here: a tensor that is received in place keeps its version counter, and code that
         # compares version counters would miss the write.
         flat = torch.cat([tensor.reshape(-1) for tensor in packet])
-        # As bytes, because some backends support only some dtypes.
+        # The elements are sent as bytes, because some backends support only some dtypes.
         work = dist.broadcast(flat.view(torch.uint8), group=channel.group, group_src=source, async_op=True)
         channel.wait([(work, source)])
         if channel.rank != source:
@@ -92,7 +92,7 @@ def broadcast(channel: Channel, tensors: Sequence[torch.Tensor], source: int) ->
 def begin_all_reduce(channel: Channel, flats: Sequence[torch.Tensor]) -> Works:
     """Start to sum flat tensors over ranks in place, each by a separate collective."""
     with channel.waiting():
-        # The count of a ring all-reduce, which is what backends use for long tensors.
+        # This is the count of a ring all-reduce, which backends use for long tensors.
         channel.bytes_sent += sum(2 * (channel.size - 1) * flat.nbytes // channel.size for flat in flats)
         return [(dist.all_reduce(flat, group=channel.group, async_op=True), None) for flat in flats]
 
