@@ -99,7 +99,7 @@ class _Lost:
 def test_a_rank_that_did_not_come_is_named(stores: list[dist.Store]) -> None:
     watch = PeerWatch(stores[0], 0, 3, timeout=0.5, store_rank=None)
     try:
-        with pytest.raises(ls.PeerError, match=r"Rank 1 has not come within 0.5 s") as raised:
+        with pytest.raises(ls.PeerError, match=r"Rank 1 has not started within 0.5 s") as raised:
             watch.wait_for_all()
         assert (raised.value.rank, raised.value.phase) == (1, "start-up")
     finally:
@@ -114,7 +114,7 @@ def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[d
         with watches[0].waiting():
             error = watches[0].explain()
         assert error is not None
-        assert str(error).startswith("Rank 1 has not come for 5 s, but is alive.")
+        assert str(error).startswith("Rank 1 is alive, but has not joined the call within 5 s.")
         with watches[1].waiting():
             await_true(lambda: _beat(watches[0], 1).waiting)
             assert watches[0].explain() is None, "both wait: nobody is late"
@@ -132,7 +132,7 @@ def test_a_rank_that_ended_is_missed_only_by_who_waits_for_it(stores: list[dist.
         watches[0].check()
         error = watches[0].explain()
         assert error is not None
-        assert str(error).startswith("Rank 1 has ended, and others were waiting for it.")
+        assert str(error).startswith("Rank 1 has ended while other ranks waited for it.")
     finally:
         watches[0].close()
 

@@ -307,8 +307,8 @@ def test_going_back_keeps_what_is_remembered_in_the_parameters_format() -> None:
     [
         (lambda state: {"optimizer": state["optimizer"]}, "missing: 'masters'"),
         (lambda state: {**state, "scale": 1}, "unknown: 'scale'"),
-        (lambda state: {**state, "masters": {}}, "The masters must be of the shapes"),
-        (lambda state: {**state, "masters": {**state["masters"], 0: torch.ones(1)}}, "must be of the shapes"),
+        (lambda state: {**state, "masters": {}}, "The master weights must have the shapes"),
+        (lambda state: {**state, "masters": {**state["masters"], 0: torch.ones(1)}}, "must have the shapes"),
     ],
 )
 def test_strangers_are_refused(change: Callable[[Any], Any], message: str) -> None:

@@ -108,10 +108,10 @@ def check_brought(index: int, tensor: torch.Tensor | None, *, awaited: bool) -> 
         OrderError: If the term is missing, was not announced, was brought before, or is sparse.
     """
     if (tensor is not None) != awaited:
-        what = "missing" if tensor is None else "not awaited"
-        raise OrderError(f"`bring` must get what was announced, once, but a part of tensor {index} is {what}.")
+        what = "is missing" if tensor is None else "was not announced, or was brought before"
+        raise OrderError(f"`bring` must get every announced term once, but a term of tensor {index} {what}.")
     if tensor is not None and tensor.is_sparse:
-        raise OrderError(f"`bring` must get dense tensors, but a part of tensor {index} is sparse.")
+        raise OrderError(f"`bring` must get dense tensors, but a term of tensor {index} is sparse.")
 
 
 def check_complete(missing: Collection[int]) -> None:
@@ -124,8 +124,8 @@ def check_complete(missing: Collection[int]) -> None:
         OrderError: If a tensor is missing.
     """
     if missing:
-        rule = "Everything announced must be brought before `finish`"
-        raise OrderError(f"{rule}, but tensor {min(missing)} was not.")
+        rule = "All announced terms must be brought before `finish`"
+        raise OrderError(f"{rule}, but those of tensor {min(missing)} were not.")
 
 
 class Communicator(ABC):

@@ -143,8 +143,8 @@ def _store_of_start(store: Store, environment: RunEnvironment) -> Store:
     part = dist.PrefixStore(f"lockstep/{start}", store)  # type: ignore[attr-defined]
     if part.add(f"came/{environment.rank}", 1) > 1:
         raise OrderError(
-            f"Rank {environment.rank} has been started before with the same store of addresses, in which those of "
-            "dead processes would be found. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of "
-            "torchrun, on every machine, or start the script with `lockstep run`, which does."
+            f"Rank {environment.rank} has been started before with the same rendezvous store, which still holds the "
+            "addresses of dead processes. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on "
+            "every machine, or start the script with `lockstep run`, which sets it."
         )
     return part

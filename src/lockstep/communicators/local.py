@@ -114,7 +114,7 @@ class LocalSum(PendingSum):
         """Return the sums of the stored terms; see `PendingSum.finish`."""
         # Nothing is summed before all terms are there: the order of the tree is not the order of their arrival.
         if Contribution.of(self._partials) != self._contributions[0]:
-            raise OrderError("Everything announced must be brought before `finish`, and nothing else.")
+            raise OrderError("All announced terms must be brought before `finish`, and no others.")
         return self._communicator.sum_partials(self._partials, self._contributions, self._like, divisor=self._divisor)
 
     def abandon(self) -> None:

@@ -266,7 +266,7 @@ class MasterWeights:
         here = {index: tuple(parameter.shape) for index, parameter in self._in_half_precision().items()}
         there = {index: tuple(master.shape) for index, master in saved.items()}
         if here != there:
-            raise StateError(f"The masters must be of the shapes {here} by index, got {there}.")
+            raise StateError(f"The master weights must have the shapes {here} by index, got {there}.")
 
     @torch.no_grad()
     def load_masters(self, saved: Mapping[int, Tensor]) -> None:

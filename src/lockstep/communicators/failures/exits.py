@@ -53,7 +53,7 @@ def end_with_agent(variables: Mapping[str, str]) -> None:
     """
     given = variables.get(AGENT_ENV, "0")
     if not given.isdecimal():
-        raise ValueError(f"The variable {AGENT_ENV} must be the number of a process, got {given!r}.")
+        raise ValueError(f"The variable {AGENT_ENV} must be a process ID, got {given!r}.")
     agent = int(given)
     if not agent:
         return

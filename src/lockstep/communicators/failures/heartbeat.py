@@ -228,7 +228,7 @@ class Heartbeat:
             if beat.ended:
                 # Ending is no failure unless a call of another rank failed because of it.
                 if self._alarming:
-                    what = "has ended, and others were waiting for it"
+                    what = "has ended while other ranks waited for it"
                     return Failure(rank, what, beat.last_phase, exiting=True)
             elif self.alert and reads >= ALERT_READS:
                 return Failure(rank, "has died, or cannot be reached", beat.phase)

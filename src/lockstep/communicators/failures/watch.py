@@ -153,7 +153,7 @@ class PeerWatch(Watch):
         self._failure_found.wait(ALERT_ROUNDS * INTERVAL)
         if self._failure is not None:
             return self._failure.error()
-        late = f"has not come for {self._timeout:g} s, but is alive"
+        late = f"is alive, but has not joined the call within {self._timeout:g} s"
         # All ranks are alive, and all heartbeats were read since the alarm. The rank that does not wait for others is
         # the one that is missing in the call. The dictionary is copied, because the thread may add a rank in the
         # meantime.
@@ -176,7 +176,7 @@ class PeerWatch(Watch):
                 self._heartbeat.alarm()
                 self._heartbeat.all_read.wait(ALERT_ROUNDS * INTERVAL)
                 absent = next((rank for rank, beat in self._heartbeat.beats.items() if beat is None), None)
-                raise Failure(absent, f"has not come within {self._timeout:g} s", START).error()
+                raise Failure(absent, f"has not started within {self._timeout:g} s", START).error()
 
     def add_group(self, group: dist.ProcessGroup) -> None:
         """Register a process group; see `Watch.add_group`."""
@@ -217,7 +217,7 @@ class PeerWatch(Watch):
         beat = None if self._store_rank is None else self._heartbeat.beats.get(self._store_rank)
         phase = "" if beat is None else beat.last_phase
         if self._heartbeat.store_lost:
-            what = "has ended, and with it the store that it kept"
+            what = "has ended, and with it the store that it hosted"
             gone = Failure(self._store_rank, what, phase, exiting=True)
             # Without an alarm nothing has failed: the host may end in order before this rank does.
             return gone if self._heartbeat.alert else None

@@ -205,7 +205,7 @@ class BucketReadiness:
         """
         self._ready[bucket].wait()
         if self._given_up:
-            raise OrderError("Everything announced must be brought before Python ends.")
+            raise OrderError("All announced terms must be brought before Python ends.")
 
     def give_up(self) -> None:
         """Wake all threads that wait, because no further tensors will become available."""
