@@ -158,7 +158,7 @@ def test_groups_added_later_get_masters_and_removed_ones_lose_them() -> None:
     assert masters.of(second).tolist() == [1 - 2.0**-10] * 2
     del optimizer.param_groups[0]
     masters.refresh()
-    with pytest.raises(KeyError, match="`parameter` must be one of the optimizer's in half precision"):
+    with pytest.raises(KeyError, match="`parameter` must be a half-precision parameter of the optimizer"):
         masters.of(first)
 
 

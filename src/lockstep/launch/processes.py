@@ -75,7 +75,7 @@ def _pickled_call(main: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         return pickle.dumps((main, args))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(
-            f"`args` must be picklable to reach a new process, but: {error}. Make such objects inside `main`."
+            f"`args` must be picklable to reach a new process, but: {error}. Create such objects inside `main`."
         ) from error
 
 
@@ -88,14 +88,14 @@ def _check_importable(main: Callable[..., Any]) -> None:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ValueError(
             f"`main` must be a function that a new process can import, got {main!r}. Define it at the top "
-            "level of a module; what it takes from around it can be given by `args`."
+            "level of a module, and pass what it needs from its surroundings in `args`."
         ) from error
     # A function of an interactive session can be pickled by its name, but a new process has no session to find it in.
     if main.__module__ == "__main__" and not _is_file(vars(sys.modules["__main__"])):
         raise ValueError(
             f"`main` must be a function that a new process can import, but {main.__qualname__} was typed "
             "into a notebook or an interactive session. Write it to a file (in a notebook: a cell beginning "
-            f"with %%writefile train.py) and say `from train import {main.__qualname__}`."
+            f"with %%writefile train.py) and write `from train import {main.__qualname__}`."
         )
 
 

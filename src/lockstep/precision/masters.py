@@ -89,7 +89,7 @@ class MasterWeights:
         """
         if parameter not in self._masters:
             raise KeyError(
-                f"`parameter` must be one of the optimizer's in half precision, got one of {parameter.dtype} "
+                f"`parameter` must be a half-precision parameter of the optimizer, got one of {parameter.dtype} "
                 f"and shape {tuple(parameter.shape)}."
             )
         return self._masters[parameter].detach()

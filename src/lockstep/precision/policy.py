@@ -54,7 +54,7 @@ class Precision:
             return
         raise ValueError(
             f"`model` must hold parameters in {self.held_dtype} with precision={self.name!r}, got none. "
-            f"Call model.to({self.held_dtype}), or take {self.name.removesuffix('-true')!r}."
+            f"Call model.to({self.held_dtype}), or use precision={self.name.removesuffix('-true')!r}."
         )
 
 

@@ -142,7 +142,7 @@ class LossScaler:
             TypeError: If `loss` holds no tensor.
         """
         if not nest.tensors(loss):
-            raise TypeError(f"`loss` must be a tensor, or hold some, got a {type(loss).__name__} without.")
+            raise TypeError(f"`loss` must be a tensor or hold tensors, got a {type(loss).__name__} without tensors.")
         return cast("Losses", nest.map_tensors(self._scaled, loss))
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class LossScaler:
         """
         if nonfinite is None:
             if not self._checked:
-                raise OrderError("`update` must follow `step` or `unscale_`, once for each time.")
+                raise OrderError("`update` must follow `step` or `unscale_`, and be called once after them.")
             flags = [checked.nonfinite for checked in self._checked.values()]
             nonfinite = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         self._scale = self._scale.after(sent(nonfinite, self._device))
@@ -272,7 +272,7 @@ class LossScaler:
         check_keys(state, ["policy", "scale"], of="a LossScaler")
         name = type(self.loss_scale).__name__
         if state["policy"] != name:
-            raise StateError(f"The state of a LossScaler must be of a {name}, got {state['policy']!r}.")
+            raise StateError(f"The state of this LossScaler must be that of a {name}, got {state['policy']!r}.")
         return self.loss_scale.restored(state["scale"])
 
     def _divisor(self) -> float | Tensor:

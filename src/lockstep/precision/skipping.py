@@ -49,7 +49,7 @@ def cannot_skip(optimizer: Optimizer, masters: MasterWeights | None = None) -> s
         return f"{name} has a hook of its step that may do more than change gradients"
     if isinstance(optimizer, SGD) and _lacks_velocity(optimizer, masters):
         # Skipped on the device, the step would leave the velocities uninitialized, and later steps would use them.
-        return f"the first step of {name} with momentum makes its velocities"
+        return f"the first step of {name} with momentum creates its velocities"
     return None
 
 
