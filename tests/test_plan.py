@@ -88,7 +88,7 @@ def test_dealt_shards_hold_every_sample_once_and_are_as_long_as_runs(num_samples
 def test_a_dealt_schedule_holds_every_sample_once(
     batch_sizes: list[int], num_shards: int | None, num_devices: int
 ) -> None:
-    runs = plan.schedule(batch_sizes, num_shards, [1.0] * num_devices, strided=True)
+    runs = plan.shards_by_device(batch_sizes, num_shards, [1.0] * num_devices, strided=True)
     shards = list(itertools.chain(*runs))
     indices = [shard.index for shard in shards]
     assert indices == sorted(set(indices))

@@ -47,7 +47,7 @@ def test_a_left_fold_is_caught(work: Workload, monkeypatch: pytest.MonkeyPatch) 
     def folded(shards: Sequence[int]) -> list[tuple[int, int]]:
         return [(0, index) for index in range(1, len(shards))]
 
-    monkeypatch.setattr(ShardSum, "settle", fold)
+    monkeypatch.setattr(ShardSum, "merge_complete", fold)
     monkeypatch.setattr(tree, "merge_order", folded)
     assert caught(work)
 

@@ -85,7 +85,7 @@ def test_every_shard_has_one_place_at_any_speeds(
         for rank in range(len(ranks))
     ]
     assert [len(part.runs) for part in parts] == [len(each) for each in ranks]
-    places = plan.schedule(sizes, num_shards, [each for rank in ranks for each in rank])
+    places = plan.shards_by_device(sizes, num_shards, [each for rank in ranks for each in rank])
     found = [shard for part in parts for run in part.runs for shard in run]
     assert found == [shard for run in places for shard in run]
     for part in parts:
@@ -110,7 +110,7 @@ def one_try(timer: RankTimer, *, work: float, sum_: float, ends: bool = True, cl
     clock = Clock() if clock is None else clock
     timer.begin()
     clock.seconds += work
-    timer.meet(CPU, [plan.schedule([4], 4, [1.0])[0]], [1.0])
+    timer.meet(CPU, [plan.shards_by_device([4], 4, [1.0])[0]], [1.0])
     clock.seconds += 0.5  # that nobody asks for
     timer.sum()
     clock.seconds += sum_

@@ -330,8 +330,8 @@ class ForwardBackward:
 
 @lru_cache(maxsize=64)
 def schedule(num_samples: int, num_shards: int | None, workloads: tuple[float, ...]) -> list[list[Shard]]:
-    """Cut a batch into shards and give them to devices by `plan.schedule`; last answers are remembered."""
-    return plan.schedule([num_samples], num_shards, workloads)
+    """Cut a batch into shards and give them to devices by `plan.shards_by_device`; last answers are remembered."""
+    return plan.shards_by_device([num_samples], num_shards, workloads)
 
 
 @lru_cache(maxsize=4)

@@ -104,7 +104,7 @@ def _node_counter(leaves: Sequence[int]) -> Callable[[int, int], int]:
         place = ShardSum(first=leaves[start])
         for leaf in leaves[start:stop]:
             place.push(leaf, [])
-        place.settle(leaves[stop] if stop < len(leaves) else 1 << leaves[-1].bit_length())
+        place.merge_complete(leaves[stop] if stop < len(leaves) else 1 << leaves[-1].bit_length())
         return len(place.partials)
 
     return nodes

@@ -77,7 +77,7 @@ def share_of(
     """
     workloads = (*assignment.before, mine, *assignment.after)
     rank, speeds = len(assignment.before), assignment.speeds
-    runs = plan.schedule(sizes, num_shards, [each for rank in workloads for each in rank], strided=strided)
+    runs = plan.shards_by_device(sizes, num_shards, [each for rank in workloads for each in rank], strided=strided)
     rest = iter(runs)
     ranks = [list(islice(rest, len(each))) for each in workloads]
     if speeds is not None and num_shards is not None:

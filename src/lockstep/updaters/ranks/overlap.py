@@ -227,7 +227,7 @@ class EarlySend:
         for each in self._before:
             sums.push(each.shard, [each.tensors[index]])
         sums.push(self._shard, [gradient])
-        sums.settle(self._share.stop)
+        sums.merge_complete(self._share.stop)
         tensors = [each.tensors[0] for each in sums.partials]
         self.has_begun = True
         if not self._is_announced(index, [each.shard for each in sums.partials], tensors):

@@ -160,5 +160,5 @@ def merge_devices(devices: Sequence[Sequence[PartialSum]], share: RankShare, dev
     for partials in devices:
         for partial in partials if len(devices) == 1 else gather(partials, device):
             merged.push(partial.shard, partial.tensors)
-    merged.settle(share.stop)
+    merged.merge_complete(share.stop)
     return merged.partials
