@@ -13,7 +13,7 @@ import torch
 from lockstep.errors import RandomStreamWarning
 from lockstep.plan import Shard
 from lockstep.streams import (
-    THREAD,
+    THREAD_STREAMS,
     DefaultGeneratorGuard,
     DefaultStream,
     StreamOverride,
@@ -80,14 +80,16 @@ class ShardStreams:
                     computed = run(at_once=True)
                 except BaseException:
                     with self._turn:
-                        guard.put_back()
+                        guard.restore()
                     raise
                 with self._turn:
                     if not guard.moved():
                         return computed
-                    guard.put_back()
+                    guard.restore()
                 self._fall_back("The model drew from the default random generator past its shard's stream")
-            if THREAD.generator is not None:  # inside another group's shard, whose thread has no default generator
+            if (
+                THREAD_STREAMS.generator is not None
+            ):  # inside another group's shard, whose thread has no default generator
                 return run(at_once=False)
             borrowed, self._idle = self._idle or DefaultStream(*self._devices), None
             with self._turn, borrowed:
@@ -141,7 +143,7 @@ def _device_stream(device: torch.device, seed: int) -> Iterator[None]:
 
 def stream_position(device: torch.device) -> list[torch.Tensor]:
     """Tell how far the calling thread has drawn from the stream of the shard it computes on a device."""
-    generator = torch.default_generator if THREAD.generator is None else THREAD.generator
+    generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
     position = [generator.get_state()]
     if device.type == "cuda":
         position.append(torch.cuda.get_rng_state(device))
@@ -150,7 +152,7 @@ def stream_position(device: torch.device) -> list[torch.Tensor]:
 
 def resume_stream(position: Sequence[torch.Tensor], device: torch.device) -> None:
     """Go on in the open stream of a shard from such a position."""
-    generator = torch.default_generator if THREAD.generator is None else THREAD.generator
+    generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
     generator.set_state(position[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(position[1], device)

@@ -21,7 +21,7 @@ from lockstep.replicas import (
     refuse_accumulate_hook,
     refuse_trained_buffers,
 )
-from lockstep.streams import ONE_BORROWER, computation_substream
+from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext, check_finite
 from lockstep.updaters.compute import (
@@ -72,7 +72,7 @@ class GradientEngine:
         self._ranks = ranks
         self._timing = timing
         self._policy = recipe.policy
-        self._streams = ShardStreams(self.group.devices, turn=ONE_BORROWER)
+        self._streams = ShardStreams(self.group.devices, turn=DEFAULT_GENERATOR_LOCK)
         self.layout = ModelLayout(TreeSum(self.group, []))
         """The model as of the last attempt; empty before the first."""
         self._is_stale = True
