@@ -594,7 +594,7 @@ def test_inputs_it_refuses(call: Callable[[ls.DataParallel], Any], message: str)
     [
         ({"devices": []}, ValueError, "`devices` must name at least one device"),
         ({"devices": ["cuda:99"]}, ValueError, "`devices` must name devices of this machine"),
-        ({"workloads": [1.0]}, ValueError, "`workloads` must hold one number a device"),
+        ({"workloads": [1.0]}, ValueError, "`workloads` must hold one number per device"),
         ({"workloads": [1.0, 0.0]}, ValueError, "must be positive and finite"),
         ({"num_shards": True}, TypeError, "`num_shards` must be an integer, got True"),
         ({"num_shards": 0}, ValueError, "`num_shards` must be at least 1, got 0"),

@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "loads": (
         lambda: ls.ReplicaGroup(net(), TWO, workloads=[1]),
         ValueError,
-        "one number a device (2), got 1",
+        "one number per device (2), got 1",
     ),
     "timeout": (lambda: ls.ReplicaGroup(net(), TWO, timeout=0), ValueError, "`timeout` must be above 0"),
     "dimension": (

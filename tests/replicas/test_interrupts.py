@@ -240,7 +240,7 @@ import sys
 import torch
 from torch import nn
 import lockstep as ls
-from lockstep.replicas.progress import DeviceProgress
+from lockstep.replicas.pool.progress import DeviceProgress
 from tests.replicas.test_interrupts import LONG, MARKED, SHARDS, batch, grouped, mark, parallel, seeded, state
 
 DeviceProgress.mark = mark

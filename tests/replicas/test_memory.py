@@ -12,7 +12,7 @@ FAULTS = """
 import resource
 import torch
 import lockstep as ls
-from lockstep.replicas.memory import keep_freed_memory
+from lockstep.replicas.pool.worker import keep_freed_memory
 
 data = [(torch.randn(64, 512), torch.randn(64, 512))]
 model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.ReLU(), torch.nn.Linear(2048, 512))

@@ -242,7 +242,7 @@ class ForwardBackward:
 
     def _settings(self) -> ThreadSettings:
         """Take what the calling thread computes under, as far as other threads have to know it."""
-        if self._set.carries:
+        if self._set.uses_threads:
             return ThreadSettings.capture(self._set.device_types)
         return _alone(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 

@@ -1,4 +1,4 @@
-"""Replicas of one model, a thread for each, and the settings under which they compute."""
+"""Replicas of one model, one thread per replica, and the settings under which the threads compute."""
 
 from lockstep.replicas.pool.copies import HOOKS as HOOKS, REQUIRES_GRAD as REQUIRES_GRAD, copy_model as copy_model
 from lockstep.replicas.pool.devices import (

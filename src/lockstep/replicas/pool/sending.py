@@ -1,4 +1,4 @@
-"""Keep the parameters of replicas that have memory of their own equal to the model's."""
+"""Keep the parameters of replicas that have memory of their own equal to those of the model."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 from torch import nn
 
 Layout: TypeAlias = "tuple[int, torch.dtype, torch.Size, tuple[int, ...]]"
+"""The address, dtype, shape and strides of a tensor."""
 
 
 class Sending:
-    """Copy a model's parameters to the replicas that do not share their memory.
+    """A copier of the parameters of a model to the replicas that do not share their memory.
 
-    Whether a parameter has changed cannot be told without reading it: a fused optimizer, a write to
-    ``parameter.data`` and a custom operator leave its version counter as it was. So all values are sent every
-    time. The version counters of the copies change only where the model's have changed: a send that brings
-    the values that are there already must not invalidate the graph of an earlier forward, and a write that
-    autograd would refuse for the model must be refused for its replicas as well.
+    Whether a parameter has changed cannot be found out without reading it: a fused optimizer, a write to
+    ``parameter.data`` and a custom operator do not increment its version counter. All values are therefore sent every
+    time. The version counters of the copies change only if those of the model have changed. A send of values that are
+    already there must not invalidate the graph of an earlier forward, and a write that autograd would reject for the
+    model must be rejected for its replicas too.
 
     Args:
-        parameters: The model's.
-        replicas: Copies of the model; their parameters are in the same order.
+        parameters: The parameters of the model.
+        replicas: Copies of the model, whose parameters are in the same order.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], replicas: Sequence[nn.Module]) -> None:
@@ -38,7 +39,7 @@ class Sending:
         self._versions = self._current_versions()
 
     def fits(self) -> bool:
-        """Return whether the parameters still have the memory, dtypes, shapes and strides they had."""
+        """Return whether the parameters still have the same memory, dtypes, shapes and strides."""
         return self._current_layouts() == self._layouts
 
     @torch.no_grad()
@@ -46,12 +47,12 @@ class Sending:
         """Copy all values."""
         if self._pairs:
             copies, originals = zip(*self._pairs, strict=True)
-            # Unlike `detach`, `data` has a version counter of its own, so the copies keep theirs.
+            # Unlike `detach`, `data` has a version counter of its own, so those of the copies do not change.
             torch._foreach_copy_([copied.data for copied in copies], originals)
             self.count_writes()
 
     def count_writes(self) -> None:
-        """Increment the version counters of the copies whose original's counter has changed."""
+        """Increment the version counters of the copies whose originals have been written to."""
         versions = self._current_versions()
         if versions != self._versions:
             torch.autograd.graph.increment_version(

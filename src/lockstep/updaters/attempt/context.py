@@ -46,7 +46,7 @@ class UpdateSigint(DeferredSigint):
         """Hold every interrupt from here to the end, one that came already among them."""
         self._committing = True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._pending and not self._committing:
             self._pending = False
             self._handler(number, frame)
@@ -72,7 +72,7 @@ class StepContext:
     def __init__(self, replicas: ReplicaSet) -> None:
         self.interrupts = UpdateSigint(replicas)
         self.settings = SINGLE_THREAD
-        if replicas.carries:
+        if replicas.uses_threads:
             self.settings = ThreadSettings.capture(replicas.device_types, training=True)
         self.savepoint: Savepoint | None = None
         self._mode = ComputeMode(self.settings)
