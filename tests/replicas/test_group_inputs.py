@@ -76,12 +76,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "all whole": (
         lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim=None).forward(torch.ones(2)),
         ValueError,
-        "`batch` must hold an input that is split over devices, got all given whole. Name the dimension",
+        "`batch` must hold an input that is split over devices, got only inputs that are given whole. Specify",
     ),
     "each whole": (
         lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim={"x": None, "y": None}).forward([torch.ones(2)] * 2),
         ValueError,
-        "must hold an input that is split over devices, got all given whole",
+        "must hold an input that is split over devices, got only inputs that are given whole",
     ),
     "wrong name beside a right dimension": (
         lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim={"x": 1}).bind(data=[("z", (6, 5))]),
@@ -178,12 +178,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "dimension": (
         lambda: ls.ReplicaGroup(net(), TWO, batch_dim=""),  # type: ignore[arg-type]
         TypeError,
-        "`batch_dim` must be a whole number, None, or a dict of such by name, got ''",
+        "`batch_dim` must be an integer, None, or a dict of these by name, got ''",
     ),
     "output dimension": (
         lambda: ls.ReplicaGroup(net(), TWO, output_dim={"output": 0.0}),  # type: ignore[dict-item]
         TypeError,
-        "`output_dim` must be a whole number, None, or a dict of such by name, got {'output': 0.0}",
+        "`output_dim` must be an integer, None, or a dict of these by name, got {'output': 0.0}",
     ),
     "gradients of inputs": (
         lambda: ls.ReplicaGroup(net(), TWO, input_grads=True, training=False),
@@ -248,7 +248,7 @@ OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] =
     "several counts": (
         lambda x: {"x": x, "n": torch.tensor(len(x))},
         ValueError,
-        "must be the same for every shard, got several values",
+        "must be the same for every shard, got different values",
     ),
 }
 

@@ -91,7 +91,7 @@ def test_a_device_that_hangs_where_shards_run_one_at_a_time() -> None:
         with pytest.warns(ls.RandomStreamWarning):
             group.forward(batch(3))
         module[0].phase = "forward"
-        with pytest.raises(ls.ReplicaError, match=r"shard 1 .*\(device 1 of 0..1\) was not done"):
+        with pytest.raises(ls.ReplicaError, match=r"shard 1 .*\(device 1 of 0..1\) did not finish"):
             group.forward(batch(3))
 
 

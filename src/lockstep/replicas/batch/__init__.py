@@ -1,4 +1,4 @@
-"""From a batch to the inputs of shards, and from the outputs of shards to those of the batch."""
+"""Splitting a batch into the inputs of shards, and merging the outputs and input gradients of shards."""
 
 from lockstep.replicas.batch.input_gradients import (
     NO_GRADIENTS as NO_GRADIENTS,

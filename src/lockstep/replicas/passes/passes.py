@@ -308,7 +308,7 @@ class ForwardBackward:
     ) -> list[BackwardTask]:
         """Run backward on all devices from a calling thread that is in the state for it."""
         window = interrupts.window
-        grads_of = partial(forward.outputs.grads_of, grads=output_grads)
+        grads_of = partial(forward.outputs.shard_grads, grads=output_grads)
         tasks: list[BackwardTask] = []
         for done in forward.done:
             sums = ShardSum(done[0].shard.index if done else 0)

@@ -151,8 +151,8 @@ class BackwardTask:
             NOTHING if self.mode.training is None else self.mode.applied(replica),
             NOTHING if self.observer is None else self.observer.backward(runner.place, shard, replica),
         ):
-            if given.position is not None:
-                resume_stream(given.position, runner.device)
+            if given.stream_position is not None:
+                resume_stream(given.stream_position, runner.device)
             tensors, gradients = _paired(given.tensors, self.output_grads(given))
             try:
                 with self.window:

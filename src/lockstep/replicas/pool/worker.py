@@ -4,8 +4,8 @@ Jobs are handed over through a pair of raw locks. On two cores this takes a thir
 and a quarter of the time of a future, and a signal interrupts the wait on a raw lock without losing the job.
 
 By default, glibc returns large blocks to the system as soon as they are free. Gradients and activations are large, so
-every update would cause thousands of page faults, most of them in worker threads, whose arenas are trimmed most eagerly.
-On two cores this took a tenth of the time of an update, which `keep_freed_memory` saves.
+every update would cause thousands of page faults, most of them in worker threads, whose arenas are trimmed the most. On
+two cores this took a tenth of the time of an update, which `keep_freed_memory` saves.
 """
 
 from __future__ import annotations
