@@ -307,7 +307,7 @@ def test_a_thread_that_hangs_is_named_and_left_behind() -> None:
     with ls.ReplicaGroup(model, THREE, timeout=0.5) as group:
         group.forward(batch())
         model.hangs = True
-        with pytest.raises(ls.ReplicaError, match=r"shard 1 .* on cpu \(device 1 of 0..2\) was not done"):
+        with pytest.raises(ls.ReplicaError, match=r"shard 1 .* on cpu \(device 1 of 0..2\) did not finish"):
             group.forward(batch())
         model.hangs = False
         torch.testing.assert_close(group.forward(batch()), model(batch()).detach())

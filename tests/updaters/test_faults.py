@@ -244,7 +244,7 @@ def test_a_thread_that_comes_back_later_draws_from_no_shard_but_its_own() -> Non
     trap = Trap(fail)
     with finalized(updater_for(MLP, num_shards=2, loss_fn=noise, timeout=1.5)) as updater:
         trap.armed = True
-        with pytest.raises(ls.ReplicaError, match="was not done"):
+        with pytest.raises(ls.ReplicaError, match="did not finish"):
             updater.update()
         updater.update()
         assert drawn.is_set()

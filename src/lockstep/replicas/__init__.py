@@ -6,11 +6,11 @@ from lockstep.replicas.buffers import (
     BufferRule as BufferRule,
     BufferSum as BufferSum,
     ReplicaBuffers as ReplicaBuffers,
+    as_real as as_real,
     buffer_refs as buffer_refs,
-    combine as combine,
-    real as real,
+    combine_buffers as combine_buffers,
     refuse_trained_buffers as refuse_trained_buffers,
-    unpackable as unpackable,
+    unpackable_buffer as unpackable_buffer,
 )
 from lockstep.replicas.group import ReplicaGroup as ReplicaGroup, Updatable as Updatable
 from lockstep.replicas.modules import DataParallel as DataParallel, ModuleWrapper as ModuleWrapper, OnDevice as OnDevice

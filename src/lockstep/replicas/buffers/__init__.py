@@ -1,17 +1,17 @@
-"""Buffers of a model under several shards: what each shard starts from, and what becomes of its changes."""
+"""The buffers of a model under several shards: the values that each shard starts from, and how changes are combined."""
 
 from lockstep.replicas.buffers.buffer_refs import (
     BufferRef as BufferRef,
     all_buffer_refs as all_buffer_refs,
     buffer_refs as buffer_refs,
 )
-from lockstep.replicas.buffers.buffer_sums import BufferSum as BufferSum, real as real
+from lockstep.replicas.buffers.buffer_sums import BufferSum as BufferSum, as_real as as_real
 from lockstep.replicas.buffers.replica_buffers import (
     AnyBufferSum as AnyBufferSum,
     BufferRule as BufferRule,
     ReplicaBuffers as ReplicaBuffers,
-    combine as combine,
-    unpackable as unpackable,
+    combine_buffers as combine_buffers,
+    unpackable_buffer as unpackable_buffer,
 )
 from lockstep.replicas.buffers.trained_buffers import (
     TrainedBuffer as TrainedBuffer,

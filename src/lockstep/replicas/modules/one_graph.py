@@ -151,13 +151,13 @@ class AliasObserver:
         copy_of = {id(slots[index].get()): each for index, each in zip(self._buffers, copies, strict=True)}
         replaced = [slot for slot in all_buffer_refs(replica) if id(slot.get()) in copy_of] if copies else []
         for slot in replaced:
-            slot.put(copy_of[id(slot.get())])
+            slot.set(copy_of[id(slot.get())])
         try:
             yield
         finally:
             for slot in replaced:
                 left = slot.get()
-                slot.put(None if left is None else left.detach())
+                slot.set(None if left is None else left.detach())
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Do nothing: backward is autograd's own."""

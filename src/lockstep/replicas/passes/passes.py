@@ -28,7 +28,7 @@ from lockstep.replicas.buffers import (
     ReplicaBuffers,
     TrainedBuffer,
     buffer_refs,
-    combine,
+    combine_buffers,
     trained_buffers,
 )
 from lockstep.replicas.passes.leaks import check_no_leaked_graphs
@@ -283,7 +283,7 @@ class ForwardBackward:
                 self.watch,
                 window,
                 settings.grad,
-                runner.buffers.begin(shards[0].index if shards else 0),
+                runner.buffers.start_shards(shards[0].index if shards else 0),
                 forward.trained_buffers,
             )
             runner.run(zip(shards, shards, strict=True), task, self._streams)
@@ -325,7 +325,7 @@ class ForwardBackward:
     @torch.no_grad()
     def _combine(self, sums: Sequence[AnyBufferSum], weight: float) -> None:
         """Make what the shards made of the buffers the model's."""
-        combine(sums, self._slots, weight=weight)
+        combine_buffers(sums, self._slots, weight=weight)
 
 
 @lru_cache(maxsize=64)

@@ -95,14 +95,14 @@ class ForwardTask:
     def put_back_buffers(self, runner: ShardRunner) -> list[torch.Tensor]:
         """Let a shard start from the model's buffers; return those that gradients are left in."""
         if self.keeps_graph:
-            return runner.buffers.renew(self.trained_buffers)
+            return runner.buffers.restore_as_new(self.trained_buffers)
         runner.buffers.restore()
         return []
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:  # noqa: ARG002 - the shard says it all
         """Run the model on a shard."""
         replica = runner.replica
-        leaves = self.put_back_buffers(runner) if runner.buffers.bound else []
+        leaves = self.put_back_buffers(runner) if runner.buffers.bindings else []
         with (
             NOTHING if self.mode.training is None else self.mode.applied(replica),
             NOTHING if self.observer is None else self.observer.forward(runner.place, shard, replica),
@@ -115,10 +115,10 @@ class ForwardTask:
                 raise runner.error("forward", shard, error) from error
             position = stream_position(runner.device) if self.keeps_graph else None
         self.done.append(ShardForward(shard, piece.leaves, returned, nest.tensors(returned), leaves, position))
-        if runner.buffers.bound:
+        if runner.buffers.bindings:
             # A single shard's buffers are taken as they are: x * n / n is not always x.
             alone = len(shard.samples) == self.inputs.num_samples
-            runner.buffers.take(shard.index, 1 if alone else len(shard.samples), self.buffers)
+            runner.buffers.collect(shard.index, 1 if alone else len(shard.samples), self.buffers)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import torch
 
 from lockstep.precision import LossScale, cannot_skip, first_flagged
-from lockstep.replicas import unpackable
+from lockstep.replicas import unpackable_buffer
 from lockstep.updaters.setup import Names, OnOverflow
 from lockstep.updaters.state import Training
 
@@ -87,7 +87,7 @@ REASONS: Final[Conditions] = READS_CHECK | {
         (policy := run.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
     ),
     "the weight of a Loss is a tensor, which tells whether its shard takes part": lambda run, _: run.reads_weights,
-    "the buffer {!r} is no plain run of numbers": lambda run, _: unpackable(run.training.group.model),
+    "the buffer {!r} is no plain run of numbers": lambda run, _: unpackable_buffer(run.training.group.model),
 }
 """All reasons for which something is read: those, and others where the check is deferred all the same."""
 

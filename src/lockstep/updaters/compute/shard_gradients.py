@@ -137,7 +137,7 @@ class DeviceGradients:
             ValueError: It returned a loss that cannot be used.
         """
         task = self.task
-        if runner.buffers.bound:
+        if runner.buffers.bindings:
             runner.buffers.restore()
         args, kwargs = (given, NO_NAMES) if type(given) is tuple else call_arguments(given)
         task.watch.doing = FORWARD
@@ -207,8 +207,8 @@ class DeviceGradients:
             self.gradients.push(shard.index, gradients)
         # A single shard's buffers are taken as they are: x * n / n is not always x.
         share = 1 if task.lift is None else len(shard.samples)
-        if runner.buffers.bound:
-            runner.buffers.take(shard.index, share, self.buffers)
+        if runner.buffers.bindings:
+            runner.buffers.collect(shard.index, share, self.buffers)
         self.samples += share
         self.reports.append(report)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lockstep.communicators import Communicator, Contribution
-from lockstep.replicas import BufferRef, BufferSum, gather, real
+from lockstep.replicas import BufferRef, BufferSum, as_real, gather
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.compute import DeviceGradients, RankShare
 from lockstep.updaters.ranks.rank_report import RankReport
@@ -39,9 +39,9 @@ class RankBuffers:
             share: Its shards.
             slots: The model's buffers, at least one.
         """
-        sums = [device.buffers.read() for device in devices]
+        sums = [device.buffers.resolve() for device in devices]
         home = next(buffer.device for slot in slots if (buffer := slot.get()) is not None)
-        partials = merge_devices([each.means.partials for each in sums], share, home)
+        partials = merge_devices([each.weighted_sums.partials for each in sums], share, home)
         firsts = [
             next((each.firsts[index] for each in sums if each.firsts[index] is not None), None)
             for index in range(len(slots))
@@ -74,7 +74,7 @@ def sum_buffers(
     for partial, mask in zip(own.partials, contributions[communicator.rank].present, strict=True):
         partial.tensors[:] = [tensor if mask >> index & 1 else None for index, tensor in enumerate(partial.tensors)]
     like = [buffer for slot in slots if (buffer := slot.get()) is not None]
-    summed = communicator.sum_partials(own.partials, contributions, [*map(real, like), *like], compress=False)
+    summed = communicator.sum_partials(own.partials, contributions, [*map(as_real, like), *like], compress=False)
     return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
 
 

@@ -205,7 +205,7 @@ class GradientEngine:
                 last,
                 layout.observers[place],
                 ShardSum(first),
-                runner.buffers.begin(first, unread=request.deferred),
+                runner.buffers.start_shards(first, deferred=request.deferred),
             )
             with _without_gradients([runner.parameters[index] for index in idle]) if idle else NOTHING:
                 runner.run(shards, mine, self._streams)
