@@ -229,7 +229,7 @@ class Returning(nn.Module):
 
 OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
     "nothing": (lambda _: None, TypeError, "`model` must return at least one tensor, got a NoneType"),
-    "an object": (lambda _: {1, 2}, TypeError, "beside plain values, got a set"),
+    "an object": (lambda _: {1, 2}, TypeError, "tuples, lists, dicts and dataclasses, got a set"),
     "other values": (
         lambda x: (x, len(x)),
         ValueError,

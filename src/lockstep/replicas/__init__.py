@@ -1,4 +1,4 @@
-"""One model on several devices of this process."""
+"""Replicas of one model on several devices of this process."""
 
 from lockstep.replicas.buffers import (
     AnyBufferSum as AnyBufferSum,
@@ -20,10 +20,10 @@ from lockstep.replicas.passes import (
     ShardStreams as ShardStreams,
     TreeSum as TreeSum,
     apply_tensor_hooks as apply_tensor_hooks,
+    check_no_accumulate_hooks as check_no_accumulate_hooks,
     check_no_leaked_gradients as check_no_leaked_gradients,
     finish_whole as finish_whole,
-    gather as gather,
-    refuse_accumulate_hook as refuse_accumulate_hook,
+    move_partials as move_partials,
 )
 from lockstep.replicas.pool import (
     SINGLE_THREAD as SINGLE_THREAD,

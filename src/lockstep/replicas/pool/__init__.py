@@ -2,6 +2,7 @@
 
 from lockstep.replicas.pool.copies import HOOKS as HOOKS, REQUIRES_GRAD as REQUIRES_GRAD, copy_model as copy_model
 from lockstep.replicas.pool.devices import (
+    NULL_CONTEXT as NULL_CONTEXT,
     Devices as Devices,
     device_context as device_context,
     parse_device as parse_device,

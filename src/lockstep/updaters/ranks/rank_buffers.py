@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lockstep.communicators import Communicator, Contribution
-from lockstep.replicas import BufferRef, BufferSum, as_real, gather
+from lockstep.replicas import BufferRef, BufferSum, as_real, move_partials
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.compute import DeviceGradients, RankShare
 from lockstep.updaters.ranks.rank_report import RankReport
@@ -49,7 +49,7 @@ class RankBuffers:
         for partial in partials:
             partial.tensors += [None] * len(slots)
         if partials:
-            partials[0].tensors[len(slots) :] = gather([PartialSum(0, firsts)], home)[0].tensors
+            partials[0].tensors[len(slots) :] = move_partials([PartialSum(0, firsts)], home)[0].tensors
         weights = [sum(each.weights[index] for each in sums) for index in range(len(slots))]
         return cls(partials, weights, Contribution.of(partials))
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.communicators import Communicator, Contribution, Table
-from lockstep.replicas import gather
+from lockstep.replicas import move_partials
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute import RankShare
 from lockstep.updaters.ranks.inline import SMALL, SMALL_BETWEEN_MACHINES, InlineGradients
@@ -158,7 +158,7 @@ def merge_devices(devices: Sequence[Sequence[PartialSum]], share: RankShare, dev
         return [*devices[0]]
     merged = ShardSum(share.first)
     for partials in devices:
-        for partial in partials if len(devices) == 1 else gather(partials, device):
+        for partial in partials if len(devices) == 1 else move_partials(partials, device):
             merged.push(partial.shard, partial.tensors)
     merged.merge_complete(share.stop)
     return merged.partials

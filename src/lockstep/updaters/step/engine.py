@@ -16,9 +16,9 @@ from lockstep.precision import first_nonfinite
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
+    check_no_accumulate_hooks,
     check_no_leaked_gradients,
     finish_whole,
-    refuse_accumulate_hook,
     refuse_trained_buffers,
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
@@ -72,7 +72,7 @@ class GradientEngine:
         self._ranks = ranks
         self._timing = timing
         self._policy = recipe.policy
-        self._streams = ShardStreams(self.group.devices, turn=DEFAULT_GENERATOR_LOCK)
+        self._streams = ShardStreams(self.group.devices, lock=DEFAULT_GENERATOR_LOCK)
         self.layout = ModelLayout(TreeSum(self.group, []))
         """The model as of the last attempt; empty before the first."""
         self._is_stale = True
@@ -160,7 +160,7 @@ class GradientEngine:
             self._is_stale = False
         for parameter in self.layout.parameters:
             if parameter._post_accumulate_grad_hooks:
-                refuse_accumulate_hook(self.layout.named)
+                check_no_accumulate_hooks(self.layout.named)
         if self.layout.slots:
             refuse_trained_buffers(self.group.model, self.layout.slots)
 
