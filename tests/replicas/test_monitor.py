@@ -247,7 +247,7 @@ def test_what_it_refuses() -> None:
     net, monitor = small(1), ls.Monitor(stat=lambda tensor: tensor)
     net.install_monitor(monitor)
     monitor.tic()
-    with pytest.raises(ls.ReplicaError, match=r"`stat` must give one number for a tensor, got shape \(7, 3\)"):
+    with pytest.raises(ls.ReplicaError, match=r"`stat` must return one number for a tensor, got shape \(7, 3\)"):
         net(data())
     with pytest.raises(ls.StateError, match="unknown: 'steps'"):
         monitor.load_state_dict({"steps": 1})
