@@ -1,4 +1,4 @@
-"""Segment a function on several ranks: real processes, gloo, the loopback."""
+"""Run a function on several ranks: real processes, gloo, the loopback."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 
 import lockstep as ls
 from lockstep.communicators.environment import RunEnvironment, read_environment, timeout_for
-from lockstep.launch.agent import Segment
+from lockstep.launch.agent import Run
 
 TORCHRUN = {
     "RANK": "3",
@@ -100,7 +100,7 @@ def test_a_lone_process_gets_a_communicator_of_one() -> None:
     ],
 )
 def test_a_timeout_out_of_range(timeout: float, rule: str) -> None:
-    for start in (ls.find_communicator, partial(ls.launch, print), partial(Segment, "train.py")):
+    for start in (ls.find_communicator, partial(ls.launch, print), partial(Run, "train.py")):
         with pytest.raises(ValueError, match=f"`timeout` must be {rule}"):
             start(timeout=timeout)
 

@@ -63,7 +63,7 @@ def start(script: str, way: str, rank: int, port: int) -> subprocess.Popen[str]:
 
 
 def ends(script: str, way: str) -> list[tuple[int, str]]:
-    """Segment a script on two ranks; give their exit codes, and whether the group outlived its end."""
+    """Run a script on two ranks; give their exit codes, and whether the group outlived its end."""
     with socket.socket() as kept:
         # Bound while the ranks live, the port is nobody else's; rank 0, which asks alike, may listen there.
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

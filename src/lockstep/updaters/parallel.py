@@ -46,10 +46,8 @@ class ParallelUpdater(Updater):
             parameter. Without a step function every update steps all of them by the gradient of one loss.
         model: The model. It is moved to the first device and never run itself: replicas are copies that share its
             memory. You may give several networks by name, each of which is replicated on all devices.
-        models: Another name for `model`. With exactly the names of `devices` they are replicas of one model: they must
-            be alike, the main one holds the weights, and the others receive them after each update.
-        devices: ``"auto"`` for every GPU, or else every core; names of devices, which may repeat; or devices by name,
-            of which "main" (or else the first) is the main one.
+        models: Another name for `model`, for several networks.
+        devices: ``"auto"`` for every GPU, or else every core; or a list of device names, which may repeat.
         num_shards: The number of shards a batch is cut into, at least 1. It is part of what the result means. With None
             each device has one shard, sized by its workload, and the bits depend on the number of devices.
         workloads: The relative speeds of the devices, by which shards are assigned; equal by default. ``"auto"``
@@ -111,9 +109,9 @@ class ParallelUpdater(Updater):
         model: nn.Module | Mapping[str, nn.Module] | None = None,
         *,
         models: nn.Module | Mapping[str, nn.Module] | None = None,
-        devices: Devices | Mapping[str, str | torch.device] = "auto",
+        devices: Devices = "auto",
         num_shards: int | None = None,
-        workloads: Sequence[float] | Mapping[str, float] | Literal["auto"] | None = None,
+        workloads: Sequence[float] | Literal["auto"] | None = None,
         loss_fn: LossFunction | None = None,
         step_fn: recipes.StepFunction | None = None,
         converter: Converter = collate,
@@ -215,8 +213,6 @@ class ParallelUpdater(Updater):
                 result = parts.committer.commit(
                     names, attempt, context.settings, drawn={MAIN: attempt.passed + len(attempt.batches)}
                 )
-            if parts.followers.modules:
-                parts.followers.follow()
         return result
 
     def update_core(self, batch: Any) -> object:
@@ -386,6 +382,5 @@ class ParallelUpdater(Updater):
         num_shards = self._engine.shards_a_batch
         load_state(self._training, state, num_shards=num_shards, seed=self._parts.recipe.seed)
         self._engine.look_for_shapes()
-        self._parts.followers.follow()
         self._parts.coordinator.state_loaded()
         self._custom.forget()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import ismethod
 from typing import Any, TypeAlias
 
@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from lockstep import updaters
 from lockstep.compat.chainer.optimizers import GradientMethod, Serializer
+from lockstep.compat.chainer.replicas import FollowingReplicas, check_replicas, main_first
 from lockstep.data import Iterator, Source, collate
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
-from lockstep.updaters import MAIN, Converter, look_up
+from lockstep.updaters import MAIN, Converter, UpdateResult, by_name, look_up
 
 Device: TypeAlias = "int | str | torch.device"
 
@@ -76,13 +77,14 @@ class ParallelUpdater(updaters.ParallelUpdater):
         auto_new_epoch: bool = True,
     ) -> None:
         main = look_up(MAIN, optimizer) if isinstance(optimizer, Mapping) else optimizer
-        replicas = _replicas(main, models, devices)
+        places = _places(devices)
+        replicas = _replicas(main, models, places)
         super().__init__(
             iterator,
             optimizer,
-            models=replicas,
-            devices=_places(devices),
-            loss_fn=_on_replica(loss_func, replicas),
+            replicas[MAIN],
+            devices=[places[name] for name in main_first(places)],
+            loss_fn=_on_replica(loss_func, replicas.values()),
             converter=converter,
             loss_scale=_scale_of(main) if loss_scale is None else loss_scale,
             auto_new_epoch=auto_new_epoch,
@@ -91,6 +93,26 @@ class ParallelUpdater(updaters.ParallelUpdater):
             buffers="first",
             on_overflow="skip",
         )
+        others = [replica for name, replica in replicas.items() if name != MAIN]
+        self._following = FollowingReplicas(replicas[MAIN], others)
+
+    def update(self) -> UpdateResult:
+        """Run one update, then copy the weights to the replicas; see `lockstep.ParallelUpdater.update`."""
+        result = super().update()
+        self._following.update()
+        return result
+
+    def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
+        """Run the second half of an update; see `lockstep.ParallelUpdater.apply_gradients`."""
+        result = super().apply_gradients(optimizer)
+        if self._custom.state is None:  # within a step function the weights count once the update is complete
+            self._following.update()
+        return result
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state, then copy the weights to the replicas; see `lockstep.ParallelUpdater.load_state_dict`."""
+        super().load_state_dict(state)
+        self._following.update()
 
     def serialize(self, serializer: Serializer) -> None:
         """Save everything the next update depends on, or load it.
@@ -108,29 +130,31 @@ class ParallelUpdater(updaters.ParallelUpdater):
 
 
 def _replicas(
-    optimizer: Optimizer, models: Mapping[str, nn.Module] | None, devices: Mapping[str, Device] | None
-) -> nn.Module | Mapping[str, nn.Module]:
-    """Give the replicas by name, or the one model of which there are none yet."""
-    if devices is None:
-        raise ValueError("`devices` must be given, a dict of places by name with one named 'main', got None.")
-    look_up(MAIN, devices)
+    optimizer: Optimizer, models: Mapping[str, nn.Module] | None, places: Mapping[str, object]
+) -> dict[str, nn.Module]:
+    """Return the replicas by name, or only the main one where the updater is to make the others."""
     if models is not None:
-        if models.keys() != devices.keys():
-            raise ValueError(f"`models` must have the names of `devices` ({sorted(devices)}), got {sorted(models)}.")
-        return models
+        if models.keys() != places.keys():
+            raise ValueError(f"`models` must have the names of `devices` ({sorted(places)}), got {sorted(models)}.")
+        replicas = by_name("models", models, nn.Module, "a torch.nn.Module")
+        check_replicas(replicas)
+        return replicas
     if not isinstance(optimizer, GradientMethod) or optimizer.target is None:
         kind = type(optimizer).__name__
         raise ValueError(f"`models` must be given where the optimizer has no target, got a {kind} without.")
-    return optimizer.target
+    return {MAIN: optimizer.target}
 
 
 def _places(devices: Mapping[str, Device] | None) -> dict[str, str | torch.device]:
-    """Read Chainer's names of devices.
+    """Read Chainer's names of devices, "main" among them.
 
     >>> _places({"main": 0, "second": -1, "third": "@numpy", "fourth": "@cupy:1"})
     {'main': 'cuda:0', 'second': 'cpu', 'third': 'cpu', 'fourth': 'cuda:1'}
     """
-    return {name: _device(device) for name, device in (devices or {}).items()}
+    if devices is None:
+        raise ValueError("`devices` must be given, a dict of devices by name with one named 'main', got None.")
+    look_up(MAIN, devices)
+    return {name: _device(device) for name, device in devices.items()}
 
 
 def _device(device: Device) -> str | torch.device:
@@ -141,11 +165,8 @@ def _device(device: Device) -> str | torch.device:
     return device
 
 
-def _on_replica(
-    loss_func: Callable[..., Any] | None, replicas: nn.Module | Mapping[str, nn.Module]
-) -> Callable[..., Any] | None:
-    """Have a method of the model called on the replica at hand; leave other functions as they are."""
-    models = list(replicas.values()) if isinstance(replicas, Mapping) else [replicas]
+def _on_replica(loss_func: Callable[..., Any] | None, models: Collection[nn.Module]) -> Callable[..., Any] | None:
+    """Return a loss function that calls a method of a given model on the replica instead; others as they are."""
     if not ismethod(loss_func) or not any(loss_func.__self__ is model for model in models):
         return loss_func
     name = loss_func.__name__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, Literal
 
@@ -13,13 +12,20 @@ from torch import nn
 
 from lockstep.errors import OrderError
 from lockstep.integers import check_integer
-from lockstep.replicas.batch import NO_GRADIENTS, BatchDim, GradMode, InputGradients, check_dims, read_input_modes
+from lockstep.replicas.batch import (
+    NO_GRADIENTS,
+    BatchDim,
+    GradMode,
+    InputGradients,
+    check_dims,
+    positional_names,
+    read_input_modes,
+)
+from lockstep.replicas.binding import Description, InputBinding
 from lockstep.replicas.buffers import BufferRule, refuse_computed_buffers, trained_buffers
-from lockstep.replicas.group.binding import Description
 from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads
 from lockstep.replicas.group.metric_updates import Updatable, metric_inputs
 from lockstep.replicas.group.parameters import read_parameters, share_parameters, write_parameters
-from lockstep.replicas.group.shape_inference import infer, refuse_shapes
 from lockstep.replicas.group.signature import Signature
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes import Backward, Forward, ForwardBackward, schedule
@@ -112,8 +118,9 @@ class ReplicaGroup(ReplicaSet):
             output_dim = batch_dim if isinstance(batch_dim, int) else 0
         check_dims(output_dim, "output_dim")
         super().__init__(model, devices, workloads=workloads, timeout=timeout)
-        check_shapes = partial(refuse_shapes, model, training=training)
-        self._signature = Signature(model.forward, batch_dim, check_shapes)
+        arguments = positional_names(model.forward)
+        self._binding = InputBinding(model, arguments, batch_dim, training=training)
+        self._signature = Signature(arguments, batch_dim)
         self._trains = training
         self._input_modes = read_input_modes(input_grads, grad_mode)
         self._forward: Forward | None = None
@@ -141,7 +148,7 @@ class ReplicaGroup(ReplicaSet):
             TypeError: A description is not a name and a shape.
             ValueError: Names come twice, numbers of samples differ, or the model cannot compute with the shapes.
         """
-        self._signature.bind(data, labels)
+        self._binding.bind(data, labels)
 
     def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None = None) -> bool:
         """Change the shapes of bound inputs; parameters and gradients stay as they are.
@@ -157,7 +164,7 @@ class ReplicaGroup(ReplicaSet):
             OrderError: No inputs are bound.
             ValueError: As `bind`, or names or numbers of dimensions are others; nothing has changed.
         """
-        changed = self._signature.reshape(data, labels)
+        changed = self._binding.reshape(data, labels)
         if changed:
             self._drop_forward()
         return changed
@@ -165,7 +172,7 @@ class ReplicaGroup(ReplicaSet):
     @property
     def batch_size(self) -> int:
         """The number of samples of the bound inputs, else of the last forward; an OrderError if there is neither."""
-        bound = self._signature.bound
+        bound = self._binding.bound
         return self._last().inputs.num_samples if bound is None else bound.num_samples
 
     @property
@@ -197,7 +204,7 @@ class ReplicaGroup(ReplicaSet):
                 that requires a gradient was computed from other tensors.
         """
         modes = self._input_modes if torch.is_grad_enabled() else NO_GRADIENTS
-        inputs = self._signature.read(batch, modes)
+        inputs = self._signature.read(batch, modes, self._binding.bound)
         self._drop_forward()
         if self._trains and torch.is_grad_enabled():
             if any(map(REQUIRES_GRAD, self.model.buffers())):
@@ -263,11 +270,9 @@ class ReplicaGroup(ReplicaSet):
         Raises:
             OrderError: There was no forward, and inputs are not bound or do not tell.
         """
-        bound = self._signature.bound
-        if self._forward is None and bound is not None:
-            found = infer(self.model, bound, training=self._trains)
-            if found.shapes is not None:
-                return found.shapes
+        inferred = self._binding.output_shapes() if self._forward is None else None
+        if inferred is not None:
+            return inferred
         names = self._last().outputs.names
         return [(name, tuple(tensor.shape)) for name, tensor in zip(names, self._merged, strict=True)]
 
@@ -303,7 +308,7 @@ class ReplicaGroup(ReplicaSet):
             ValueError: Labels are for another number of samples, or `pad` leaves none; nothing was counted.
         """
         forward = self._last()
-        read = self._signature.read_labels(labels, forward.inputs.num_samples)
+        read = self._signature.read_labels(labels, forward.inputs.num_samples, self._binding.bound)
         for outputs, target in metric_inputs(forward, self.devices, read, per_device=per_device, pad=pad):
             metric.update(outputs, target)
 

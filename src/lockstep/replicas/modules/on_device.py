@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -37,10 +36,8 @@ class ModuleWrapper(nn.Module):
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be a torch.nn.Module, got a {type(module).__name__}.")
         self.module = module
-        self.loading_prefix = ""
-        """The beginning of the names under which this module was loaded the last time."""
         self.register_state_dict_post_hook(_drop_prefix)  # type: ignore[no-untyped-call]  # torch's gap
-        self.register_load_state_dict_post_hook(_name_as_saved)  # type: ignore[no-untyped-call]  # torch's gap
+        self.register_load_state_dict_post_hook(_run_inner_hooks)  # type: ignore[no-untyped-call]  # torch's gap
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ModuleWrapper:
         """Change the tensors as the network around asks, all but their device."""
@@ -53,20 +50,35 @@ class ModuleWrapper(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *arguments: Any) -> None:
-        """Give the saved names the prefix by which the wrapped module, which loads next, looks for them.
+        """Load what the wrapped module owns itself; torch's recursion then goes on with that module's children.
 
-        Hooks of `register_load_state_dict_pre_hook` come before: they know the saved names.
+        The names and versions of a saved state are those of the bare module. torch looks both up by the prefix
+        it has built, so the wrapped module must be loaded under the prefix of the wrapper.
         """
-        self.loading_prefix = prefix
-        hooks = self._load_state_dict_pre_hooks
-        for hook in hooks.values():
+        for hook in self._load_state_dict_pre_hooks.values():
             hook(state_dict, prefix, *arguments)
-        _rename(state_dict, prefix, prefix + INNER)
-        self._load_state_dict_pre_hooks = OrderedDict()
-        try:
-            super()._load_from_state_dict(state_dict, prefix, *arguments)
-        finally:
-            self._load_state_dict_pre_hooks = hooks
+        self.module._load_from_state_dict(state_dict, prefix, *arguments)
+        self._modules = _ChildrenOnce(self)
+
+
+class _ChildrenOnce(dict[str, "nn.Module | None"]):
+    """The modules of a wrapper, whose next `items` are the children of the wrapped module.
+
+    `torch.nn.Module.load_state_dict` iterates over them right after `_load_from_state_dict`, with nothing in
+    between that could fail; so the wrapper has its own modules again whatever the children's load does.
+
+    Args:
+        wrapper: The wrapper that is being loaded.
+    """
+
+    def __init__(self, wrapper: ModuleWrapper) -> None:
+        super().__init__(wrapper._modules)
+        self._wrapper, self._own = wrapper, wrapper._modules
+
+    def items(self) -> Any:
+        """Return the names and children of the wrapped module, and restore the wrapper's own modules."""
+        self._wrapper._modules = self._own
+        return self._wrapper.module._modules.items()
 
 
 def _change(tensor: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -89,12 +101,11 @@ def _drop_prefix(wrapper: nn.Module, state: MutableMapping[str, Any], prefix: st
         metadata[(prefix + name[len(own) + 1 :]).rstrip(".")] = metadata.pop(name)
 
 
-def _name_as_saved(wrapper: ModuleWrapper, incompatible: Any) -> None:
-    """Report missing and unknown tensors by the names they have where they are saved."""
-    prefix = wrapper.loading_prefix
-    inner = prefix + INNER
-    for names in (incompatible.missing_keys, incompatible.unexpected_keys):
-        names[:] = [prefix + name[len(inner) :] if name.startswith(inner) else name for name in names]
+def _run_inner_hooks(wrapper: ModuleWrapper, incompatible: Any) -> None:
+    """Run the wrapped module's hooks for the end of a load, which torch does not visit by itself."""
+    for hook in wrapper.module._load_state_dict_post_hooks.values():
+        if hook(wrapper.module, incompatible) is not None:
+            raise ValueError("A hook of `register_load_state_dict_post_hook` must change its argument, got a new one.")
 
 
 def _rename(state: MutableMapping[str, Any], old: str, new: str) -> None:

@@ -15,5 +15,9 @@ from lockstep.updaters.setup.names import (
     look_up as look_up,
     named_schedulers as named_schedulers,
 )
-from lockstep.updaters.setup.networks import Arrangement as Arrangement, arrange as arrange
+from lockstep.updaters.setup.networks import (
+    Arrangement as Arrangement,
+    arrange as arrange,
+    check_unnamed as check_unnamed,
+)
 from lockstep.updaters.setup.recipe import OnOverflow as OnOverflow, Recipe as Recipe, check_choice as check_choice

@@ -17,8 +17,16 @@ from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Deferral
 from lockstep.updaters.compute import DeviceTimer
 from lockstep.updaters.ranks import Coordinator, Differing, LocalCoordinator, RankConsistency, describe_run, join_ranks
-from lockstep.updaters.setup import Arrangement, Recipe, arrange, by_name, iterators_by_name, named_schedulers
-from lockstep.updaters.state import Followers, Training
+from lockstep.updaters.setup import (
+    Arrangement,
+    Recipe,
+    arrange,
+    by_name,
+    check_unnamed,
+    iterators_by_name,
+    named_schedulers,
+)
+from lockstep.updaters.state import Training
 from lockstep.updaters.step.checks import check_fit, chosen_scale, fixed_workloads
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
@@ -43,7 +51,6 @@ class Parts:
         retry: Says what follows a gradient that is not finite.
         committer: Makes the last stage.
         deferral: Decides whether the overflow check stays on the device.
-        followers: Modules that take over the weights after every update.
     """
 
     recipe: Recipe
@@ -55,7 +62,6 @@ class Parts:
     retry: OverflowRetry
     committer: Committer
     deferral: Deferral
-    followers: Followers
 
 
 def assemble(
@@ -94,11 +100,13 @@ def assemble(
         ValueError: An argument is out of range, or parts do not belong together.
     """
     optimizers: dict[str, Optimizer] = by_name("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-    arranged = arrange(*networks, *places)
+    devices, workloads = places
+    check_unnamed(devices, workloads)
+    arranged = arrange(*networks)
     check_fit(recipe, arranged, optimizers, takes_steps=takes_steps)
-    fixed = fixed_workloads(recipe, arranged.workloads)
+    fixed = fixed_workloads(recipe, workloads)
     training = Training(
-        group=ReplicaSet(arranged.module, arranged.devices, workloads=fixed, timeout=timeout),
+        group=ReplicaSet(arranged.module, devices, workloads=fixed, timeout=timeout),
         models=arranged.networks,
         optimizers=optimizers,
         iterators=iterators_by_name(iterator),
@@ -118,9 +126,9 @@ def assemble(
             differing=differing_models,
         ),
         movable=recipe.num_shards is not None,
-        measured=arranged.workloads == "auto",
+        measured=workloads == "auto",
     )
-    timing = DeviceTimer(group.devices) if arranged.workloads == "auto" and len(group.devices) > 1 else None
+    timing = DeviceTimer(group.devices) if workloads == "auto" and len(group.devices) > 1 else None
     engine = GradientEngine(training, recipe, watch=communicator.watch, timing=timing, ranks=ranks)
     group.model.to(group.devices[0])
     if recipe.policy.held_dtype:
@@ -145,5 +153,4 @@ def assemble(
         OverflowRetry(engine, training, recipe, deferral, coordinator),
         Committer(engine, training, deferral, auto_new_epoch=recipe.auto_new_epoch),
         deferral,
-        Followers(group.model, arranged.followers),
     )

@@ -70,7 +70,6 @@ class CustomStep:
         self._arranged = parts.arranged
         self._retry = parts.retry
         self._committer = parts.committer
-        self._followers = parts.followers
         self._usual = usual
         self._has_loss = parts.recipe.loss_fn is not None or not parts.arranged.several
         self._computed: dict[Names, Attempt] = {}
@@ -166,9 +165,7 @@ class CustomStep:
             attempt = _pop(self._computed, names)
             with StepContext(self._training.group) as context:
                 self._coordinator.commit(context.interrupts)
-                result = self._committer.commit(names, attempt, context.settings, drawn={})
-                self._followers.follow()
-                return result
+                return self._committer.commit(names, attempt, context.settings, drawn={})
         attempt = _pop(state.computed, names)
         state.context.interrupts.check()
         applied = self._committer.step(names, attempt, state.context.settings)

@@ -1,4 +1,4 @@
-"""Fix the names and shapes of a model's inputs, and refuse what differs."""
+"""The names and shapes that a model's inputs must have, and the checks of what differs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Description: TypeAlias = "tuple[str, Sequence[int]]"
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class BoundInputs:
     """The names and shapes that inputs must have.
 
     Attributes:
@@ -46,7 +46,7 @@ class Binding:
         """What the positions of labels are called."""
         return list(dict.fromkeys(argument_of(path) for path in self.labels))
 
-    def differs(self, other: Binding, path: str) -> bool:
+    def differs(self, other: BoundInputs, path: str) -> bool:
         """Tell whether an input of the same name has another shape there, beside the number of samples."""
         return self._sample_shape(path) != other._sample_shape(path)
 
@@ -98,7 +98,7 @@ def read_descriptions(data: Sequence[Description], labels: Sequence[Description]
     return dict(described), dict(others)
 
 
-def bind(data: Described, labels: Described, batch_dim: BatchDim) -> Binding:
+def bound_inputs(data: Described, labels: Described, batch_dim: BatchDim) -> BoundInputs:
     """Count the samples of inputs.
 
     Raises:
@@ -112,7 +112,7 @@ def bind(data: Described, labels: Described, batch_dim: BatchDim) -> Binding:
         None if dim is None else positive_dim(path, tensor, dim)
         for path, tensor, dim in zip(shapes, tensors, dims, strict=True)
     ]
-    return Binding(data, labels, count_samples(shapes, tensors, positive), tuple(positive))
+    return BoundInputs(data, labels, count_samples(shapes, tensors, positive), tuple(positive))
 
 
 def _read(description: Description, argument: str) -> tuple[str, tuple[int, ...]]:
@@ -151,7 +151,7 @@ def check_names(paths: Iterable[str], batch_dim: BatchDim, arguments: Sequence[s
         )
 
 
-def check_same_inputs(old: Binding, data: Described, labels: Described) -> None:
+def check_same_inputs(old: BoundInputs, data: Described, labels: Described) -> None:
     """Refuse to change anything but shapes.
 
     Raises:

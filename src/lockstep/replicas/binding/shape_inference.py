@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.replicas.batch import named_outputs
-from lockstep.replicas.group.binding import Binding
+from lockstep.replicas.binding.bound_inputs import BoundInputs
 from lockstep.replicas.modules import ModuleWrapper
 from lockstep.replicas.pool import HOOKS, copy_model
 
@@ -46,7 +46,7 @@ class Inferred:
     refuses: bool = False
 
 
-def infer(model: nn.Module, binding: Binding, *, training: bool) -> Inferred:
+def infer(model: nn.Module, binding: BoundInputs, *, training: bool) -> Inferred:
     """Find the shapes of outputs.
 
     Args:
@@ -72,7 +72,7 @@ def infer(model: nn.Module, binding: Binding, *, training: bool) -> Inferred:
     return with_zeros
 
 
-def refuse_shapes(model: nn.Module, binding: Binding, before: Binding | None, *, training: bool) -> None:
+def refuse_shapes(model: nn.Module, binding: BoundInputs, before: BoundInputs | None, *, training: bool) -> None:
     """Refuse inputs of shapes that the model cannot compute with, where that can be known.
 
     Args:
@@ -99,7 +99,7 @@ def refuse_shapes(model: nn.Module, binding: Binding, before: Binding | None, *,
     ) from error
 
 
-def _kinds(model: nn.Module, binding: Binding) -> Iterator[dict[str, torch.dtype]]:
+def _kinds(model: nn.Module, binding: BoundInputs) -> Iterator[dict[str, torch.dtype]]:
     """Say what inputs may be made of: all that are given, and the dtype of each."""
     dtypes_there = (each.dtype for each in model.parameters() if each.is_floating_point())
     both = (next(dtypes_there, torch.get_default_dtype()), torch.int64)
@@ -152,7 +152,7 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 def _try(
     model: nn.Module,
     device: torch.device,
-    binding: Binding,
+    binding: BoundInputs,
     ways: Sequence[tuple[bool, Mapping[str, torch.dtype]]],
 ) -> Inferred:
     """Call a copy in one way after another until one goes through."""
