@@ -111,7 +111,7 @@ def test_it_watches_every_so_many_steps(interval: int, events: str, expected: li
 def test_a_watched_step_is_not_begun_twice() -> None:
     monitor = ls.Monitor()
     monitor.tic()
-    with pytest.raises(ls.OrderError, match="must be taken by `toc` before the next `tic`"):
+    with pytest.raises(ls.OrderError, match="must be read by `toc` before the next `tic`"):
         monitor.tic()
 
 

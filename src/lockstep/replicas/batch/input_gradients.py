@@ -16,7 +16,7 @@ GradMode: TypeAlias = Literal["write", "add", "null"]
 """What happens to a gradient: it replaces the previous one, is added to it, or is not computed."""
 
 
-def checked_mode(value: object, argument: str) -> GradMode:
+def check_grad_mode(value: object, argument: str) -> GradMode:
     """Return a gradient mode after checking that it is one.
 
     Args:
@@ -83,7 +83,7 @@ def read_input_modes(
         ValueError: If a mode is not 'write', 'add' or 'null'.
     """
     if isinstance(input_grads, Mapping):
-        modes_by_name = {name: checked_mode(mode, f"input_grads[{name!r}]") for name, mode in input_grads.items()}
+        modes_by_name = {name: check_grad_mode(mode, f"input_grads[{name!r}]") for name, mode in input_grads.items()}
         return InputModes(modes_by_name, "null")
     if not input_grads:
         return NO_GRADIENTS

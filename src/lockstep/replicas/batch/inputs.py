@@ -116,7 +116,7 @@ def read_inputs(
     for path, tensor in found:
         paths.append(path)
         tensors.append(tensor)
-    dims = given_dims(batch_dim, [*paths, *absent], "batch_dim")[: len(paths)]
+    dims = dims_by_path(batch_dim, [*paths, *absent], "batch_dim")[: len(paths)]
     for index, dim in enumerate(dims):
         if dim is not None:
             dims[index] = positive_dim(paths[index], tensors[index], dim)
@@ -160,17 +160,17 @@ def argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:
         forward: The function to call.
         num_args: The number of positional arguments.
     """
-    return with_numbers(positional_names(forward), num_args)
+    return number_positions(positional_names(forward), num_args)
 
 
-def with_numbers(names: Sequence[str], num_args: int) -> list[str]:
+def number_positions(names: Sequence[str], num_args: int) -> list[str]:
     """Return as many names as there are positions, where positions without a name are numbered.
 
     Args:
         names: The names of the first positions.
         num_args: The number of positions.
 
-    >>> with_numbers(["x"], 2)
+    >>> number_positions(["x"], 2)
     ['x', 'args[1]']
     """
     if num_args <= len(names):
@@ -209,7 +209,7 @@ def check_dims(dims: BatchDim, argument: str) -> None:
         raise TypeError(f"`{argument}` must be an integer, None, or a dict of these by name, got {dims!r}.")
 
 
-def given_dims(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int | None]:
+def dims_by_path(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int | None]:
     """Return for each path the dimension of the longest name that matches it, or 0 if none does.
 
     Args:
@@ -220,7 +220,7 @@ def given_dims(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int 
     Raises:
         ValueError: If a name matches no path.
 
-    >>> given_dims({"pair": 1, "pair[1]": None}, ["x", "pair[0]", "pair[1]"], "batch_dim")
+    >>> dims_by_path({"pair": 1, "pair[1]": None}, ["x", "pair[0]", "pair[1]"], "batch_dim")
     [0, 1, None]
     """
     if not isinstance(dims, Mapping):

@@ -21,7 +21,7 @@ import torch
 from lockstep import nest
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
-from lockstep.replicas.batch.inputs import BatchDim, given_dims, positive_dim
+from lockstep.replicas.batch.inputs import BatchDim, dims_by_path, positive_dim
 from lockstep.tree import PartialSum, Tensors, total
 
 PLAIN_TYPES: Final = (str, bytes, int, float, complex)
@@ -142,7 +142,7 @@ def read_outputs(shards: Sequence[ShardForward], num_samples: int, output_dim: B
     if not found:
         raise TypeError(f"`model` must return at least one tensor, got a {type(shards[0].returned).__name__}.")
     names = [path for path, _ in found]
-    dims = given_dims(output_dim, names, "output_dim")
+    dims = dims_by_path(output_dim, names, "output_dim")
     for index, (path, tensor) in enumerate(found):
         dims[index] = _output_dim(path, tensor, dims[index])
     outputs = Outputs(names, dims, list(shards), num_samples)

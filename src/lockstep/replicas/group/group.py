@@ -204,12 +204,12 @@ class ReplicaGroup(ReplicaSet):
                 that requires a gradient was computed from other tensors.
         """
         modes = self._input_modes if torch.is_grad_enabled() else NO_GRADIENTS
-        inputs = self._signature.read(batch, modes, self._binding.bound)
+        inputs = self._signature.read_batch(batch, modes, self._binding.bound)
         self._drop_forward()
         if self._trains and torch.is_grad_enabled():
             if any(map(REQUIRES_GRAD, self.model.buffers())):
                 refuse_computed_buffers(self.model)
-            self._store.make_room()
+            self._store.drop_outdated()
         with nullcontext() if self._trains else torch.no_grad():
             forward = self._passes.forward(
                 inputs,
@@ -394,6 +394,6 @@ class ReplicaGroup(ReplicaSet):
         nothing: Tensors = [None] * len(totals)
         by_parameter = zip(*[part or nothing for part in parts], strict=True) if parts else [()] * len(totals)
         for (name, parameter), total, own in zip(forward.parameters, totals, by_parameter, strict=True):
-            self._store.put(parameter, total, list(own), add=self._modes.get(name) == "add")
+            self._store.store(parameter, total, list(own), add=self._modes.get(name) == "add")
         gradients = InputGradients(forward.inputs, forward.shards, backward.inputs)
         self._input_gradients = gradients.plus(self._input_gradients, self._input_modes)

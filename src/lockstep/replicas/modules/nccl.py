@@ -35,7 +35,7 @@ class BroadcastingSet(ReplicaSet):
         if not self._receivers:
             super().sync_parameters()
             return
-        self._sending.count_writes()
+        self._copier.count_writes()
         sender = next(self.model.parameters()).detach()
         whole = sender.as_strided((self._receivers[0].numel(),), (1,))
         torch.cuda.nccl.broadcast([whole, *self._receivers], root=0)

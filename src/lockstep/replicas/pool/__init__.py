@@ -1,6 +1,10 @@
 """Replicas of one model, one thread per replica, and the settings under which the threads compute."""
 
-from lockstep.replicas.pool.copies import HOOKS as HOOKS, REQUIRES_GRAD as REQUIRES_GRAD, copy_model as copy_model
+from lockstep.replicas.pool.copies import (
+    HOOK_ATTRIBUTES as HOOK_ATTRIBUTES,
+    REQUIRES_GRAD as REQUIRES_GRAD,
+    copy_model as copy_model,
+)
 from lockstep.replicas.pool.devices import (
     NULL_CONTEXT as NULL_CONTEXT,
     Devices as Devices,

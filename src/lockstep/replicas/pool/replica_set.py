@@ -18,7 +18,7 @@ from lockstep.errors import OrderError
 from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
 from lockstep.replicas.pool.progress import DeviceProgress
-from lockstep.replicas.pool.sending import Sending
+from lockstep.replicas.pool.sending import ParameterCopier
 from lockstep.replicas.pool.settings import ComputeMode, InheritedSettings, ThreadSettings
 from lockstep.replicas.pool.worker import Worker, keep_freed_memory
 
@@ -92,7 +92,7 @@ class ReplicaSet:
         """What the devices are doing."""
         self._replicas: list[nn.Module] = []
         self._changes: ModelChangeDetector | None = None
-        self._sending = Sending([], [])
+        self._copier = ParameterCopier([], [])
         self._workers: list[Worker] = []
         self._closed = False
 
@@ -142,17 +142,21 @@ class ReplicaSet:
         """
         if self._closed:
             raise self._closed_error()
-        if self._changes is None or self._changes.changed() or (self._sending.is_needed and not self._sending.fits()):
+        if (
+            self._changes is None
+            or self._changes.changed()
+            or (self._copier.has_copies and not self._copier.layouts_match())
+        ):
             if "cpu" in self.device_types:
                 keep_freed_memory()
             # Tensors that are created in inference mode could not be trained later.
             with torch.inference_mode(mode=False):
                 self._replicas = [self._copy(place) for place in range(len(self.devices))]
             # The detector comes last: if a copy fails, the next call starts over.
-            self._sending = Sending(list(self.model.parameters()), self._replicas)
+            self._copier = ParameterCopier(list(self.model.parameters()), self._replicas)
             self._changes = ModelChangeDetector(self.model)
             return True
-        if self._sending.is_needed:
+        if self._copier.has_copies:
             self.sync_parameters()
         return False
 
@@ -175,7 +179,7 @@ class ReplicaSet:
 
     def sync_parameters(self) -> None:
         """Copy the parameters of the model to replicas with memory of their own, which `refresh` does each time."""
-        self._sending.send()
+        self._copier.copy()
 
     def sync_for_backward(self) -> None:
         """Copy the parameters of the model to the replicas before a backward, unless they were moved to other memory.
@@ -184,7 +188,7 @@ class ReplicaSet:
         sees what was written to the model in the meantime, or raises if autograd has counted the write. If a parameter
         was given other memory (``parameter.data = ...``), an existing graph keeps the old memory.
         """
-        if self._sending.is_needed and self._sending.fits():
+        if self._copier.has_copies and self._copier.layouts_match():
             self.sync_parameters()
 
     def run(
@@ -322,7 +326,7 @@ class ReplicaSet:
         for worker in workers:
             worker.close()
         self._replicas = []
-        self._sending = Sending([], [])
+        self._copier = ParameterCopier([], [])
         self._changes = None
 
     def release(self) -> None:

@@ -12,7 +12,7 @@ Layout: TypeAlias = "tuple[int, torch.dtype, torch.Size, tuple[int, ...]]"
 """The address, dtype, shape and strides of a tensor."""
 
 
-class Sending:
+class ParameterCopier:
     """A copier of the parameters of a model to the replicas that do not share their memory.
 
     Whether a parameter has changed cannot be found out without reading it: a fused optimizer, a write to
@@ -33,17 +33,17 @@ class Sending:
             for copied, parameter in zip(replica.parameters(), parameters, strict=True)
             if copied.device != parameter.device or copied.data_ptr() != parameter.data_ptr()
         ]
-        self.is_needed = bool(self._pairs)
+        self.has_copies = bool(self._pairs)
         """Whether there is a replica with memory of its own."""
         self._layouts = self._current_layouts()
         self._versions = self._current_versions()
 
-    def fits(self) -> bool:
+    def layouts_match(self) -> bool:
         """Return whether the parameters still have the same memory, dtypes, shapes and strides."""
         return self._current_layouts() == self._layouts
 
     @torch.no_grad()
-    def send(self) -> None:
+    def copy(self) -> None:
         """Copy all values."""
         if self._pairs:
             copies, originals = zip(*self._pairs, strict=True)
