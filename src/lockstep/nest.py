@@ -75,12 +75,20 @@ def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.T
 
 
 def is_record(nest: Any) -> bool:
-    """Return whether an object is an instance of a dataclass, which is treated as a container of its fields."""
+    """Return whether an object is an instance of a dataclass, which is treated as a container of its fields.
+
+    Args:
+        nest: The object.
+    """
     return dataclasses.is_dataclass(nest) and not isinstance(nest, type)
 
 
 def record_parts(record: Any) -> dict[str, Any]:
-    """Return the fields of an instance of a dataclass by name, without fields that were never set."""
+    """Return the fields of an instance of a dataclass by name, without fields that were never set.
+
+    Args:
+        record: The instance.
+    """
     names = [each.name for each in dataclasses.fields(record)]
     return {name: getattr(record, name) for name in names if hasattr(record, name)}
 

@@ -88,6 +88,10 @@ class ShardSum:
 def subtree_height(left: int, right: int) -> int:
     """Return the height of the smallest subtree that contains both shards.
 
+    Args:
+        left: The number of one shard.
+        right: The number of the other shard.
+
     >>> subtree_height(2, 3), subtree_height(3, 4)
     (1, 3)
     """

@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "another shape": (
         lambda: bound().forward(torch.ones(7, 5)),
         ValueError,
-        "`x` must have the shape it was bound with, (6, 5), got (7, 5). Call reshape",
+        "`x` must have the shape it was bound with, (6, 5), got (7, 5). Call `reshape`",
     ),
     "unknown input": (
         lambda: bound().forward({"x": torch.ones(6, 5), "z": torch.ones(6, 5)}),

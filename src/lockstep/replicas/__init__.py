@@ -8,8 +8,8 @@ from lockstep.replicas.buffers import (
     ReplicaBuffers as ReplicaBuffers,
     as_real as as_real,
     buffer_refs as buffer_refs,
+    check_no_trained_buffers as check_no_trained_buffers,
     combine_buffers as combine_buffers,
-    refuse_trained_buffers as refuse_trained_buffers,
     unpackable_buffer as unpackable_buffer,
 )
 from lockstep.replicas.group import ReplicaGroup as ReplicaGroup, Updatable as Updatable

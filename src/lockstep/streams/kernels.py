@@ -1,4 +1,4 @@
-"""Make the random CPU kernels of torch draw from the stream of the calling thread.
+"""Redirect the random CPU kernels of torch to the stream of the calling thread.
 
 Every random CPU function of torch, whether or not it accepts a generator, ends in one of a few kernels that do (28 in
 torch 2.13). A call of such a kernel passes through the dispatcher of torch, in which the key ``BackendSelect`` comes
@@ -62,7 +62,7 @@ def random_kernels() -> list[RandomKernel]:
 
 
 def redirect(kernels: Iterable[RandomKernel]) -> torch.library.Library:
-    """Make operators draw from the stream of the calling thread until the library is passed to `restore`.
+    """Redirect operators to the stream of the calling thread until the library is passed to `restore`.
 
     Args:
         kernels: The operators to redirect.

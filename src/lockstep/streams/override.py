@@ -131,7 +131,7 @@ class StreamOverride:
 
 
 class shard_stream:  # noqa: N801 - reads as a verb where it is used, like torch.no_grad
-    """Make the random CPU operations of the calling thread draw from one stream, starting at its beginning.
+    """Open a stream, from its beginning, for the random CPU operations of the calling thread.
 
     Used as a context manager. In a nested use the inner stream is drawn from, and the outer one continues afterwards
     where it was.

@@ -1,4 +1,4 @@
-"""Make the functions of torch that read, write or seed random state act on the stream of the calling thread.
+"""Redirect the functions of torch that read, write or seed random state to the stream of the calling thread.
 
 Activation checkpointing saves and restores the random state around a part of the model. If the forward draws from the
 stream of a thread and the recomputation starts from another state, the gradients are wrong, and no error is raised.

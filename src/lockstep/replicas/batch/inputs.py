@@ -68,21 +68,21 @@ class Inputs:
             samples: The samples of the shard.
             device: The device of the shard.
         """
-        pieces: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         leaves: list[torch.Tensor | None] = []
         for tensor, dim, wanted in zip(self.tensors, self.dims, self.wanted, strict=True):
             # Detached, so that every shard has a graph of its own and backward ends at its leaves.
-            piece = tensor.detach()
+            part = tensor.detach()
             if dim is not None and len(samples) != self.num_samples:
-                piece = piece.narrow(dim, samples.start, len(samples))
-            if piece.device != device:
-                piece = piece.to(device)
-            pieces.append(piece.requires_grad_() if wanted else piece)
-            leaves.append(pieces[-1] if wanted else None)
+                part = part.narrow(dim, samples.start, len(samples))
+            if part.device != device:
+                part = part.to(device)
+            parts.append(part.requires_grad_() if wanted else part)
+            leaves.append(parts[-1] if wanted else None)
         # The usual call needs no traversal of nests.
         if not self.kwargs and all(map(torch.is_tensor, self.args)):
-            return ShardInputs(tuple(pieces), {}, leaves)
-        rest: Iterator[torch.Tensor] = iter(pieces)
+            return ShardInputs(tuple(parts), {}, leaves)
+        rest: Iterator[torch.Tensor] = iter(parts)
         args, kwargs = nest.map_tensors(lambda _: next(rest), (self.args, self.kwargs))
         return ShardInputs(args, kwargs, leaves)
 

@@ -268,7 +268,7 @@ def _only_value(values: list[torch.Tensor]) -> torch.Tensor:
 
 def _weighted_mean(values: list[torch.Tensor], shards: Sequence[ShardForward]) -> torch.Tensor:
     """Return the mean over shards, weighted by their numbers of samples and summed in the order of the tree."""
-    # Half precision is summed in float32 and rounded once, or the bits of the sum would be lost with every addition.
+    # Half precision is summed in float32 and rounded once, because each addition in half precision loses bits.
     dtype = torch.float32 if values[0].dtype in HALF_PRECISION else values[0].dtype
     weights = [len(each.shard.samples) for each in shards]
     partials = [

@@ -38,7 +38,12 @@ class InputBinding:
         """The names and shapes that are bound, or None before `bind`."""
 
     def bind(self, data: Sequence[Description], labels: Sequence[Description] | None) -> None:
-        """Fix names and shapes (see `ReplicaGroup.bind`)."""
+        """Fix names and shapes, as `ReplicaGroup.bind` describes.
+
+        Args:
+            data: The name and shape of each input.
+            labels: The name and shape of each label, or None.
+        """
         if self.bound is not None:
             raise OrderError("Inputs are bound once; call reshape to change their shapes.")
         shapes = read_descriptions(data, labels)
@@ -48,7 +53,12 @@ class InputBinding:
         self.bound = bound
 
     def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None) -> bool:
-        """Change shapes, and return whether one of them has changed (see `ReplicaGroup.reshape`)."""
+        """Change shapes, as `ReplicaGroup.reshape` describes, and return whether one of them has changed.
+
+        Args:
+            data: The name and shape of each input.
+            labels: The name and shape of each label, or None.
+        """
         if self.bound is None:
             raise OrderError("reshape must follow bind, which names the inputs.")
         shapes = read_descriptions(data, labels)
@@ -56,6 +66,7 @@ class InputBinding:
         bound = bound_inputs(*shapes, self._batch_dim)
         check_shapes(self._model, bound, self.bound, training=self._training)
         changed = bound != self.bound
+        # After all checks, so that an error changes nothing.
         self.bound = bound
         return changed
 

@@ -15,7 +15,7 @@ from lockstep.replicas.buffers.replica_buffers import (
 )
 from lockstep.replicas.buffers.trained_buffers import (
     TrainedBuffer as TrainedBuffer,
-    refuse_computed_buffers as refuse_computed_buffers,
-    refuse_trained_buffers as refuse_trained_buffers,
+    check_no_computed_buffers as check_no_computed_buffers,
+    check_no_trained_buffers as check_no_trained_buffers,
     trained_buffers as trained_buffers,
 )

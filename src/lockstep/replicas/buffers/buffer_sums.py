@@ -79,7 +79,14 @@ class BufferSum:
 def combine_known(
     sums: Sequence[BufferSum], refs: Sequence[BufferRef], *, weight: float, unless: Tensor | None
 ) -> None:
-    """Write the combined buffers of all shards to the model (see `combine_buffers`)."""
+    """Write the combined buffers of all shards to the model, as `combine_buffers` describes.
+
+    Args:
+        sums: One sum per device, in order of shards.
+        refs: The buffers of the model.
+        weight: The total weight of all shards.
+        unless: A tensor without dimensions. If it is above 0, the buffers keep their values.
+    """
     partials = [
         PartialSum(
             partial.shard, [_to_buffer_device(tensor, ref) for tensor, ref in zip(partial.tensors, refs, strict=True)]
@@ -105,7 +112,11 @@ def combine_known(
 
 
 def is_averaged(buffer: Tensor) -> bool:
-    """Return whether the rule "mean" averages a buffer."""
+    """Return whether the rule "mean" averages a buffer.
+
+    Args:
+        buffer: The buffer.
+    """
     return buffer.is_floating_point() or buffer.is_complex()
 
 

@@ -51,17 +51,29 @@ class Pack:
         return cls(tuple(indices), shapes, sent(owner, buffers[0].device), is_averaged(buffers[0]))
 
     def select(self, buffers: Tensors) -> list[Tensor]:
-        """List those of all buffers that belong to this pack."""
+        """List those of all buffers that belong to this pack.
+
+        Args:
+            buffers: The buffers of the model.
+        """
         return [buffer for index in self.indices if (buffer := buffers[index]) is not None]
 
     def pack(self, buffers: Tensors) -> Tensor:
-        """Concatenate the numbers of the buffers of this pack."""
+        """Concatenate the numbers of the buffers of this pack.
+
+        Args:
+            buffers: The buffers of the model.
+        """
         return torch.cat([as_real(buffer).reshape(-1) for buffer in self.select(buffers)])
 
     def split(self, numbers: Tensor) -> list[Tensor]:
-        """Split the numbers of this pack by buffer, each part in the shape of the numbers of its buffer."""
-        pieces = torch.split(numbers, [shape.numel() for shape in self.shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        """Split the numbers of this pack by buffer, each part in the shape of the numbers of its buffer.
+
+        Args:
+            numbers: The numbers, as `pack` returns them.
+        """
+        parts = torch.split(numbers, [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def changed(self, before: Tensor, after: Tensor) -> Tensor:
         """Return for each buffer whether its bits have changed, as 1 or 0 in int32.
@@ -140,7 +152,14 @@ class DeferredBufferSum:
         return cls(packs, starts, [pack.pack(starts) for pack in packs], ShardSum(first), none, none.copy())
 
     def add(self, shard: int, values: Tensors, starts: Tensors, weight: float, *, mean: bool) -> list[bool]:
-        """Add the buffers after one shard, as `BufferSum.add` does.
+        """Add the buffers after one shard.
+
+        Args:
+            shard: The number of the shard.
+            values: The value of each buffer after the shard, with the format of the buffer. None counts as unchanged.
+            starts: The value of each buffer before the shard.
+            weight: The weight of the shard.
+            mean: Whether floating-point and complex buffers are averaged.
 
         Returns:
             For each buffer whether the shard may have changed it, which is always True.
@@ -199,7 +218,14 @@ class DeferredBufferSum:
 def combine_packed(
     sums: Sequence[DeferredBufferSum], refs: Sequence[BufferRef], *, weight: float, unless: Tensor | None
 ) -> None:
-    """Write the combined buffers of all shards to the model (see `combine_buffers`)."""
+    """Write the combined buffers of all shards to the model, as `combine_buffers` describes.
+
+    Args:
+        sums: One sum per device, in order of shards.
+        refs: The buffers of the model.
+        weight: The total weight of all shards.
+        unless: A tensor without dimensions. If it is above 0, the buffers keep their values.
+    """
     buffers: Tensors = [ref.get() for ref in refs]
     packs = sums[0].packs
     homes = [pack.select(buffers)[0].device for pack in packs]

@@ -96,6 +96,7 @@ class ReplicaBuffers:
         for ref, own in self.bindings:
             if ref.get() is not own:
                 ref.set(own)
+        # Writing only stale buffers saves kernels, and keeps the version counters of the others.
         stale = [
             (own, start)
             for own, start, unchanged in zip(self._own, self._start, self._unchanged, strict=True)
@@ -108,7 +109,7 @@ class ReplicaBuffers:
         self._unchanged = [False] * len(self._refs)
 
     def restore_as_new(self, trained: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Do what `restore` does with new tensors, because graphs of earlier shards refer to the old ones.
+        """Reset the buffers like `restore`, but to new tensors, because graphs of earlier shards refer to the old ones.
 
         A graph that is kept for a later backward may have saved a buffer. Writing to it in place would make that
         backward fail, or give wrong results if a kernel writes without incrementing the version counter.

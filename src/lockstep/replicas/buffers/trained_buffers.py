@@ -47,7 +47,7 @@ def trained_buffers(
     ]
 
 
-def refuse_computed_buffers(model: nn.Module) -> None:
+def check_no_computed_buffers(model: nn.Module) -> None:
     """Check that buffers that require gradients are leaf tensors, because gradients end at the buffers.
 
     Args:
@@ -65,7 +65,7 @@ def refuse_computed_buffers(model: nn.Module) -> None:
             )
 
 
-def refuse_trained_buffers(model: nn.Module, refs: Sequence[BufferRef] | None = None) -> None:
+def check_no_trained_buffers(model: nn.Module, refs: Sequence[BufferRef] | None = None) -> None:
     """Check that no buffer requires a gradient, because only parameters are trained.
 
     Args:

@@ -83,7 +83,11 @@ class _StoredGradient:
     adds: bool
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return whether the sum is still the gradient of the parameter and has not been changed."""
+        """Return whether the sum is still the gradient of the parameter and has not been changed.
+
+        Args:
+            parameter: The parameter.
+        """
         return self.total is parameter.grad and self.version == self.total._version
 
 

@@ -44,6 +44,7 @@ def metric_inputs(
         raise ValueError(f"`pad` must lie in 0..{num_samples - 1}, got {pad}.")
     places = forward.shards if per_device else [[shard for place in forward.shards for shard in place]]
     cut = [
+        # Padding is at the end of the batch, so a device with nothing else gets an empty range and is left out below.
         (place, range(shards[0].samples.start, min(shards[-1].samples.stop, num_samples - pad)))
         for place, shards in enumerate(places)
         if shards

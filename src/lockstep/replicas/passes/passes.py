@@ -130,7 +130,7 @@ class ForwardBackward:
         self._tree_sum = TreeSum(replicas, [])
         self._buffer_refs: list[BufferRef] = []
         self._checked_for_leaks = False
-        self.watch: ShardObserver | None = None
+        self.observer: ShardObserver | None = None
         """An observer to enter around the forward and the backward of each shard, or None, which costs nothing."""
 
     def forward(
@@ -171,7 +171,7 @@ class ForwardBackward:
                 buffers = trained_buffers(self._set.model, self._buffer_refs, frozen=self._set.frozen)
             forward = Forward(
                 inputs,
-                schedule(inputs.num_samples, num_shards, tuple(self._set.workloads)),
+                cached_shards_by_device(inputs.num_samples, num_shards, tuple(self._set.workloads)),
                 draw_key() if key is None else key,
                 ModuleMode.wanted(self._set.model, training=training),
                 settings,
@@ -291,7 +291,7 @@ class ForwardBackward:
             tasks[place] = task = ForwardTask(
                 forward.inputs,
                 forward.mode,
-                self.watch,
+                self.observer,
                 window,
                 settings.grad,
                 runner.buffers.start_shards(shards[0].index if shards else 0),
@@ -323,7 +323,7 @@ class ForwardBackward:
         tasks: list[BackwardTask] = []
         for done in forward.done:
             sums = ShardSum(done[0].shard.index if done else 0)
-            tasks.append(BackwardTask(grads_of, forward.mode, self.watch, window, retain_graph, sums))
+            tasks.append(BackwardTask(grads_of, forward.mode, self.observer, window, retain_graph, sums))
 
         def work(place: int) -> None:
             done = forward.done[place]
@@ -340,7 +340,9 @@ class ForwardBackward:
 
 
 @lru_cache(maxsize=64)
-def schedule(num_samples: int, num_shards: int | None, workloads: tuple[float, ...]) -> list[list[Shard]]:
+def cached_shards_by_device(
+    num_samples: int, num_shards: int | None, workloads: tuple[float, ...]
+) -> list[list[Shard]]:
     """Return the shards of each device for one batch, as `plan.shards_by_device` does. Recent results are cached.
 
     Args:

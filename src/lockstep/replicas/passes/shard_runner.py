@@ -32,7 +32,7 @@ class ShardTask(Protocol):
         """The name of the first phase: ``"forward"`` or ``"backward"``."""
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
-        """Do the work of one shard, inside its random stream.
+        """Run the work on one shard, inside its random stream.
 
         Args:
             runner: The replica to use.

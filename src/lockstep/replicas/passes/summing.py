@@ -153,6 +153,25 @@ def move_partials(partials: Sequence[PartialSum], device: torch.device) -> list[
     ]
 
 
+def apply_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Run the hooks that a user registered on a parameter on its gradient, once for the whole batch.
+
+    Args:
+        parameter: The parameter. It is not modified.
+        gradient: The gradient to pass to the first hook.
+
+    Returns:
+        The result of the last hook that returned a tensor, or else the gradient itself.
+    """
+    if not parameter._backward_hooks:
+        return gradient
+    with torch.no_grad():
+        for hook in parameter._backward_hooks.values():
+            answer = hook(gradient)
+            gradient = gradient if answer is None else answer
+    return gradient
+
+
 def _roots(partials: Sequence[PartialSum]) -> Tensors:
     """Return for each parameter the first tensor, in which the sum ends up when adding in place."""
     found: Tensors = list(partials[0].tensors)
@@ -218,22 +237,3 @@ def _total_out_of_place(partials: Sequence[PartialSum]) -> Tensors:
             for left, right in zip(sums[into], sums[other], strict=True)
         ]
     return sums[0]
-
-
-def apply_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Run the hooks that a user registered on a parameter on its gradient, once for the whole batch.
-
-    Args:
-        parameter: The parameter. It is not modified.
-        gradient: The gradient to pass to the first hook.
-
-    Returns:
-        The result of the last hook that returned a tensor, or else the gradient itself.
-    """
-    if not parameter._backward_hooks:
-        return gradient
-    with torch.no_grad():
-        for hook in parameter._backward_hooks.values():
-            answer = hook(gradient)
-            gradient = gradient if answer is None else answer
-    return gradient

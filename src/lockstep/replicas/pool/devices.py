@@ -95,7 +95,11 @@ def _parse(name: str | torch.device, rule: str = "`devices` must name") -> torch
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context manager that makes a device the current one of its type, which only matters for GPUs."""
+    """Return a context manager that makes a device the current one of its type, which only matters for GPUs.
+
+    Args:
+        device: The device.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else NULL_CONTEXT
 
 

@@ -182,6 +182,9 @@ class DeviceProgress:
 def samples_text(shard: Shard) -> str:
     """Return a description of the samples of a shard for error messages.
 
+    Args:
+        shard: The shard.
+
     >>> samples_text(Shard(0, 0, range(4, 8))), samples_text(Shard(0, 0, range(0, 8, 2)))
     ('samples 4..7', 'samples 0..6 in steps of 2')
     """

@@ -321,6 +321,7 @@ class ReplicaSet:
 
     def _abandon(self) -> None:
         """Drop threads and replicas. A thread that is still at work ends after that work."""
+        # Abandoned threads read this when they come back, and skip the rest of their work.
         self.progress.stopping = True
         workers, self._workers = self._workers, []
         for worker in workers:

@@ -31,6 +31,7 @@ class ParameterCopier:
             (copied, parameter)
             for replica in replicas
             for copied, parameter in zip(replica.parameters(), parameters, strict=True)
+            # By address: whether a replica shares memory is decided when it is created.
             if copied.device != parameter.device or copied.data_ptr() != parameter.data_ptr()
         ]
         self.has_copies = bool(self._pairs)

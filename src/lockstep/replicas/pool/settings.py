@@ -209,7 +209,7 @@ def _current_streams() -> tuple[torch.cuda.Stream, ...]:
 
 
 def _switch_streams(streams: Iterable[torch.cuda.Stream]) -> tuple[torch.cuda.Stream, ...]:
-    """Make each stream the current one of its GPU, and return the previous ones.
+    """Set the current stream of each GPU, and return the previous ones.
 
     This may change the current GPU.
     """

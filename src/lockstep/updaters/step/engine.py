@@ -18,8 +18,8 @@ from lockstep.replicas import (
     TreeSum,
     check_no_accumulate_hooks,
     check_no_leaked_gradients,
+    check_no_trained_buffers,
     finish_whole,
-    refuse_trained_buffers,
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
@@ -162,7 +162,7 @@ class GradientEngine:
             if parameter._post_accumulate_grad_hooks:
                 check_no_accumulate_hooks(self.layout.named)
         if self.layout.slots:
-            refuse_trained_buffers(self.group.model, self.layout.slots)
+            check_no_trained_buffers(self.group.model, self.layout.slots)
 
     def _initialise(self, attempt: Attempt, context: StepContext) -> None:
         """Give shapes and values to parameters that lack them, by the first shard of the first batch."""
