@@ -1,4 +1,4 @@
-"""Cut a batch into shards, assign the shards to devices, and define the order in which they are summed.
+"""Cut a batch into shards, and assign the shards to devices.
 
 The result of an update depends on the number of shards. A device is only where shards are computed and has no influence
 on the result. Everything in this module is integer arithmetic (or exact fractions), so processes that start from the
@@ -101,28 +101,6 @@ def check_workloads(workloads: Sequence[float]) -> None:
             raise ValueError(f"`workloads[{index}]` must be positive and finite, got {workload}.")
 
 
-def merges(num_shards: int) -> list[list[tuple[int, int]]]:
-    """List the additions that sum all shards into shard 0, level by level.
-
-    This is the specification of the order that `lockstep.tree` follows. A pair ``(into, other)`` means "add ``other``
-    to ``into``". The pairs of one level involve different shards and can run at the same time on any device, because
-    the tree does not depend on the assignment of shards.
-
-    Args:
-        num_shards: The number of shards, at least 1.
-
-    Raises:
-        ValueError: If `num_shards` is less than 1.
-
-    >>> merges(5)
-    [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
-    """
-    if num_shards < 1:
-        raise ValueError(f"`num_shards` must be at least 1, got {num_shards}.")
-    strides = [2**level for level in range((num_shards - 1).bit_length())]
-    return [[(into, into + stride) for into in range(0, num_shards - stride, 2 * stride)] for stride in strides]
-
-
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One shard of an update.
@@ -164,7 +142,7 @@ def shards_by_device(
     [[Shard(index=0, batch=0, samples=range(0, 2)), Shard(index=1, batch=0, samples=range(2, 3))]]
     """
     if num_shards is None:
-        return _one_shard_per_device(batch_sizes, workloads, strided=strided)
+        return _one_per_device(batch_sizes, workloads, strided=strided)
     shards = [
         Shard(batch * num_shards + shard, batch, samples)
         for batch, size in enumerate(batch_sizes)
@@ -174,9 +152,7 @@ def shards_by_device(
     return [shards[run.start : run.stop] for run in assign(len(shards), workloads)]
 
 
-def _one_shard_per_device(
-    batch_sizes: Sequence[int], workloads: Sequence[float], *, strided: bool
-) -> list[list[Shard]]:
+def _one_per_device(batch_sizes: Sequence[int], workloads: Sequence[float], *, strided: bool) -> list[list[Shard]]:
     num_devices = len(workloads)
     parts = [_round_robin(size, num_devices) if strided else assign(size, workloads) for size in batch_sizes]
     return [

@@ -1,9 +1,9 @@
 """Sum tensors over shards in one fixed binary tree, independently of which device or process computed them.
 
-Floating-point addition rounds, so a different order gives different bits. The order used here is the one that
-`lockstep.plan.merges` lists: shard numbers are the leaves of a binary tree, and two sums are added as soon as the
-subtree that contains both is complete. An absent entry (a shard without samples, or a parameter that a shard did not
-reach) is skipped and never added as zeros.
+Floating-point addition rounds, so a different order gives different bits. Here shard numbers are the leaves of a binary
+tree: at level k, shard i + 2**k is added to shard i for every multiple i of 2**(k + 1). Five shards, for example, are
+summed as ((0 + 1) + (2 + 3)) + 4. Two sums are added as soon as the subtree that contains both is complete. An absent
+entry (a shard without samples, or a parameter that a shard did not reach) is skipped and never added as zeros.
 
 All additions are explicit and pairwise, and write to the left operand in place. A reduction over a stack of tensors
 would round in an order of its own that depends on the sizes.

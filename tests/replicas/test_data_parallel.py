@@ -224,7 +224,7 @@ def test_gradients_can_be_differentiated_where_that_was_asked_for() -> None:
 def test_gradients_made_by_threads_cannot_be_differentiated_and_say_so() -> None:
     net = ls.DataParallel(nn.Linear(4, 1), cpus(2))
     x = batch(5).requires_grad_()
-    with pytest.raises(ls.OrderError, match="Build it with parallel_backward=False"):
+    with pytest.raises(ls.OrderError, match="Create it with parallel_backward=False"):
         torch.autograd.grad(net(x).sum(), x, create_graph=True)
 
 
@@ -569,7 +569,7 @@ def test_a_thread_that_hangs_is_named_and_left_behind() -> None:
 
     net = ls.DataParallel(nn.Linear(4, 3), cpus(2), timeout=0.2)
     net.module.register_forward_pre_hook(hang)
-    with pytest.raises(ls.ReplicaError, match=r"cpu.* not done after 0.2 seconds") as caught:
+    with pytest.raises(ls.ReplicaError, match=r"cpu.* did not finish within 0.2 seconds") as caught:
         net(torch.cat([batch(2), torch.full((2, 4), 7.0)]))
     assert caught.value.device == "cpu"
     assert torch.allclose(net(batch(4)), net.module(batch(4)))

@@ -258,14 +258,14 @@ class Monitor:
         return NULL_CONTEXT if records is None else self._backward(records, _ShardPlace(place, shard.index), replica)
 
     @contextmanager
-    def _forward(self, records: list[_Record], where: _ShardPlace, replica: nn.Module) -> Iterator[None]:
+    def _forward(self, records: list[_Record], at: _ShardPlace, replica: nn.Module) -> Iterator[None]:
         def record_inputs(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             names = argument_names(replica.forward, len(args))
             for name, value in {**dict(zip(names, args, strict=True)), **kwargs}.items():
-                self._measure_nest(records, where, name, value)
+                self._measure_nest(records, at, name, value)
 
         def record_output(name: str) -> Callable[[nn.Module, Any, Any], None]:
-            return lambda _module, _inputs, output: self._measure_nest(records, where, name, output)
+            return lambda _module, _inputs, output: self._measure_nest(records, at, name, output)
 
         names = {module: f"{name}.output".lstrip(".") for name, module in replica.named_modules()}
         handles = [module.register_forward_hook(record_output(name)) for module, name in names.items()]
@@ -273,33 +273,31 @@ class Monitor:
             yield
 
     @contextmanager
-    def _backward(self, records: list[_Record], where: _ShardPlace, replica: nn.Module) -> Iterator[None]:
+    def _backward(self, records: list[_Record], at: _ShardPlace, replica: nn.Module) -> Iterator[None]:
         trained = {name: each for name, each in replica.named_parameters() if each.requires_grad}
         with _removed_at_end(
-            parameter.register_hook(self._gradient_hook(records, where, f"{name}.grad"))  # type: ignore[no-untyped-call]
+            parameter.register_hook(self._gradient_hook(records, at, f"{name}.grad"))  # type: ignore[no-untyped-call]
             for name, parameter in trained.items()
             if self._pattern.match(f"{name}.grad")
         ):
             yield
 
-    def _measure_nest(self, records: list[_Record], where: _ShardPlace, name: str, value: Any) -> None:
+    def _measure_nest(self, records: list[_Record], at: _ShardPlace, name: str, value: Any) -> None:
         """Measure every tensor of a nest, and later the gradient of each if it has one."""
         for path, tensor in nest.named_tensors(value, name):
-            self._measure(records, _Phase.FORWARD, where, path, tensor)
+            self._measure(records, _Phase.FORWARD, at, path, tensor)
             if tensor.requires_grad and self._pattern.match(f"{path}.grad"):
-                tensor.register_hook(self._gradient_hook(records, where, f"{path}.grad"))  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._gradient_hook(records, at, f"{path}.grad"))  # type: ignore[no-untyped-call]
 
-    def _gradient_hook(self, records: list[_Record], where: _ShardPlace, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: self._measure(records, _Phase.BACKWARD, where, name, gradient)
+    def _gradient_hook(self, records: list[_Record], at: _ShardPlace, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self._measure(records, _Phase.BACKWARD, at, name, gradient)
 
-    def _measure(
-        self, records: list[_Record], phase: _Phase, where: _ShardPlace, name: str, tensor: torch.Tensor
-    ) -> None:
+    def _measure(self, records: list[_Record], phase: _Phase, at: _ShardPlace, name: str, tensor: torch.Tensor) -> None:
         """Measure one tensor, unless the step that it belongs to is over."""
         # A backward may run after `toc`, or in a later step. The list of a step identifies it.
         if records is self._records and self._pattern.match(name):
             numbers = self._numbers(tensor)
-            records.append(_Record(phase, name, where.replica, tensor.device, where.shard, numbers))
+            records.append(_Record(phase, name, at.replica, tensor.device, at.shard, numbers))
 
     def _state_of(self, source: Replicated | None) -> Iterator[_Record]:
         """Measure all parameters, once for each of their devices, and the buffers."""

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from lockstep.replicas.batch import named_outputs
 from lockstep.replicas.binding.bound_inputs import BoundInputs
 from lockstep.replicas.modules import ModuleWrapper
-from lockstep.replicas.pool import HOOK_ATTRIBUTES, copy_model
+from lockstep.replicas.pool import HOOK_NAMES, copy_model
 
 MAX_MIXED_INPUTS: Final = 3
 """Up to this number of inputs, all mixtures of floating-point and integer inputs are tried. Beyond, all inputs have the
@@ -65,17 +65,13 @@ def infer(model: nn.Module, binding: BoundInputs, *, training: bool) -> Inferred
     if any(map(is_lazy, model.parameters())):
         # The parameters have no shapes yet.
         return InferredShapes()
-    attempts = [
-        (mode, dtypes_by_path)
-        for mode in dict.fromkeys((training, False))
-        for dtypes_by_path in _dtype_choices(model, binding)
-    ]
+    calls = [(mode, dtypes) for mode in dict.fromkeys((training, False)) for dtypes in _input_dtypes(model, binding)]
     with _without_side_effects():
         with torch.device("meta") as meta:
-            without_values = _try_calls(_convert_copy(model, _without_memory), meta, binding, attempts)
+            without_values = _try_calls(_convert_copy(model, _without_memory), meta, binding, calls)
         if without_values.shapes is not None:
             return without_values
-        with_zeros = _try_calls(_convert_copy(model, torch.Tensor.clone), _model_device(model), binding, attempts)
+        with_zeros = _try_calls(_convert_copy(model, torch.Tensor.clone), _model_device(model), binding, calls)
     with_zeros.errors = without_values.errors + with_zeros.errors
     with_zeros.refuses &= without_values.refuses
     return with_zeros
@@ -109,7 +105,7 @@ def check_shapes(model: nn.Module, binding: BoundInputs, before: BoundInputs | N
     ) from error
 
 
-def _dtype_choices(model: nn.Module, binding: BoundInputs) -> Iterator[dict[str, torch.dtype]]:
+def _input_dtypes(model: nn.Module, binding: BoundInputs) -> Iterator[dict[str, torch.dtype]]:
     """Yield the dtypes to try for the inputs by path, where labels that are missing are left out of the call."""
     model_dtypes = (each.dtype for each in model.parameters() if each.is_floating_point())
     both = (next(model_dtypes, torch.get_default_dtype()), torch.int64)
@@ -144,7 +140,7 @@ def _convert_copy(model: nn.Module, convert: Callable[[torch.Tensor], Any]) -> n
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 tensors[name] = None if tensor is None else convert(tensor)
-        for hooks in (vars(module)[name] for name in HOOK_ATTRIBUTES):
+        for hooks in (vars(module)[name] for name in HOOK_NAMES):
             for key, hook in list(hooks.items()):
                 if not type(hook).__module__.startswith("torch."):
                     del hooks[key]
@@ -164,15 +160,15 @@ def _try_calls(
     model: nn.Module,
     device: torch.device,
     binding: BoundInputs,
-    attempts: Sequence[tuple[bool, Mapping[str, torch.dtype]]],
+    calls: Sequence[tuple[bool, Mapping[str, torch.dtype]]],
 ) -> InferredShapes:
     """Call a copy of the model in different ways until one of them succeeds."""
     found = InferredShapes(refuses=True)
-    for training, dtypes_by_path in attempts:
+    for training, dtypes in calls:
         if model.training != training:
             model.train(training)
         shapes = binding.data | binding.labels
-        tensors = {path: torch.zeros(shapes[path], dtype=kind, device=device) for path, kind in dtypes_by_path.items()}
+        tensors = {path: torch.zeros(shapes[path], dtype=kind, device=device) for path, kind in dtypes.items()}
         try:
             args, kwargs = _as_arguments(model, tensors)
             returned = model(*args, **kwargs)

@@ -88,9 +88,7 @@ def combine_known(
         unless: A tensor without dimensions. If it is above 0, the buffers keep their values.
     """
     partials = [
-        PartialSum(
-            partial.shard, [_to_buffer_device(tensor, ref) for tensor, ref in zip(partial.tensors, refs, strict=True)]
-        )
+        PartialSum(partial.shard, [_move(tensor, ref) for tensor, ref in zip(partial.tensors, refs, strict=True)])
         for device_sum in sums
         for partial in device_sum.weighted_sums.partials
     ]
@@ -154,7 +152,7 @@ def as_bits(tensor: Tensor) -> Tensor:
     return numbers.view(_INTEGER_DTYPES[numbers.itemsize])
 
 
-def _to_buffer_device(tensor: Tensor | None, ref: BufferRef) -> Tensor | None:
+def _move(tensor: Tensor | None, ref: BufferRef) -> Tensor | None:
     """Move a tensor to the device of the buffer that it belongs to."""
     target = ref.get()
     return None if tensor is None or target is None else sent(tensor, target.device)

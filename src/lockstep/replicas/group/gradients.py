@@ -237,9 +237,7 @@ def _pairs(returned: Any, given: Any) -> list[tuple[int, Any]]:
         return [(returned.index, given)]
     if isinstance(returned, Mapping):
         if not isinstance(given, Mapping) or given.keys() - returned.keys():
-            raise ValueError(
-                f"`output_grads` must have the keys of the output, {list(returned)}, got {_describe(given)}."
-            )
+            raise ValueError(f"`output_grads` must have the keys of the output, {list(returned)}, got {_kind(given)}.")
         return [pair for key, part in given.items() for pair in _pairs(returned[key], part)]
     if nest.is_record(returned):
         parts = nest.record_parts(given) if nest.is_record(given) else given
@@ -247,13 +245,13 @@ def _pairs(returned: Any, given: Any) -> list[tuple[int, Any]]:
     if isinstance(returned, tuple | list):
         if not isinstance(given, tuple | list) or len(given) != len(returned):
             raise ValueError(
-                f"`output_grads` must hold {len(returned)} gradients, as the output does, got {_describe(given)}."
+                f"`output_grads` must hold {len(returned)} gradients, as the output does, got {_kind(given)}."
             )
         return [pair for parts in zip(returned, given, strict=True) for pair in _pairs(*parts)]
     return []
 
 
-def _describe(given: Any) -> str:
+def _kind(given: Any) -> str:
     """Describe what was given for a container, for error messages."""
     if isinstance(given, Mapping):
         return str(list(given))

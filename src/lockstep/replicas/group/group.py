@@ -28,7 +28,7 @@ from lockstep.replicas.group.metric_updates import Updatable, metric_inputs
 from lockstep.replicas.group.parameters import read_parameters, share_parameters, write_parameters
 from lockstep.replicas.group.signature import Signature
 from lockstep.replicas.monitor import Monitor
-from lockstep.replicas.passes import Backward, Forward, ForwardBackward, cached_shards_by_device
+from lockstep.replicas.passes import Backward, Forward, ForwardBackward, shards_of_batch
 from lockstep.replicas.pool import REQUIRES_GRAD, CallSigint, Devices, ReplicaSet, Timeout
 from lockstep.tree import Tensors
 
@@ -173,7 +173,7 @@ class ReplicaGroup(ReplicaSet):
     @property
     def slices(self) -> list[slice]:
         """The samples of each device, which requires bound inputs or a forward. The slice of a device may be empty."""
-        shards = cached_shards_by_device(self.batch_size, self._num_shards, tuple(self.workloads))
+        shards = shards_of_batch(self.batch_size, self._num_shards, tuple(self.workloads))
         stops = list(accumulate((sum(len(shard.samples) for shard in run) for run in shards), initial=0))
         return [slice(start, stop) for start, stop in pairwise(stops)]
 

@@ -80,10 +80,8 @@ class MergedOutput(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         merged = bridge.forward.outputs.merged(bridge.device)
         shards = [each.tensors for each in bridge.forward.outputs.shards]
-        requires_grad = [any(tensor.requires_grad for tensor in each) for each in zip(*shards, strict=True)]
-        ctx.mark_non_differentiable(
-            *[out for out, is_differentiable in zip(merged, requires_grad, strict=True) if not is_differentiable]
-        )
+        differentiable = [any(tensor.requires_grad for tensor in each) for each in zip(*shards, strict=True)]
+        ctx.mark_non_differentiable(*[out for out, yes in zip(merged, differentiable, strict=True) if not yes])
         return tuple(merged)
 
     @staticmethod

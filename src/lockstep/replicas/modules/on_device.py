@@ -197,9 +197,7 @@ def _run_inner_hooks(wrapper: ModuleWrapper, incompatible: Any) -> None:
     """Run the hooks of the wrapped module at the end of a load, which torch does not visit by itself."""
     for hook in wrapper.module._load_state_dict_post_hooks.values():
         if hook(wrapper.module, incompatible) is not None:
-            raise ValueError(
-                "A hook of `register_load_state_dict_post_hook` must modify its argument in place, got a new one."
-            )
+            raise ValueError("A hook of `register_load_state_dict_post_hook` must modify its argument, got a new one.")
 
 
 def _rename(state: MutableMapping[str, Any], old: str, new: str) -> None:

@@ -20,7 +20,7 @@ from lockstep.plan import Shard
 from lockstep.replicas.batch import Inputs, ShardInputs
 from lockstep.replicas.buffers import TrainedBuffer, all_buffer_refs, buffer_refs
 from lockstep.replicas.modules.flat_parameters import FlattenedParameters
-from lockstep.replicas.passes import Forward, ForwardBackward, ShardObserver, cached_shards_by_device
+from lockstep.replicas.passes import Forward, ForwardBackward, ShardObserver, shards_of_batch
 from lockstep.tree import PartialSum, total
 
 
@@ -216,7 +216,7 @@ def attached_forward(
     inputs: Inputs,
     parameters: Sequence[nn.Parameter],
     buffers: Sequence[TrainedBuffer],
-    placement: Placement,
+    layout: Placement,
     *,
     flat: FlattenedParameters | None,
 ) -> Forward:
@@ -227,16 +227,14 @@ def attached_forward(
         inputs: The batch.
         parameters: The parameters of the model that require a gradient.
         buffers: The buffers of the model that require a gradient.
-        placement: The devices, and the number and dimension of shards.
+        layout: The devices, and the number and dimension of shards.
         flat: The flattened parameters whose gradients are kept end to end, or None.
     """
-    shards = cached_shards_by_device(inputs.num_samples, placement.num_shards, tuple(placement.workloads))
-    devices = {shard.index: device for run, device in zip(shards, placement.devices, strict=True) for shard in run}
+    shards = shards_of_batch(inputs.num_samples, layout.num_shards, tuple(layout.workloads))
+    devices = {shard.index: device for run, device in zip(shards, layout.devices, strict=True) for shard in run}
     inner = passes.observer
     passes.observer = AliasObserver(parameters, buffers, devices, inner, flat)
     try:
-        return passes.forward(
-            DifferentiableInputs.of(inputs), num_shards=placement.num_shards, output_dim=placement.dim
-        )
+        return passes.forward(DifferentiableInputs.of(inputs), num_shards=layout.num_shards, output_dim=layout.dim)
     finally:
         passes.observer = inner

@@ -8,7 +8,7 @@ from lockstep.replicas.passes.passes import (
     Backward as Backward,
     Forward as Forward,
     ForwardBackward as ForwardBackward,
-    cached_shards_by_device as cached_shards_by_device,
+    shards_of_batch as shards_of_batch,
 )
 from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams

@@ -171,7 +171,7 @@ class ForwardBackward:
                 buffers = trained_buffers(self._set.model, self._buffer_refs, frozen=self._set.frozen)
             forward = Forward(
                 inputs,
-                cached_shards_by_device(inputs.num_samples, num_shards, tuple(self._set.workloads)),
+                shards_of_batch(inputs.num_samples, num_shards, tuple(self._set.workloads)),
                 draw_key() if key is None else key,
                 ModuleMode.wanted(self._set.model, training=training),
                 settings,
@@ -340,9 +340,7 @@ class ForwardBackward:
 
 
 @lru_cache(maxsize=64)
-def cached_shards_by_device(
-    num_samples: int, num_shards: int | None, workloads: tuple[float, ...]
-) -> list[list[Shard]]:
+def shards_of_batch(num_samples: int, num_shards: int | None, workloads: tuple[float, ...]) -> list[list[Shard]]:
     """Return the shards of each device for one batch, as `plan.shards_by_device` does. Recent results are cached.
 
     Args:

@@ -189,7 +189,7 @@ class BackwardTask:
             # Activation checkpointing draws again what forward drew, and a custom backward may draw too.
             if given.stream_position is not None:
                 resume_stream(given.stream_position, runner.device)
-            tensors, gradients = _with_gradients(given.tensors, self.output_grads(given))
+            tensors, gradients = _paired(given.tensors, self.output_grads(given))
             try:
                 with self.window:
                     if tensors:
@@ -200,17 +200,15 @@ class BackwardTask:
         self.sums.push(shard.index, _to_float32(runner.take_gradients() + _pop_gradients(given.buffers)))
 
 
-def _with_gradients(
-    tensors: Sequence[torch.Tensor], gradients: Tensors
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _paired(tensors: Sequence[torch.Tensor], gradients: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that have a gradient and a graph, and their gradients."""
     found: list[torch.Tensor] = []
-    found_gradients: list[torch.Tensor] = []
+    found_grads: list[torch.Tensor] = []
     for tensor, gradient in zip(tensors, gradients, strict=True):
         if gradient is not None and tensor.requires_grad:
             found.append(tensor)
-            found_gradients.append(gradient)
-    return found, found_gradients
+            found_grads.append(gradient)
+    return found, found_grads
 
 
 def _pop_gradients(tensors: Sequence[torch.Tensor | None]) -> Tensors:

@@ -1,7 +1,7 @@
 """Replicas of one model, one thread per replica, and the settings under which the threads compute."""
 
 from lockstep.replicas.pool.copies import (
-    HOOK_ATTRIBUTES as HOOK_ATTRIBUTES,
+    HOOK_NAMES as HOOK_NAMES,
     REQUIRES_GRAD as REQUIRES_GRAD,
     copy_model as copy_model,
 )

@@ -22,7 +22,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
-HOOK_ATTRIBUTES = (
+HOOK_NAMES = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -157,7 +157,7 @@ def _computed_weights(model: nn.Module) -> list[torch.Tensor]:
 
 def _hook_objects(model: nn.Module) -> list[object]:
     """List the objects that are hooks or that hooks belong to."""
-    hooks = [hook for module in model.modules() for name in HOOK_ATTRIBUTES for hook in vars(module)[name].values()]
+    hooks = [hook for module in model.modules() for name in HOOK_NAMES for hook in vars(module)[name].values()]
     return [part for hook in hooks for part in _parts(hook)]
 
 
@@ -208,5 +208,5 @@ class ModelChangeDetector:
 def _watched_dicts(module: nn.Module) -> list[dict[str, Any]]:
     """List the dicts of a module that define it."""
     attributes = vars(module)
-    parts = ("_parameters", "_buffers", "_modules", *HOOK_ATTRIBUTES)
+    parts = ("_parameters", "_buffers", "_modules", *HOOK_NAMES)
     return [attributes, *(attributes[part] for part in parts)]

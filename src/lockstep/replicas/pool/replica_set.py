@@ -142,11 +142,7 @@ class ReplicaSet:
         """
         if self._closed:
             raise self._closed_error()
-        if (
-            self._changes is None
-            or self._changes.changed()
-            or (self._copier.has_copies and not self._copier.layouts_match())
-        ):
+        if self._changes is None or self._changes.changed() or (self._copier.has_copies and not self._copier.fits()):
             if "cpu" in self.device_types:
                 keep_freed_memory()
             # Tensors that are created in inference mode could not be trained later.
@@ -188,7 +184,7 @@ class ReplicaSet:
         sees what was written to the model in the meantime, or raises if autograd has counted the write. If a parameter
         was given other memory (``parameter.data = ...``), an existing graph keeps the old memory.
         """
-        if self._copier.has_copies and self._copier.layouts_match():
+        if self._copier.has_copies and self._copier.fits():
             self.sync_parameters()
 
     def run(
@@ -256,7 +252,7 @@ class ReplicaSet:
         errors: list[BaseException | None] = []
         try:
             for run, worker in zip(thread_runs, workers, strict=True):
-                worker.submit(partial(self._work_with_settings, settings, work, run, progress))
+                worker.submit(partial(self._work_under, settings, work, run, progress))
             if not self._watches_all:
                 try:
                     self._work(work, 0, progress)
@@ -274,7 +270,7 @@ class ReplicaSet:
             if raised is not None:
                 raise raised
 
-    def _work_with_settings(
+    def _work_under(
         self, settings: ThreadSettings, work: Callable[[int], None], places: range, progress: DeviceProgress
     ) -> None:
         """Run the work of some devices in a worker thread, under the settings of the thread that requested it."""

@@ -39,7 +39,7 @@ class ParameterCopier:
         self._layouts = self._current_layouts()
         self._versions = self._current_versions()
 
-    def layouts_match(self) -> bool:
+    def fits(self) -> bool:
         """Return whether the parameters still have the same memory, dtypes, shapes and strides."""
         return self._current_layouts() == self._layouts
 

@@ -27,13 +27,13 @@ INTERRUPT_CHECK_SECONDS: Final = 0.1
 """The interval at which a waiting thread wakes up to receive interrupts: `_thread.interrupt_main`, and Ctrl-C on
 Windows, do not end a wait."""
 
-TRIM_THRESHOLD_BYTES: Final = 2**30
+TRIM_THRESHOLD: Final = 2**30
 """The number of free bytes at the end of an arena that are kept."""
 
-TOP_PAD_BYTES: Final = 2**26
+TOP_PAD: Final = 2**26
 """The number of bytes by which an arena grows at least, which is the size of one piece of the arena of a thread."""
 
-MMAP_THRESHOLD_BYTES: Final = 2**25
+MMAP_THRESHOLD: Final = 2**25
 """The size from which a block gets a mapping of its own, which is returned when it is freed. Larger values are not
 accepted."""
 
@@ -149,11 +149,7 @@ def keep_freed_memory() -> bool:
     except AttributeError:
         # musl has no mallopt.
         return False
-    settings = (
-        (M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES),
-        (M_TOP_PAD, TOP_PAD_BYTES),
-        (M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES),
-    )
+    settings = ((M_TRIM_THRESHOLD, TRIM_THRESHOLD), (M_TOP_PAD, TOP_PAD), (M_MMAP_THRESHOLD, MMAP_THRESHOLD))
     answers = [mallopt(name, value) for name, value in settings]
     return answers == [1, 1, 1]
 
