@@ -16,6 +16,7 @@ from lockstep import plan
 from lockstep.tree import Tensors
 from lockstep.updaters.compute.shares import ShardAssignment, share_of
 from lockstep.updaters.compute.speeds import AGAIN, MEASURED, WARM_UP, RankMeasurement, RankSpeeds, RankTimer
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
 SETTLED = WARM_UP + MEASURED + 1
@@ -331,12 +332,12 @@ def alone() -> str:
 
 @pytest.fixture(scope="module")
 def two() -> Found:
-    return ls.launch(on_two_ranks, 2)
+    return launch_on_ranks(on_two_ranks, 2)
 
 
 @pytest.fixture(scope="module")
 def three() -> Found:
-    return ls.launch(on_three_ranks, 3)
+    return launch_on_ranks(on_three_ranks, 3)
 
 
 def counts(found: Found, name: str, when: str) -> list[int]:
