@@ -37,6 +37,10 @@ GRACE = 10.0
 """Seconds that the other ranks have to end after one has failed."""
 
 
+KEPT = 3
+"""Processes that stay for the next program; few programs need more, and each takes 300 MB."""
+
+
 class RankError(Exception):
     """A program failed on a rank; the message holds what each rank said."""
 
@@ -85,10 +89,12 @@ class RankPool:
         try:
             for member, given in zip(members, arguments, strict=True):
                 member.messages.send_bytes(pickle.dumps((conditions, pickle.dumps((function, given)))))
-            return _results(members)
+            results = _results(members)
         except BaseException:
             self.close(patience=1.0)  # in which a rank that is told to abort shows its stacks
             raise
+        self._end(self._members[KEPT:])
+        return results
 
     def close(self, patience: float = GRACE) -> None:
         """End the processes; a later call starts new ones.
@@ -96,11 +102,14 @@ class RankPool:
         Args:
             patience: The seconds that they have to end by themselves.
         """
-        for member in self._members:
+        self._end(self._members, patience)
+
+    def _end(self, members: Sequence[_Member], patience: float = GRACE) -> None:
+        for member in members:
             member.messages.close()  # at whose end an idle process ends
-        for member in self._members:
+        for member in members:
             member.end(patience)
-        self._members.clear()
+        self._members = [member for member in self._members if member not in members]
 
 
 class _Member:
