@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, get_start_method, set_start_method
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -37,8 +37,9 @@ def launch(
     """Call ``main(*args)`` in several new processes; for notebooks and tests.
 
     In each of them an updater finds the others without another line, or `find_communicator` joins them. The
-    processes are spawned: whatever this one has done to GPUs or threads does no harm. They meet over the
-    loopback only, and have ended, all of them, when this returns or raises.
+    processes are spawned: whatever this one has done to GPUs or threads does no harm. In them multiprocessing has
+    the start method that this process has set, or the platform's own. They meet over the loopback only, and
+    have ended, all of them, when this returns or raises.
 
     Args:
         main: A function at the top level of a module that a new process can import.
@@ -128,6 +129,9 @@ class _Ranks:
 
     def __enter__(self) -> _Ranks:
         context = get_context("spawn")
+        # Starting a process by a context of its own settles the default for this process, and spawning settles
+        # "spawn" in the new one; both shall find what the user has chosen, or nothing.
+        chosen = get_start_method(allow_none=True)
         self._store = _loopback_store(self._timeout)
         # Held by this process alone: when it ends, however that comes, the ranks read its end and end too.
         lifeline, self._alive = context.Pipe(duplex=False)
@@ -135,7 +139,11 @@ class _Ranks:
             for rank in range(self._size):
                 place = RunEnvironment(rank, self._size, rank, self._size, LOOPBACK, self._store.port, agent_store=True)
                 messages, report = context.Pipe(duplex=False)
-                process = context.Process(target=run_rank, args=(place, self._timeout, self._call, lifeline, report))
+                process = context.Process(
+                    target=run_rank,
+                    args=(place, self._timeout, chosen, self._call),
+                    kwargs={"lifeline": lifeline, "report": report},
+                )
                 process.start()
                 report.close()
                 self._processes.append(process)
@@ -144,6 +152,7 @@ class _Ranks:
             self.__exit__()
             raise
         finally:
+            set_start_method(chosen, force=True)
             lifeline.close()
         return self
 

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import traceback
+from multiprocessing import set_start_method
 from multiprocessing.connection import Connection
 
 import torch
@@ -18,16 +19,23 @@ from lockstep.errors import PeerError, PeerInterrupt
 from lockstep.launch.outcome import Outcome
 
 
-def run_rank(place: RunEnvironment, timeout: float, call: bytes, lifeline: Connection, report: Connection) -> None:
+def run_rank(
+    place: RunEnvironment, timeout: float, method: str | None, call: bytes, *, lifeline: Connection, report: Connection
+) -> None:
     """Call the function in this process, and tell the launching one what came of it.
 
     Args:
         place: This process's place among the ranks.
         timeout: Seconds that a rank waits for another.
+        method: The start method of processes to be set for multiprocessing; None for the platform's.
         call: The function and its arguments, pickled.
         lifeline: At its end once the launching process has ended.
         report: Takes one `Outcome`, pickled.
     """
+    set_start_method(method, force=True)
+    # The launching process reads the end of this one from the pipe, which a forked worker must not keep open.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=report.close)
     end_with_parent()  # and where the system does not know how, or it has ended already, by a thread
     threading.Thread(target=_end_with, args=(lifeline,), name="lockstep lifeline", daemon=True).start()
     os.environ.update(place.variables() | {TIMEOUT: str(timeout)})
