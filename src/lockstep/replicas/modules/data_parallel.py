@@ -251,9 +251,10 @@ class DataParallel(ModuleWrapper):
         """Make ready to run: parameters laid out, replicas and threads there."""
         if self.flatten_parameters:
             self._flatten()
-        if self._running is None or self._running.replicas.model is not self.module:
-            self._running = self._start()
         running = self._running
+        # In a forked process the threads are gone, and a job that is handed to one would never be done.
+        if running is None or running.replicas.model is not self.module or running.replicas.is_forked:
+            self._running = running = self._start()
         self._prepare_threads(running)
         return running
 

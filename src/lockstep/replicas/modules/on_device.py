@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.replicas.pool import device_context, parse_device
+from lockstep.replicas.pool import device_context, parse_device, refuse_wrapped
 
 INNER = "module."
 """What the names of the wrapped module's tensors begin with while they are inside."""
@@ -24,7 +24,7 @@ class ModuleWrapper(nn.Module):
         module: What is wrapped; afterwards found as the attribute of the same name.
 
     Raises:
-        TypeError: It is no module.
+        TypeError: It is no module, or one that is spread over devices or processes already.
 
     Example:
         >>> list(ModuleWrapper(nn.Linear(2, 1)).state_dict())
@@ -35,6 +35,7 @@ class ModuleWrapper(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be a torch.nn.Module, got a {type(module).__name__}.")
+        refuse_wrapped(module, "module")
         self.module = module
         self.register_state_dict_post_hook(_drop_prefix)  # type: ignore[no-untyped-call]  # torch's gap
         self.register_load_state_dict_post_hook(_run_inner_hooks)  # type: ignore[no-untyped-call]  # torch's gap

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +22,7 @@ from lockstep.replicas.pool.progress import DeviceProgress
 from lockstep.replicas.pool.sending import Sending
 from lockstep.replicas.pool.settings import ComputeMode, InheritedSettings, ThreadSettings
 from lockstep.replicas.pool.worker import Worker, keep_freed_memory
+from lockstep.replicas.pool.wrapped import refuse_wrapped
 
 Timeout: TypeAlias = "float | Literal['auto'] | None"
 """Seconds after which a device counts as hung; "auto" watches the threads of all but the first."""
@@ -54,7 +56,8 @@ class ReplicaSet:
     Raises:
         ValueError: A device, a workload or the timeout is not what it must be, or a parameter has no shape
             yet.
-        TypeError: The model cannot be copied, or the timeout is no number.
+        TypeError: The model cannot be copied or is spread over devices or processes already, or the timeout is
+            no number.
 
     Example:
         >>> with ReplicaSet(nn.Linear(2, 1), devices=["cpu", "cpu"]) as group:
@@ -74,6 +77,7 @@ class ReplicaSet:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
+        refuse_wrapped(model, "model")
         self.model = model
         self.devices = parse_devices(devices)
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(self.devices)
@@ -98,6 +102,7 @@ class ReplicaSet:
         self._sending = Sending([], [])
         self._workers: list[Worker] = []
         self._closed = False
+        self._process = os.getpid()
 
     def __enter__(self) -> ReplicaSet:
         return self
@@ -141,10 +146,10 @@ class ReplicaSet:
             Whether the replicas were built anew.
 
         Raises:
-            OrderError: The group is closed.
+            OrderError: The group is closed, or was built before this process was forked.
         """
-        if self._closed:
-            raise self._is_closed()
+        if self._closed or self._process != os.getpid():
+            raise self._is_of_no_use()
         if self._watch is None or self._watch.changed() or (self._sending.is_needed and not self._sending.fits()):
             if "cpu" in self.device_types:
                 keep_freed_memory()
@@ -207,13 +212,13 @@ class ReplicaSet:
             waiting: Entered where the calling thread waits for the others.
 
         Raises:
-            OrderError: The group is closed.
+            OrderError: The group is closed, or was built before this process was forked.
             ReplicaError: A device is still at work after the timeout.
             ReplicaInterrupt: The calling thread was interrupted.
             BaseException: What the first device (by index) that failed raised; the others were asked to stop.
         """
-        if self._closed:
-            raise self._is_closed()
+        if self._closed or self._process != os.getpid():
+            raise self._is_of_no_use()
         if settings is None:
             with ComputeMode(ThreadSettings.capture(self.device_types)) as taken:
                 self.run(work, settings=taken, at_once=at_once, waiting=waiting)
@@ -310,7 +315,15 @@ class ReplicaSet:
             raise self.progress.hung(late, self._seconds)
         return errors
 
-    def _is_closed(self) -> OrderError:
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that built the group, whose threads it does not have."""
+        return self._process != os.getpid()
+
+    def _is_of_no_use(self) -> OrderError:
+        """Return the error for work that is asked of a closed group, or of one built in another process."""
+        if self.is_forked:
+            return forked(type(self).__name__)
         return OrderError(f"A closed {type(self).__name__} cannot work; build a new one.")
 
     def _abandon(self) -> None:
@@ -334,6 +347,18 @@ class ReplicaSet:
         """Let go of threads and replicas for good. Closing twice is allowed."""
         self.release()
         self._closed = True
+
+
+def forked(what: str) -> OrderError:
+    """Return the error for something that a forked process cannot use.
+
+    Args:
+        what: The name of its class.
+    """
+    return OrderError(
+        f"A {what} cannot be used in a process forked from the one that built it: threads and connections do not "
+        "survive a fork. Build it in the new process, or start that with multiprocessing's 'spawn' or lockstep.launch."
+    )
 
 
 def _check_timeout(timeout: Timeout) -> float:
