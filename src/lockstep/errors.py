@@ -105,7 +105,11 @@ class StateError(LockstepError, ValueError):
 
 
 class RandomStreamWarning(UserWarning):
-    """Something drew from a random source that belongs to no shard, so shards now run one at a time."""
+    """Something drew from a random source that belongs to no shard.
+
+    If it is torch's default generator, shards run one at a time from then on, with the same result. Python's `random`
+    and ``numpy.random`` are outside of the streams, so the result depends on where shards are computed.
+    """
 
 
 class ReplayWarning(UserWarning):

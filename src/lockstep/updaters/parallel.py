@@ -381,6 +381,6 @@ class ParallelUpdater(Updater):
             raise OrderError("`load_state_dict` must not be called by a step function.")
         num_shards = self._engine.shards_a_batch
         load_state(self._training, state, num_shards=num_shards, seed=self._parts.recipe.seed)
-        self._engine.look_for_shapes()
+        self._engine.state_loaded()
         self._parts.coordinator.state_loaded()
         self._custom.forget()

@@ -27,6 +27,7 @@ from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext, che
 from lockstep.updaters.compute import (
     DeviceGradients,
     DeviceTimer,
+    GlobalRandomWatch,
     GradientTask,
     ModelLayout,
     RankShare,
@@ -76,7 +77,13 @@ class GradientEngine:
         self.layout = ModelLayout(TreeSum(self.group, []))
         """The model as of the last attempt; empty before the first."""
         self._is_stale = True
+        self._random = GlobalRandomWatch()
+        self.state_loaded()
+
+    def state_loaded(self) -> None:
+        """Take note of a new state: parameters may lack their shapes, and the next updates are watched again."""
         self.look_for_shapes()
+        self._random.begin(self.training.iteration)
 
     def look_for_shapes(self) -> None:
         """Look whether parameters lack their shapes, after something else may have given or taken them."""
@@ -212,12 +219,15 @@ class GradientEngine:
 
         timing = self._timing
         timed = on_device if timing is None else timing.timed(on_device, work)
+        states = self._random.states() if self.training.iteration < self._random.end else None
         self._streams.compute(
             partial(self.group.run, timed, settings=context.settings),
             seed=self.recipe.seed,
             first=self.first_stream(request.ordinal),
             in_threads=self.group.wants_threads(work),
         )
+        if states is not None:
+            self._random.check(states)
         attempt.devices = devices  # type: ignore[assignment]  # every device has put its own there
         if timing is not None:
             self.group.workloads = timing.workloads(self.group.workloads)
