@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, TypeAlias, final, runtime_checkable
 import torch
 from torch import nn
 
+from lockstep.data.split_by_rank import refuse_split_by_rank
 from lockstep.errors import OrderError, ReplayWarning
 
 Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
@@ -143,11 +144,11 @@ class BatchSource:
         self.begun = True
         if start.state is not None and self._resumable is not None:
             self._resumable.load_state_dict(start.state)
-            self._stream = _iterator(source)
+            self._stream = _iterator(source, self._name)
         elif isinstance(source, Sequence):
             self._stream = islice(source, start.position, None)
         else:
-            self._stream = self._skip(_iterator(source), start)
+            self._stream = self._skip(_iterator(source, self._name), start)
         return self._stream
 
     def _skip(self, stream: PythonIterator[Any], start: Place) -> PythonIterator[Any]:
@@ -174,24 +175,30 @@ class BatchSource:
 
 
 def check_source(source: object, name: str) -> None:
-    """Refuse what surely is no source of batches.
+    """Refuse what surely is no source of batches, or of other batches on each rank.
 
     Raises:
         TypeError: It cannot be iterated over, or what it would give are no batches.
+        ValueError: Its sampler shares the samples among processes.
     """
     no_batches = isinstance(source, torch.Tensor | nn.Module | Mapping | str | bytes | type)
     if no_batches or not (isinstance(source, Iterable) or callable(source)):
         rule = "must be a lockstep Iterator, an iterable of batches or a function that returns one"
         remedy = "`BatchIterator` makes batches of a dataset."
         raise TypeError(f"`{name}` {rule}, got a {type(source).__name__}. {remedy}")
+    refuse_split_by_rank(source, name)
 
 
 def _as_resumable(source: object) -> Resumable | None:
     return source if isinstance(source, Resumable) else None
 
 
-def _iterator(source: Any) -> PythonIterator[Any]:
-    return iter(source if isinstance(source, Iterable) else source())
+def _iterator(source: Any, name: str) -> PythonIterator[Any]:
+    if isinstance(source, Iterable):
+        return iter(source)
+    made = source()
+    refuse_split_by_rank(made, name)  # a function's DataLoader is not seen before
+    return iter(made)
 
 
 def _length(source: object) -> int | None:

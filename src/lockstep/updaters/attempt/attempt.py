@@ -30,6 +30,7 @@ class GradientRequest:
         deferred: Whether the overflow check stays on the device; see `updaters.deferred`.
         look: Called with every shard that takes part, its gradients and its report, by the thread that
             computed it. Then the gradient is only looked at, and no parameter receives it.
+        drawn: What other ranks are told of the batches that a step function has taken from iterators.
     """
 
     loss_fn: LossFunction
@@ -37,6 +38,7 @@ class GradientRequest:
     ordinal: int = 0
     deferred: bool = False
     look: Callable[[Shard, Tensors, ShardReport], None] | None = None
+    drawn: Sequence[list[str]] = ()
 
 
 FINITE: Final = FiniteCheck()

@@ -28,7 +28,7 @@ Differing = Literal["broadcast", "refuse"]
 """What is done about models that differ when a run begins."""
 
 SAME_KERNELS: Final = "Other kernels round differently: run all processes on one kind of machine and installation."
-SAME_CODE: Final = "Run the same script with the same arguments on every rank."
+SAME_CODE: Final = "Run the same script with the same arguments and seeds on every rank."
 SAME_SEED: Final = "Build the model from the same seed on every rank, or let rank 0's be broadcast."
 
 

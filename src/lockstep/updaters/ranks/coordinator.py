@@ -6,17 +6,20 @@ the same place, where nothing of the training state has changed, instead of wait
 
 from __future__ import annotations
 
+import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 from lockstep.communicators import Communicator
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
+from lockstep.replicas import forked
 from lockstep.updaters.attempt import UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.rank_sum import RankSum
+from lockstep.updaters.ranks.same_batches import BATCHES, CURE, find_other_batches
 
 LONGEST_TRACEBACK: Final = 20_000
 """Characters of a traceback that travel: its end, which says most."""
@@ -30,9 +33,25 @@ _NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 class Coordinator(ABC):
     """What an updater does where ranks may have something to tell each other."""
 
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Check that this is the process that built the updater, and not one forked from it.
+
+        Raises:
+            OrderError: It is another process.
+        """
+        if self._process != os.getpid():
+            raise forked("ParallelUpdater")
+
     @abstractmethod
     def begin(self) -> None:
-        """Begin an update, or half of one."""
+        """Begin an update, or half of one.
+
+        Raises:
+            OrderError: The updater was built in the process that this one was forked from.
+        """
 
     @abstractmethod
     def state_loaded(self) -> None:
@@ -61,7 +80,8 @@ class LocalCoordinator(Coordinator):
     """Of a process that is alone."""
 
     def begin(self) -> None:
-        """Do nothing."""
+        """Check that this is the process that built the updater."""
+        self.check_process()
 
     def state_loaded(self) -> None:
         """Do nothing."""
@@ -89,6 +109,7 @@ class RankCoordinator(Coordinator):
     """
 
     def __init__(self, communicator: Communicator, alike: RankConsistency, rank_sum: RankSum) -> None:
+        super().__init__()
         self._communicator = communicator
         self._alike = alike
         self._sum = rank_sum
@@ -99,7 +120,10 @@ class RankCoordinator(Coordinator):
 
         Raises:
             DisagreementError: They are not alike.
+            OrderError: The updater was built in the process that this one was forked from.
         """
+        # Before any message, because a forked process would write into the connections of the other one.
+        self.check_process()
         self._failed = False
         self._alike.begin()
 
@@ -147,7 +171,7 @@ class RankCoordinator(Coordinator):
                 _raise_error(rank, each)
         for rank, each in enumerate(told):
             if each["position"] != first["position"]:
-                _raise_elsewhere(rank, each["position"], first["position"])
+                _raise_elsewhere(rank, [other["position"] for other in told])
             again |= each["again"]
             digests.append(each["state"])
             reports.append(each["report"])
@@ -204,16 +228,23 @@ def _raise_error(rank: int, told: Mapping[str, Any]) -> None:
 
 def _raise_ended(rank: int) -> None:
     raise DisagreementError(
-        f"The batches of rank {rank} must end with those of the others, but end before. Give every rank the "
-        "same iterator.",
+        f"The batches of rank {rank} must end with those of the others, but end before. {CURE}",
         rank=rank,
         subject="batches",
     )
 
 
-def _raise_elsewhere(rank: int, position: Position, first: Position) -> None:
-    """Refuse to go on with a rank that is not where rank 0 is."""
+def _raise_elsewhere(rank: int, positions: Sequence[Position]) -> None:
+    """Refuse to go on with a rank that is not where rank 0 is.
+
+    Args:
+        rank: The first rank that is not.
+        positions: Those of all ranks.
+    """
+    position, first = positions[rank], positions[0]
     name = next(name for name in {**first, **position} if first.get(name) != position.get(name))
+    if name in {"batch sizes", BATCHES}:
+        raise find_other_batches(positions, name)
     raise DisagreementError(
         f"Rank {rank} must be where rank 0 is, but its {name} is {position.get(name)} and not "
         f"{first.get(name)}. Run the same code on every rank, and give it the same batches.",

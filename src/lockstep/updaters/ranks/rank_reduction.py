@@ -20,7 +20,9 @@ from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
 from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import RankSum
+from lockstep.updaters.ranks.same_batches import BATCHES, Described, describe_batch
 from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.setup import MAIN
 
 LOG = logging.getLogger("lockstep")
 
@@ -50,6 +52,7 @@ class RankReduction:
         self._sum = rank_sum
         self._timer = timer
         self._was_steady = False
+        self._batches: list[Described] = []
         self._workloads = list(workloads)
         self._assign()
 
@@ -60,8 +63,16 @@ class RankReduction:
         self.workloads = known[rank]
         """Those of this rank's devices, as the others know them."""
 
-    def begin(self) -> None:
-        """Note that the shards of an attempt are about to be computed."""
+    def begin(self, attempt: Attempt, update: int) -> None:
+        """Note that the shards of an attempt are about to be computed, and describe its batches.
+
+        Args:
+            attempt: The attempt, with its batches.
+            update: The number of updates that are done.
+        """
+        name = "" if attempt.given_batches else MAIN
+        # What a step function has drawn comes first, so that an error names the iterator if it can.
+        self._batches = [*attempt.request.drawn, *(describe_batch(each, name, update) for each in attempt.batches)]
         self._timer.begin()
 
     def watch_backward(self, attempt: Attempt, position: Position, like: Sequence[torch.Tensor]) -> None:
@@ -121,7 +132,8 @@ class RankReduction:
             timer.measurement,
         )
         self._watch.doing = "reduce"
-        told = self.coordinator.meet(position, report.to_plain(), again=again)
+        # All of the attempt is computed by now, but nothing is summed: ranks with other batches raise here.
+        told = self.coordinator.meet({**position, BATCHES: self._batches}, report.to_plain(), again=again)
         attempt.complete = told is not None
         if told is not None:
             reports = list(map(RankReport.from_plain, told))

@@ -15,6 +15,7 @@ from lockstep.precision import MovingScale
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext
 from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.ranks import BATCHES, Described, describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.step.assembly import Parts
@@ -31,6 +32,7 @@ class CustomStepState:
         computations: How many gradients were computed.
         results: What each of them measured, with the optimizers it was for.
         applied: Whether any optimizer stepped; a tensor where only the device knows.
+        described: What other ranks are told of the batches that were taken, if there are any ranks.
     """
 
     context: StepContext
@@ -39,6 +41,7 @@ class CustomStepState:
     computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
     applied: bool | torch.Tensor = False
+    described: list[Described] = field(default_factory=list)
 
     def result(self, scale: MovingScale) -> UpdateResult:
         """Put together what the computations measured: all of them, and each optimizer's.
@@ -71,6 +74,7 @@ class CustomStep:
         self._retry = parts.retry
         self._committer = parts.committer
         self._usual = usual
+        self._has_ranks = parts.communicator.size > 1
         self._has_loss = parts.recipe.loss_fn is not None or not parts.arranged.several
         self._computed: dict[Names, Attempt] = {}
         self.state: CustomStepState | None = None
@@ -96,8 +100,11 @@ class CustomStep:
         try:
             with DefaultStream(engine.group.devices[0]) as stream, self._coordinator.telling():
                 stream.seed(stream_seed(engine.recipe.seed, substream(STEP) + engine.first_stream()))
+                self._describe(batch, MAIN)
                 core(batch)
-                self._coordinator.agree({"update": training.iteration, "computation": "end"}, context.interrupts)
+                # A batch may have been used without a gradient of it, so those drawn are compared here as well.
+                position = {"update": training.iteration, "computation": "end", BATCHES: state.described}
+                self._coordinator.agree(position, context.interrupts)
             self._committer.count_or_undo(state.applied, state.drawn)
         except BaseException:
             context.interrupts.hold()
@@ -120,7 +127,7 @@ class CustomStep:
         )
         state = self.state
         if state is not None:
-            request = replace(request, ordinal=state.computations)
+            request = replace(request, ordinal=state.computations, drawn=tuple(state.described))
             attempt = self._attempt(request, names, batch, state.context, once=False)
             state.computations += 1
             state.computed[names] = attempt
@@ -157,11 +164,12 @@ class CustomStep:
         """Step by the gradient that was computed; see `ParallelUpdater.apply_gradients`.
 
         Raises:
-            OrderError: There is none for these optimizers.
+            OrderError: There is none for these optimizers, or it was computed before this process was forked.
         """
         names = self._training.names_of(optimizer)
         state = self.state
         if state is None:
+            self._coordinator.check_process()
             attempt = _pop(self._computed, names)
             with StepContext(self._training.group) as context:
                 self._coordinator.commit(context.interrupts)
@@ -187,7 +195,13 @@ class CustomStep:
         state = self._running()
         batch = look_up(name, self._training.iterators).peek(state.drawn[name])
         state.drawn[name] += 1
+        self._describe(batch, name)
         return batch
+
+    def _describe(self, batch: Any, name: str) -> None:
+        """Describe a batch that was taken from an iterator for the other ranks, if there are any."""
+        if self._has_ranks and self.state is not None:
+            self.state.described.append(describe_batch(batch, name, self._training.iteration))
 
     def _running(self) -> CustomStepState:
         if self.state is None:

@@ -131,7 +131,7 @@ class GradientEngine:
         self._follow()
         attempt.share = share = self.share(attempt.sizes)
         if self._ranks is not None:
-            self._ranks.begin()
+            self._ranks.begin(attempt, self.training.iteration)
         attempt.work = [
             [(shard, shard_arrays(attempt.batches[shard.batch], shard, device, recipe.converter)) for shard in run]
             for run, device in zip(share.runs, self.group.devices, strict=True)
