@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +14,11 @@ from torch.utils.data import Subset
 from lockstep import nest
 from lockstep.data.sample_streams import draws_nothing
 from lockstep.data.samples import Samples
-from lockstep.digest import fingerprint as fingerprint_tensors
 
 ROWS: Final = 4
 """The number of rows of a batch whose values are read."""
 
-ELEMENTS: Final = 256
+ELEMENTS: Final = 64
 """The largest number of elements of one row that are read."""
 
 LONGEST: Final = 300
@@ -41,9 +41,9 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
     """Compute the fingerprint of a batch.
 
     The fingerprint of `Samples` covers the length of the dataset and all indices, those of a `Subset` as indices of
-    the dataset below it. A batch of tensors is described by the names, dtypes and shapes of its tensors, and by
-    `ROWS` rows of each tensor that lies on the CPU. Tensors on other devices are not read, because the host would
-    have to wait for them.
+    the dataset below it. A batch of tensors is described by the names, dtypes and shapes of its tensors, and by up
+    to `ELEMENTS` elements of each of `ROWS` rows of every tensor that lies on the CPU. Tensors on other devices are
+    not read, because the host would have to wait for them.
 
     Args:
         batch: `Samples`, or a nest of tensors with the samples along the first dimension.
@@ -61,7 +61,7 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
     about = ", ".join(f"{name}: {str(each.dtype)[6:]} {tuple(each.shape)}" for name, each in named)
     if len(about) > LONGEST:
         about = f"{len(named)} tensors of shapes with the digest {_hexdigest(about.encode())}"
-    return Fingerprint(about, fingerprint_tensors(_rows(each) for _, each in named if _is_readable(each)).hex())
+    return Fingerprint(about, _hexdigest(b"".join(_bytes(_rows(each)) for _, each in named if _is_readable(each))))
 
 
 def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
@@ -87,12 +87,24 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a few elements of a few rows, spread over the tensor."""
-    tensor = tensor.detach()
-    if tensor.dim() == 0 or tensor.numel() == 0:
+    """Return a few elements of a few rows, spread over the tensor; all of a small one."""
+    if tensor.numel() <= ROWS * ELEMENTS:
         return tensor
-    rows = tensor[:: -(-tensor.size(0) // ROWS)].flatten(1) if tensor.dim() > 1 else tensor[:: -(-len(tensor) // ROWS)]
-    return rows[:, :: -(-rows.size(1) // ELEMENTS)] if rows.dim() > 1 else rows
+    shape = tensor.shape
+    every = -(-shape[0] // ROWS)
+    if len(shape) == 1:
+        return tensor[::every]
+    rows = tensor[::every].flatten(1)
+    return rows[:, :: -(-rows.size(1) // ELEMENTS)]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """Copy the elements of a tensor on the CPU out of its memory."""
+    if tensor.is_conj() or tensor.is_neg():  # no more than a flag on memory that holds something else
+        tensor = tensor.resolve_conj().resolve_neg()
+    tensor = tensor.contiguous()
+    # Several times as fast as an array type of `ctypes`, which is made anew for each size.
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _of_values(samples: Sequence[Any]) -> str:
@@ -104,8 +116,8 @@ def _parts(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
         if _is_readable(value):
-            flat = value.detach().flatten()
-            yield fingerprint_tensors([flat[:: max(1, -(-len(flat) // ELEMENTS))]])
+            flat = value.flatten()
+            yield _bytes(flat[:: max(1, -(-len(flat) // ELEMENTS))])
     elif isinstance(value, str | int | float | bytes | None):
         yield repr(value).encode()
     elif isinstance(value, Mapping):
