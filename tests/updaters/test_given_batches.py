@@ -32,7 +32,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         ("list", 0, "the batch of iterator 'main' has other samples"),
         ("last batch", 3, "the batch of iterator 'main' is batch[0]: float32 (4, 6), batch[1]: int64 (4,) and not "),
         ("subset", 0, "has other samples (8 samples of a dataset of 32 on both)"),
-        ("dataset", 0, "has other samples (8 samples of a dataset of 32 on both)"),
+        ("dataset", 0, "has the same indices, but the samples of its dataset differ (8 samples of a dataset of 32 on"),
         ("order", 0, "has other samples (8 samples of a dataset of 64 on both)"),
         ("samples", 0, "has other samples (8 samples on both)"),
         ("accumulated", 0, "batch 1 of iterator 'main' has other samples"),

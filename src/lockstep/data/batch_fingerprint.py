@@ -30,11 +30,13 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         about: The number of samples, or the dtypes and shapes of the tensors.
-        digest: A digest of the indices, or of a few rows.
+        indices: A digest of the indices of `Samples`; empty for other batches.
+        values: A digest of a few rows; empty where none are read.
     """
 
     about: str
-    digest: str
+    indices: str
+    values: str
 
 
 def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
@@ -61,7 +63,7 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
     about = ", ".join(f"{name}: {str(each.dtype)[6:]} {tuple(each.shape)}" for name, each in named)
     if len(about) > LONGEST:
         about = f"{len(named)} tensors of shapes with the digest {_hexdigest(about.encode())}"
-    return Fingerprint(about, _hexdigest(b"".join(_bytes(_rows(each)) for _, each in named if _is_readable(each))))
+    return Fingerprint(about, "", _hexdigest(b"".join(_bytes(_rows(each)) for _, each in named if _is_readable(each))))
 
 
 def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
@@ -69,16 +71,15 @@ def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
     chosen = range(0, count, max(1, -(-count // ROWS)))
     if batch.fetched is batch.dataset:
         # A list of samples that somebody else chose: its indices are 0, 1, 2 and so on in every process.
-        return Fingerprint(f"{count} samples", _of_values([batch.fetched[place] for place in chosen]))
+        return Fingerprint(f"{count} samples", "", _of_values([batch.fetched[place] for place in chosen]))
     about = f"{count} samples of a dataset of {len(batch.dataset)}"
     dataset: Any = batch.dataset
     indices: Sequence[int] = batch.indices
     while type(dataset) is Subset:
         indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
-    digest = _hexdigest(array("q", indices))
-    if contents and draws_nothing(dataset):
-        digest += _of_values([dataset[indices[place]] for place in chosen])
-    return Fingerprint(about, digest)
+    in_memory = contents and draws_nothing(dataset)
+    values = _of_values([dataset[indices[place]] for place in chosen]) if in_memory else ""
+    return Fingerprint(about, _hexdigest(array("q", indices)), values)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:

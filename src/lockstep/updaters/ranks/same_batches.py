@@ -21,7 +21,7 @@ CURE: Final = (
 )
 
 Described = list[str]
-"""The name of the iterator a batch comes from, what the batch is about, and its digest."""
+"""The name of the iterator a batch comes from, and its `Fingerprint`."""
 
 
 def describe_batch(batch: Any, name: str, update: int) -> Described:
@@ -62,12 +62,14 @@ def _difference(here: Mapping[str, Any], first: Mapping[str, Any]) -> str:
     for number, (one, other) in enumerate(zip(mine, theirs, strict=False)):
         if one == other:
             continue
-        (source, about, _), (_, about_first, _) = one, other
+        (source, about, indices, _), (_, about_first, indices_first, _) = one, other
         which = "the batch given to `compute_gradients`"
         if source:
             before, count = ([each[0] for each in part].count(source) for part in (mine[:number], mine))
             which = f"the batch of iterator {source!r}" if count == 1 else f"batch {before} of iterator {source!r}"
-        if about == about_first:
-            return f"{which} has other samples ({about} on both)"
-        return f"{which} is {about} and not {about_first}"
+        if about != about_first:
+            return f"{which} is {about} and not {about_first}"
+        if indices and indices == indices_first:
+            return f"{which} has the same indices, but the samples of its dataset differ ({about} on both)"
+        return f"{which} has other samples ({about} on both)"
     return f"there are {len(mine)} batches and not {len(theirs)}"
