@@ -177,7 +177,7 @@ class Run:
     def replicas_equal_main(self) -> bool:
         return all(
             torch.equal(copied, parameter)
-            for replica in self.updater._engine.group.replicas
+            for replica in self.updater._engine.replicas.replicas
             for copied, parameter in zip(replica.parameters(), self.model.parameters(), strict=True)
         )
 

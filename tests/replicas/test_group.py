@@ -223,7 +223,7 @@ def test_a_models_own_hooks_go_with_it() -> None:
     with updater_of(model, torch.ones(4, 1), devices=2, num_shards=4) as updater:
         updater.update()
         assert model.owners == []
-        assert sum(len(replica.owners) for replica in updater._engine.group.replicas) == 4
+        assert sum(len(replica.owners) for replica in updater._engine.replicas.replicas) == 4
 
 
 def test_a_model_that_cannot_be_copied_is_refused() -> None:

@@ -255,7 +255,7 @@ def test_a_thread_that_comes_back_later_draws_from_no_shard_but_its_own() -> Non
 
 def test_nobody_waits_for_ever_by_default() -> None:
     with finalized(updater_for(MLP, Placement(2))) as updater:
-        assert updater._training.group._seconds == PATIENCE
+        assert updater._training.replicas._seconds == PATIENCE
 
 
 def test_a_device_that_is_watched_computes_under_the_settings_of_the_caller() -> None:

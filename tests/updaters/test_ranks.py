@@ -132,7 +132,9 @@ def test_or_they_are_refused(outcomes: Outcomes) -> None:
     for found in of(outcomes, "refuse"):
         kind, message, subject = found["raised"]
         assert (kind, subject) == ("DisagreementError", "0.bias")
-        assert message.endswith("Build the model from the same seed on every rank, or let rank 0's be broadcast.")
+        assert message.endswith(
+            "Build the model from the same seed on every rank, or pass `differing_models='broadcast'`."
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Batches of a dataset whose order and state depend on nothing but the seed, and how they become tensors."""
+"""Iterators over batches whose order and state depend only on the seed, and the conversion of samples to tensors."""
 
 from lockstep.data.batch_fingerprint import Fingerprint as Fingerprint, fingerprint as fingerprint
 from lockstep.data.batch_iterator import BatchIterator as BatchIterator

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Subset
 
 from lockstep import nest
-from lockstep.data.sample_streams import draws_nothing
+from lockstep.data.sample_streams import draws_no_numbers
 from lockstep.data.samples import Samples
 
 ROWS: Final = 4
@@ -77,7 +77,7 @@ def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
     indices: Sequence[int] = batch.indices
     while type(dataset) is Subset:
         indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
-    in_memory = contents and draws_nothing(dataset)
+    in_memory = contents and draws_no_numbers(dataset)
     values = _of_values([dataset[indices[place]] for place in chosen]) if in_memory else ""
     return Fingerprint(about, _hexdigest(array("q", indices)), values)
 

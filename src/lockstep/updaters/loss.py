@@ -1,4 +1,4 @@
-"""What a loss function returns, and the usual one."""
+"""The return value of a loss function, and the usual loss function."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A mean loss, what it is the mean of, and what else was measured on the way.
+    """A mean loss with its weight and metrics.
 
     Args:
-        value: The mean over the shard; one element, carrying a gradient.
-        weight: How much the mean stands for, say its number of tokens: at least 0, a number or a tensor of
-            one element. None for the number of samples. A shard of weight 0 takes no part in the update.
-        metrics: Sums and weights by name, for example ``{"accuracy": (correct, count)}``; they are added
-            up over shards, so that the quotient is that of the whole batch. A pair may be a tensor of two
-            elements as well.
+        value: The mean loss of the shard; a tensor of one element that requires a gradient.
+        weight: The weight of the mean, for example its number of tokens; at least 0, a number or a tensor of one
+            element. None stands for the number of samples. A shard of weight 0 takes no part in the update.
+        metrics: Pairs (sum, weight) by name, for example ``{"accuracy": (correct, count)}``. They are summed over
+            shards, and the metric is their quotient over the whole batch. A pair may also be a tensor of two elements.
 
     >>> Loss(torch.tensor(0.5, requires_grad=True), weight=12, metrics={"accuracy": (9, 12)}).weight
     12
@@ -35,7 +34,7 @@ class Loss:
 
 
 class LossFunction(Protocol):
-    """Called with the replica, never the original model, and the arrays of one shard.
+    """Called with a replica, never with the original model, and the arrays of one shard.
 
     For several networks it is called with a dict of their replicas by name.
     """
@@ -46,23 +45,23 @@ class LossFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """Run the model on the inputs and compare its output with the target; see `supervised`."""
+    """Run the model on the inputs, and compare its output with the target; see `supervised`."""
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the criterion's mean loss over the shard."""
+        """Return the mean loss over the shard."""
         if self.target is None:
             if not args:
                 raise ValueError(
-                    "`target` must name the label of a dict batch, got None. Give supervised(criterion, "
+                    "`target` must name the label of a dict batch, got None. Call supervised(criterion, "
                     f"target=...) with one of {sorted(kwargs)}."
                 )
             *inputs, target = args
             return self.criterion(model(*inputs, **kwargs), target)
         if not kwargs:
-            raise ValueError(f"`target` must be None where a batch is no dict, got {self.target!r}.")
+            raise ValueError(f"`target` must be None for batches that are not dicts, got {self.target!r}.")
         if self.target not in kwargs:
             keys = ", ".join(kwargs)
             raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
@@ -71,14 +70,14 @@ class Supervised:
 
 
 def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | None = None) -> Supervised:
-    """Make a loss function of a criterion that compares an output with a target.
+    """Create a loss function from a criterion that compares an output with a target.
 
     Args:
         criterion: Called as ``criterion(output, target)``; returns the mean over samples.
-        target: The key of the target in a dict batch. Without it the target is the last of a tuple.
+        target: The key of the target in a dict batch. Without it, the target is the last element of a tuple batch.
 
     Raises:
-        TypeError: The criterion cannot be called.
+        TypeError: If the criterion cannot be called.
 
     >>> loss_fn = supervised(nn.functional.mse_loss)
     >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
@@ -90,17 +89,20 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
 
 
 def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
-    """Take what the model itself returns as the loss."""
+    """Return what the model itself returns as the loss."""
     returned: torch.Tensor | Loss = model(*args, **kwargs)
     return returned
 
 
 def check_loss(returned: object) -> Loss:
-    """Make a `Loss` of what a loss function returned.
+    """Check what a loss function returned, and convert it to a `Loss`.
+
+    Args:
+        returned: The return value of the loss function.
 
     Raises:
-        TypeError: It is neither a tensor nor a `Loss`, is complex, or has a metric that is no pair.
-        ValueError: It has more than one element, or carries no gradient.
+        TypeError: If it is neither a tensor nor a `Loss`, if it is complex, or if a metric is not a pair.
+        ValueError: If it has more than one element or does not require a gradient.
     """
     loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type]  # checked next
     value = loss.value
@@ -112,8 +114,8 @@ def check_loss(returned: object) -> Loss:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     if not value.requires_grad:
         raise ValueError(
-            "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "
-            "output of the model it is given, without detach(), item() or no_grad()."
+            "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from "
+            "the output of the model it is given, without detach(), item() or no_grad()."
         )
     for name, pair in loss.metrics.items():
         if not _is_pair(pair):
@@ -122,7 +124,7 @@ def check_loss(returned: object) -> Loss:
 
 
 def _is_pair(value: object) -> bool:
-    """Say whether it falls into two: two values, or a tensor of two elements."""
+    """Check whether a value is a pair: two values, or a tensor of two elements."""
     two = len(("sum", "weight"))
     if isinstance(value, torch.Tensor):
         return value.shape == (two,)
@@ -130,10 +132,14 @@ def _is_pair(value: object) -> bool:
 
 
 def loss_weight(loss: Loss, num_samples: int) -> float:
-    """Read the weight of a shard's loss; waits for the device if the weight is there.
+    """Return the weight of a shard's loss; waits for the device if the weight is there.
+
+    Args:
+        loss: The loss of the shard.
+        num_samples: The number of samples in the shard.
 
     Raises:
-        ValueError: The weight is negative or not finite.
+        ValueError: If the weight is negative or not finite.
     """
     if loss.weight is None:
         return float(num_samples)

@@ -32,7 +32,7 @@ class GlobalRandomWatch:
         self.end = 0
         """The number of done updates from which on nothing is watched."""
 
-    def begin(self, update: int) -> None:
+    def restart(self, update: int) -> None:
         """Watch the next updates, unless a warning has been given already.
 
         Args:
