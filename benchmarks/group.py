@@ -119,6 +119,7 @@ def measure_memory(*, device_grads: bool) -> str:
         out = group.forward(x, training=True)
         group.backward(torch.ones_like(out))
         after = resident() - before
+        # The next forward releases the gradients per device of the last backward.
         group.forward(x, training=True)
         trim()
         at_rest = resident() - before

@@ -37,6 +37,7 @@ def loop(workload: Workload, *, threads: int) -> Update:
 
 def half(workload: Workload, rank: int) -> Update:
     """Return the update of one of two processes that do not communicate, on half of each batch: the limit."""
+    # One thread each, because the two processes share two cores.
     torch.set_num_threads(1)
     return plain_update(workload.model(), workload.batches(HALVES[rank]))
 

@@ -32,6 +32,7 @@ def main() -> None:
         for name, values in seconds.items():
             share = statistics.median(a / b for a, b in zip(limit, values, strict=True))
             print(f"  {name:24} {share:5.2f} of the limit   {statistics.median(values) * 1e3:8.2f} ms median")
+        # Ratios within a round, because the speed of the machine may change between rounds.
         pairs = zip(seconds["DDP, 2 processes"], seconds["lockstep, 2 processes"], strict=True)
         ratio = statistics.median(ddp / ours for ddp, ours in pairs)
         print(f"  two processes are {ratio:.2f} times as fast as DDP (required: above 1)")

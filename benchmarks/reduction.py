@@ -75,6 +75,7 @@ def bytes_of(act: Callable[[], object], communicator: ProcessCommunicator) -> tu
     dist.barrier()
     act()
     dist.barrier()
+    # Both counters are read before this sum over ranks, which sends bytes too.
     handed = torch.tensor(communicator.bytes_sent - before)
     counted = loopback_bytes() - interface
     dist.all_reduce(handed)

@@ -231,7 +231,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def compare(workload: str, names: list[str], rounds: int, before: Path | None) -> dict[str, list[float]]:
+def compare(workload: str, names: list[str], rounds: int, before: Path | None = None) -> dict[str, list[float]]:
     """Run the contenders in turns, and return the seconds per update in each round."""
     contenders = {name: Contender(workload, CONTENDERS[name]) for name in names}
     if before is not None:

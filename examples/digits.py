@@ -59,6 +59,7 @@ def split(dataset: TensorDataset, num_held_out: int) -> tuple[TensorDataset, Ten
 
 def conv_block(inputs: int, outputs: int) -> nn.Sequential:
     """Create a convolution of 3 x 3 pixels with batch norm and ReLU."""
+    # Batch norm subtracts the mean, so that a bias would have no effect.
     convolution = nn.Conv2d(inputs, outputs, kernel_size=3, padding=1, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
 

@@ -93,6 +93,7 @@ def train(recipe: Recipe, seed: int, images: torch.Tensor, labels: torch.Tensor)
     )
     accuracies = []
     for _ in range(EPOCHS):
+        # Both batch sizes divide NUM_TRAIN, so that no batch is smaller than the schedule assumes.
         for batch in torch.split(torch.randperm(NUM_TRAIN), recipe.batch_size):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()

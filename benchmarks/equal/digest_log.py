@@ -67,6 +67,7 @@ def _feed(update: Callable[[bytes], None], thing: Any) -> None:
         if {"params", "lr"} <= thing.keys():
             thing = _used_options(thing)
         update(f"{{{len(thing)}".encode())
+        # Sorted, because the order of insertion may differ between checkouts.
         for key in sorted(thing, key=repr):
             update(repr(key).encode())
             _feed(update, thing[key])
@@ -77,6 +78,7 @@ def _feed(update: Callable[[bytes], None], thing: Any) -> None:
     elif thing is None or isinstance(thing, bool | int | str):
         update(json.dumps(thing).encode())
     elif isinstance(thing, float):
+        # All digits, unlike those of a rounded decimal.
         update(thing.hex().encode())
     else:
         raise TypeError(f"`thing` must be a tensor, a container or a plain value, got {thing!r}.")

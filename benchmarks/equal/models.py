@@ -74,6 +74,7 @@ class Recomputed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Classify."""
+        # The dropout of the second forward must draw the same numbers as that of the first.
         hidden = checkpoint(self.first, self.stem(x), use_reentrant=False)
         logits: torch.Tensor = self.classes(checkpoint(self.second, hidden, use_reentrant=True))
         return logits
@@ -92,6 +93,7 @@ class Noisy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Classify with noise."""
         self.calls += 1
+        # Distributions call other random operators than the functions of torch.
         kept = torch.distributions.Bernoulli(0.8).sample(x.shape)
         logits: torch.Tensor = self.body((x + 0.05 * torch.randn_like(x)) * kept)
         return logits
@@ -106,6 +108,7 @@ class OwnLoss(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))
         self.classes = nn.Linear(FEATURES, NUM_CLASSES, bias=False)
         self.again = nn.Linear(FEATURES, NUM_CLASSES)
+        # A tied weight gets the sum of two gradients.
         self.again.weight = self.classes.weight
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

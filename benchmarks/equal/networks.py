@@ -58,6 +58,7 @@ def joint_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:
 
 def step(updater: ls.ParallelUpdater, batch: Any) -> None:
     """Step the critic on two batches, the second from another iterator, and the painter on the first."""
+    # A step function may change weights, and draw random numbers, before and between its computations.
     with torch.no_grad():
         for parameter in updater.get_all_models()["critic"].parameters():
             parameter.add_(1e-3 * torch.randn(parameter.shape)).clamp_(-0.6, 0.6)

@@ -11,7 +11,7 @@ import torch
 import lockstep as ls
 from lockstep.compat.mxnet import KVStore, kvstore
 from lockstep.compat.mxnet.two_bit_compression import TwoBitCompression
-from tests.communicators.groups import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def pulled(store: KVStore, key: Any, like: torch.Tensor) -> torch.Tensor:

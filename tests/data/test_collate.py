@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from tests.late_copies import LateCopies
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data import Samples, collate
 from lockstep.data.samples import NOT_FETCHED
+from tests.support.late_copies import LateCopies
 
 
 class Pair(NamedTuple):

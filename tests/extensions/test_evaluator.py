@@ -15,7 +15,7 @@ from lockstep.extensions import Evaluator, LogReport
 from lockstep.metrics import Accuracy, Average
 from lockstep.trainer import Trainer
 from lockstep.triggers import MaxValue
-from small_updaters import LoopUpdater
+from tests.support.plain_updaters import LoopUpdater
 
 cross_entropy = torch.nn.functional.cross_entropy
 
@@ -349,7 +349,7 @@ def test_refusals(make: Any, error: type[Exception], message: str) -> None:
 def test_a_generator_is_used_up_and_says_so() -> None:
     evaluator = Evaluator((batch for batch in batches()), {"accuracy": Accuracy()}, model=net())
     evaluator.evaluate()
-    with pytest.raises(ValueError, match="A generator can be iterated over only once"):
+    with pytest.raises(ValueError, match="A generator yields only once"):
         evaluator.evaluate()
 
 

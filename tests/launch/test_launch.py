@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import lockstep as ls
-from launch.processes import listening
+from tests.support.processes import listening
 
 
 def rank_and_sum(offset: float) -> tuple[int, int, list[float]]:

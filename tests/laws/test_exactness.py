@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from tests.updaters.small import updater_of
+from tests.support.small_updater import updater_of
 
 MOST_SAMPLES = 32
 WIDTH = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import timeit
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -207,13 +207,6 @@ def test_modules_are_named_by_their_paths() -> None:
     assert found == ["gen/", "gen/0/", "gen/0/0/", "dis/"]
     gen.append(nn.Tanh())
     assert observers.prefix(gen[2]) == "gen/2/"
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 # torch's compiler imports a module of its own that uses what torch has deprecated.

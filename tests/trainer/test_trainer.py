@@ -15,7 +15,7 @@ from lockstep.errors import OrderError, StateError
 from lockstep.metrics import Mean
 from lockstep.trainer import EDITOR, READER, WRITER, Extension, FunctionExtension, Trainer, make_extension
 from lockstep.triggers import EarlyStopping, ManualSchedule, MaxValue, Never, Once, TriggerSpec
-from small_updaters import CountingUpdater, LoopUpdater
+from tests.support.plain_updaters import CountingUpdater, LoopUpdater
 
 Events = list[tuple[Any, ...]]
 
@@ -395,7 +395,7 @@ def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
 def test_a_trigger_that_two_extensions_would_ask_is_refused(out: Path) -> None:
     trainer, shared = Trainer(CountingUpdater(), out=out), ManualSchedule(3, "iteration")
     trainer.extend(Recorder("x", []), trigger=shared)
-    with pytest.raises(ValueError, match="`trigger` must not be that of another extension, got that of x"):
+    with pytest.raises(ValueError, match="`trigger` must not be another extension's, got that of x"):
         trainer.extend(Recorder("y", []), trigger=shared)
 
 

@@ -29,7 +29,7 @@ from lockstep.triggers import (
     get_trigger,
     get_until,
 )
-from small_updaters import CountingUpdater, Place
+from tests.support.plain_updaters import CountingUpdater, Place
 
 NAN = math.nan
 
@@ -341,9 +341,9 @@ def test_get_until() -> None:
             ValueError,
             "`mode` must be one of 'auto', 'min', 'max', got 'best'",
         ),
-        (lambda: get_trigger((1, 2, 3)), TypeError, r"must be \(number, unit\), got \(1, 2, 3\)"),
-        (lambda: get_trigger(("epoch", 1)), TypeError, r"must be \(number, unit\), got \('epoch', 1\)"),
-        (lambda: get_trigger("epoch"), TypeError, "A trigger must be a Trigger, .* got 'epoch'"),
+        (lambda: get_trigger((1, 2, 3)), TypeError, r"must be a pair .* where it is a tuple, got \(1, 2, 3\)"),
+        (lambda: get_trigger(("epoch", 1)), TypeError, r"must be a pair .* where it is a tuple, got \('epoch', 1\)"),
+        (lambda: get_trigger("epoch"), TypeError, "`trigger` must be a Trigger, .* got 'epoch'"),
     ],
 )
 def test_refusals(build: Callable[[], object], error: type[Exception], message: str) -> None:

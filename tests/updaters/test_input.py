@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from tests.late_copies import LateCopies
-from tests.laws.models import CONVNET, MLP
-from tests.laws.runs import NUM_UPDATES, Placement, cross_entropy, finalized, state_digest, train, updater_for
-from tests.updaters.small import updater_of
+from tests.support.late_copies import LateCopies
+from tests.support.runs import NUM_UPDATES, Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support.small_updater import updater_of
+from tests.support.workloads import CONVNET, MLP
 
 
 def construct(**options: Any) -> ls.ParallelUpdater:

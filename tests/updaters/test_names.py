@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from tests.backward import in_backward
-from tests.laws.models import MLP
-from tests.laws.runs import Placement, cross_entropy, finalized, updater_for
-from tests.laws.several import GanStep, gan, networks, run, snapshot
+from tests.support.backward import in_backward
+from tests.support.gan import GanStep, gan, networks, run, snapshot
+from tests.support.runs import Placement, cross_entropy, finalized, updater_for
+from tests.support.workloads import MLP
 
 
 def batches(num_samples: int = 6, width: int = 3) -> ls.BatchIterator:

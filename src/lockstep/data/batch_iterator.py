@@ -34,8 +34,9 @@ class BatchIterator(TrackingIterator):
         shuffle: Whether every epoch has its own random order instead of the order of the dataset.
         repeat: Whether epochs follow each other without end. If False, there is one epoch, whose last batch is
             shorter if the samples run out, unless it is dropped; after it the iterator is at its end, until `reset`.
-        last_batch: What happens to a batch for which the epoch has too few samples: ``"wrap"`` completes it from
-            the next epoch (or several), ``"short"`` makes it shorter, ``"drop"`` skips it and its samples.
+        last_batch: What happens to a batch for which the epoch has too few samples: ``"short"`` makes it shorter, as
+            a `torch.utils.data.DataLoader` does, ``"drop"`` skips it and its samples, and ``"wrap"`` completes it
+            from the next epoch (or several).
         seed: The seed of the random orders; any integer.
         order_sampler: A function ``order_sampler(order, position)`` that returns the order of an epoch, as many
             indices as the dataset has samples. For the first epoch it is called with the order of the dataset
@@ -62,7 +63,7 @@ class BatchIterator(TrackingIterator):
     References: the bookkeeping is that of ``SerialIterator`` in Chainer (Tokui et al., "Chainer: A
     Deep Learning Framework for Accelerating the Research Cycle", 2019, arXiv:1908.00213).
 
-    >>> batches = BatchIterator("abcde", batch_size=2)
+    >>> batches = BatchIterator("abcde", batch_size=2, last_batch="wrap")
     >>> [list(next(batches)) for _ in range(3)], batches.epoch, batches.epoch_detail
     ([['a', 'b'], ['c', 'd'], ['e', 'a']], 1, 1.2)
     >>> list(batches.peek()), list(batches.peek(1)), batches.epoch_detail
@@ -76,7 +77,7 @@ class BatchIterator(TrackingIterator):
         *,
         shuffle: bool = False,
         repeat: bool = True,
-        last_batch: LastBatch = "wrap",
+        last_batch: LastBatch = "short",
         seed: int = 0,
         order_sampler: OrderSampler | None = None,
         num_workers: int = 0,

@@ -61,7 +61,7 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
             another structure or cannot be represented in the dtype of the field.
         TypeError: If a field contains a value that cannot be stacked, or its padding is not a number.
 
-    Determinism: copies bits, whatever the device or the number of threads.
+    Determinism: copies bits, on any device and with any number of threads.
 
     References: the rules are those of ``concat_examples`` in Chainer (Tokui et al., "Chainer: A Deep
     Learning Framework for Accelerating the Research Cycle", 2019, arXiv:1908.00213).
@@ -180,10 +180,8 @@ def _stack(values: Sequence[Any], path: str, padding: Any) -> torch.Tensor:
         # Numbers have neither shapes nor dtypes to compare, and one conversion of all is faster.
         return _tensor(list(values), f"samples[...]{path}")
     # Once per type and not per value, because `issubclass` with a protocol is slow.
-    array_types = {each for each in types if issubclass(each, _Array)}
-    tensors = [
-        _as_tensor(value, number, path, is_array=type(value) in array_types) for number, value in enumerate(values)
-    ]
+    arrays = {each for each in types if issubclass(each, _Array)}
+    tensors = [_as_tensor(value, number, path, is_array=type(value) in arrays) for number, value in enumerate(values)]
     _check_same_format(tensors, path, shapes=padding is None)
     return torch.stack(tensors) if padding is None else _pad(tensors, padding, path)
 

@@ -50,7 +50,7 @@ class SourceCursor:
     state: Any = None
 
     def same_as(self, other: SourceCursor) -> bool:
-        """Return whether two cursors are at the same position, whatever the state of the source."""
+        """Return whether two cursors are at the same position, regardless of the state of the source."""
         return (self.epoch, self.position) == (other.epoch, other.position)
 
 

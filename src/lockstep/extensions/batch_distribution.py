@@ -40,10 +40,7 @@ class BatchDistribution:
         count = sum(map(len, by_rank))
         size = len(by_rank)
         # In the order of the batches, so that the sums over them have the bits of an evaluation by one process.
-        return [
-            {name: Mean(*pair) for name, pair in by_rank[number % size][number // size].items()}
-            for number in range(count)
-        ]
+        return [{name: Mean(*pair) for name, pair in by_rank[b % size][b // size].items()} for b in range(count)]
 
     def merge(self, metrics: Mapping[str, Metric]) -> None:
         """Merge the metrics of this rank's batches with those of the other ranks, in place."""

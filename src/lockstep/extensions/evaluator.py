@@ -147,8 +147,7 @@ class Evaluator(Extension):
                 if batch is not SKIPPED:
                     measured.append(self._measure(model, batch, outputs, observers))
             if num_batches == 0:
-                remedy = "A generator can be iterated over only once."
-                raise ValueError(f"`iterator` must yield at least one batch, got none. {remedy}")
+                raise ValueError("`iterator` must yield at least one batch, got none. A generator yields only once.")
             for means in distribution.gather(measured):
                 for name, mean in means.items():
                     averages.setdefault(name, Average()).update(mean)

@@ -35,6 +35,8 @@ class LogReport(Extension):
         keys: The names to log; by default all.
         trigger: The trigger that ends an interval.
         filename: The file name, relative to the trainer's folder.
+        last: The names of values for which an entry holds the last one of the interval instead of the mean, such as
+            learning rates. A name also stands for every name that ends with ``"/"`` and that name.
 
     Determinism: the means depend only on the values (see `metrics.Average`); ``elapsed_time`` is read from a clock.
     """
@@ -44,10 +46,13 @@ class LogReport(Extension):
         keys: Sequence[str] | None = None,
         trigger: TriggerSpec = (1, "epoch"),
         filename: str = "log.jsonl",
+        *,
+        last: Sequence[str] = ("lr",),
     ) -> None:
         self.keys = None if keys is None else tuple(keys)
         self.trigger = trigger
         self.filename = filename
+        self.last = tuple(last)
         self._log: list[LogEntry] = []
         self._averages: dict[str, Average] = {}
 
@@ -64,8 +69,11 @@ class LogReport(Extension):
     def collect(self, trainer: Trainer) -> None:
         """Add the observation of one update to the averages; nothing is read from the device."""
         for name, value in trainer.observation.items():
-            if self.keys is None or name in self.keys:
-                self._averages.setdefault(name, Average()).update(value)
+            if self.keys is not None and name not in self.keys:
+                continue
+            if name.endswith(tuple(f"/{last}" for last in self.last)) or name in self.last:
+                self._averages[name] = Average()
+            self._averages.setdefault(name, Average()).update(value)
 
     def __call__(self, trainer: Trainer) -> None:
         """End the interval: compute the means and write a line."""

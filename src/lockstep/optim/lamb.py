@@ -104,7 +104,7 @@ class LAMB(ForeachOptimizer):
     would take a full step along noise.
 
     NNabla's Lamb has its epsilon for the threshold, (0, 10) for the bounds, and no bias correction; where its
-    lower bound is 0, parameters of zeros stay zero for good, which is not reproduced here. MXNet's lamb has a
+    lower bound is 0, parameters of zeros stay zero forever, which is not reproduced here. MXNet's lamb has a
     threshold of 0.
 
     Args:

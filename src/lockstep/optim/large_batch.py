@@ -67,8 +67,7 @@ def large_batch_schedule(
         raise TypeError(f"`warmup` must be (number, unit), got {warmup!r}.")
     scaled_lr = schedule.linear_scaling(base_lr, batch_size=batch_size, base_batch_size=base_batch_size)
     # For a batch smaller than the base, 1 / k is above 1: the rate would fall during the warmup.
-    start = min(1.0, base_batch_size / batch_size)
-    rise = schedule.warmup(_to_updates(warmup, updates_per_epoch), start=start)
+    rise = schedule.warmup(_to_updates(warmup, updates_per_epoch), start=min(1.0, base_batch_size / batch_size))
     falls = schedule.steps([_to_updates((epoch, "epoch"), updates_per_epoch) for epoch in milestones], gamma=gamma)
     return UpdateSchedule(optimizer, schedule.product(rise, falls), base_lr=scaled_lr)
 

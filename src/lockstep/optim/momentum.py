@@ -43,7 +43,7 @@ def momentum_step(
             its value changes.
         momentum: The momentum m in [0, 1): the fraction of the velocity that is kept in each step.
 
-    Determinism: elementwise, so equal inputs give equal bits on devices that round alike, however the
+    Determinism: elementwise, so equal inputs yield equal bits on devices with the same rounding, however the
     tensors are split.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
@@ -188,7 +188,7 @@ def add_weight_decay(weights: list[Tensor], grads: list[Tensor], weight_decay: f
         grads: The gradients; left untouched. The result for a sparse gradient is dense.
         weight_decay: The weight decay λ, at least 0.
 
-    Determinism: elementwise, so equal inputs give equal bits, however the tensors are split.
+    Determinism: elementwise, so equal inputs yield equal bits, however the tensors are split.
 
     >>> add_weight_decay([torch.tensor([2.0])], [torch.tensor([1.0])], 0.25)
     [tensor([1.5000])]
@@ -229,7 +229,7 @@ def lr_momentum_step(
         lr: The learning rate η, at least 0.
         momentum: The momentum m, at least 0: the fraction of the velocity that is kept in each step.
 
-    Determinism: elementwise, so equal inputs give equal bits on devices that round alike, however the
+    Determinism: elementwise, so equal inputs yield equal bits on devices with the same rounding, however the
     tensors are split.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import OrderError, StateError
+from lockstep.errors import EndOfDataError, OrderError, StateError
 from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean, read_means
 from lockstep.replicas import OneIntraOpThread
@@ -82,7 +82,7 @@ class Trainer:
         if not isinstance(updater, Updater):
             raise TypeError(f"`updater` must be a lockstep Updater, got a {type(updater).__name__}.")
         self.updater = updater
-        self.until = get_until(until)
+        self._until = get_until(until)
         self.out = Path(out)
         self.observation: dict[str, Observed] = {}
         self._entries: dict[str, ExtensionEntry] = {}
@@ -99,6 +99,15 @@ class Trainer:
         for extension in extensions:
             self.extend(extension)
         updater.connect_trainer(self)
+
+    @property
+    def until(self) -> Trigger:
+        """The trigger that ends the run; you may set it to a pair such as ``(10, "epoch")``."""
+        return self._until
+
+    @until.setter
+    def until(self, until: TriggerSpec) -> None:
+        self._until = get_until(until)
 
     @property
     def _progress(self) -> Progress:
@@ -208,6 +217,7 @@ class Trainer:
 
         Raises:
             OrderError: If the trainer is running.
+            EndOfDataError: If the iterator ends before `until` is reached.
 
         An exception is raised again after `on_error` and `finalize` of each extension and `finalize` of the updater
         were called. If one of these raises too, that error is printed to stderr and added as a note to the exception;
@@ -298,8 +308,7 @@ class Trainer:
         trigger = get_trigger(spec)
         for entry in self._entries.values():
             if entry.trigger is trigger:
-                rule = "must not be that of another extension"
-                raise ValueError(f"`trigger` {rule}, got that of {entry.name}. Create a second one.")
+                raise ValueError(f"`trigger` must not be another extension's, got that of {entry.name}. Use a new one.")
         return trigger
 
     def _unique_name(self, name: str) -> str:
@@ -329,7 +338,15 @@ class Trainer:
 
     def _update(self) -> None:
         """Run one update, and queue all extensions for this iteration."""
-        result = self.updater.update()
+        try:
+            result = self.updater.update()
+        except StopIteration as end:
+            raise EndOfDataError(
+                f"The iterator ended after {self.updater.epoch_detail:g} epochs and {self.updater.iteration} updates, "
+                f"before `until` ({self.until!r}) was reached. Give an iterator that repeats, such as "
+                "lockstep.BatchIterator(..., repeat=True), a DataLoader or another source that can be iterated over "
+                "again; or a smaller `until`."
+            ) from end
         self.observation = {f"main/{name}": mean for name, mean in result.observation().items()}
         self._pending.extend(self._order)
 
@@ -366,7 +383,7 @@ class Trainer:
         for what, call in calls:
             failure = _call_and_catch(call)
             if failure is not None and first is not None:
-                _report(what, failure, beside=first)
+                _report(what, failure, original=first)
             first = first or failure
         self._initialized.clear()
         self._elapsed, self._started = self.elapsed_time, None
@@ -383,9 +400,9 @@ def _call_and_catch(call: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def _report(what: str, failure: BaseException, *, beside: BaseException) -> None:
+def _report(what: str, failure: BaseException, *, original: BaseException) -> None:
     """Print to stderr that something failed while the run was ending, and add a note to the original exception."""
     lines = traceback.format_exception(type(failure), failure, failure.__traceback__, chain=False)
-    sys.stderr.write(f"{what} raised while the run ended with {type(beside).__name__}:\n{''.join(lines)}")
+    sys.stderr.write(f"{what} raised while the run ended with {type(original).__name__}:\n{''.join(lines)}")
     if sys.version_info >= (3, 11):
-        beside.add_note(f"{what} raised, too: {lines[-1].strip()}")
+        original.add_note(f"{what} raised, too: {lines[-1].strip()}")

@@ -31,13 +31,14 @@ class FunctionTrigger(Trigger):
         return self.function(progress)
 
 
-def get_trigger(spec: TriggerSpec) -> Trigger:
+def get_trigger(spec: TriggerSpec, argument: str = "trigger") -> Trigger:
     """Return the trigger for a short form.
 
     Args:
         spec: A `Trigger`, which is returned unchanged; a pair ``(period, unit)`` for an `Interval`; a function
             of the progress, which is called each time and has no saved state; or None for a trigger that never
             fires.
+        argument: The name of the argument in error messages.
 
     Raises:
         TypeError: If it is none of these.
@@ -52,18 +53,23 @@ def get_trigger(spec: TriggerSpec) -> Trigger:
     if spec is None:
         return Never()
     if isinstance(spec, tuple):
-        return Interval(*check_pair(spec))
+        return Interval(*check_pair(spec, argument))
     if callable(spec):
         return FunctionTrigger(spec)
-    raise TypeError(f"A trigger must be a Trigger, (period, unit), a callable or None, got {spec!r}.")
+    kinds = 'a Trigger, a pair such as (10, "epoch"), a function of the trainer or None'
+    raise TypeError(f"`{argument}` must be {kinds}, got {spec!r}.")
 
 
-def check_pair(spec: tuple[Any, ...]) -> tuple[float, Unit]:
+def check_pair(spec: tuple[Any, ...], argument: str) -> tuple[float, Unit]:
     """Check that a tuple is a pair of a number and a unit, and return it.
+
+    Args:
+        spec: The tuple to check.
+        argument: The name of the argument in error messages.
 
     Raises:
         TypeError: If it is not such a pair.
     """
     if len(spec) != 2 or not isinstance(spec[0], (int, float)):  # noqa: PLR2004 - a pair
-        raise TypeError(f"A trigger given as a tuple must be (number, unit), got {spec!r}.")
+        raise TypeError(f'`{argument}` must be a pair such as (10, "epoch") where it is a tuple, got {spec!r}.')
     return spec[0], spec[1]

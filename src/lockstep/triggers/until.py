@@ -32,6 +32,9 @@ class Until(Trigger):
         self.bound = bound
         self.unit: Unit = unit
 
+    def __repr__(self) -> str:
+        return repr((self.bound, self.unit))
+
     def __call__(self, progress: Progress) -> bool:
         """Return whether the bound is reached."""
         return reached(position(progress, self.unit), self.bound)
@@ -57,6 +60,9 @@ class Latch(Trigger):
         self._fired = False
         self._loaded = False
         self._asked_at: int | None = None
+
+    def __repr__(self) -> str:
+        return repr(self.trigger)
 
     def __call__(self, progress: Progress) -> bool:
         """Return whether the other trigger has ever fired."""
@@ -110,4 +116,4 @@ def get_until(spec: TriggerSpec) -> Trigger:
     >>> get_until((10, "epoch")).bound
     10
     """
-    return Until(*check_pair(spec)) if isinstance(spec, tuple) else Latch(get_trigger(spec))
+    return Until(*check_pair(spec, "until")) if isinstance(spec, tuple) else Latch(get_trigger(spec, "until"))

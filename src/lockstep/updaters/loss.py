@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -45,13 +46,22 @@ class LossFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """Run the model on the inputs, and compare its output with the target; see `supervised`."""
+    """Run the model on the inputs and compare its output with the target; see `supervised`.
+
+    Attributes:
+        criterion: Called as ``criterion(output, target)``.
+        target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
+        summed: Whether the criterion returns a sum over samples instead of a mean.
+        weighted: Whether the criterion's mean is over class weights instead of samples.
+    """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
+    summed: bool = False
+    weighted: bool = False
 
-    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the mean loss over the shard."""
+    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
+        """Return the loss of the shard."""
         if self.target is None:
             if not args:
                 raise ValueError(
@@ -59,39 +69,97 @@ class Supervised:
                     f"target=...) with one of {sorted(kwargs)}."
                 )
             *inputs, target = args
-            return self.criterion(model(*inputs, **kwargs), target)
+            loss = self.criterion(model(*inputs, **kwargs), target)
+            return self._by_class(loss, target) if self.weighted else loss
         if not kwargs:
             raise ValueError(f"`target` must be None for batches that are not dicts, got {self.target!r}.")
         if self.target not in kwargs:
             keys = ", ".join(kwargs)
             raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
         target = kwargs.pop(self.target)
-        return self.criterion(model(*args, **kwargs), target)
+        loss = self.criterion(model(*args, **kwargs), target)
+        return self._by_class(loss, target) if self.weighted else loss
+
+    def _by_class(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
+        """Return the criterion's mean with its weight, the summed class weights of the targets."""
+        criterion = self.criterion
+        if target.is_floating_point() or not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+            return loss  # torch divides by the number of samples where targets are probabilities
+        weights = criterion.weight
+        if weights is None:
+            return loss
+        counted = target[target != criterion.ignore_index]
+        return Loss(loss, weight=weights.to(counted.device)[counted].sum())
 
 
 def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | None = None) -> Supervised:
-    """Create a loss function from a criterion that compares an output with a target.
+    """Return a loss function that applies a criterion to the model's output and a target.
+
+    A criterion with ``reduction="sum"``, such as ``nn.MSELoss(reduction="sum")``, yields the sum over the
+    whole batch for every number of shards, and the gradient of that sum. Any other criterion must return the
+    mean over the samples of a shard. Class weights of `torch.nn.CrossEntropyLoss` and `torch.nn.NLLLoss` are
+    taken into account where means of shards are combined. Targets that the criterion ignores (`ignore_index`)
+    count as samples nevertheless; use `token_mean` if there are many of them.
 
     Args:
-        criterion: Called as ``criterion(output, target)``; returns the mean over samples.
-        target: The key of the target in a dict batch. Without it, the target is the last element of a tuple batch.
+        criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read from its
+            attribute `reduction`, or from the keyword argument of a `functools.partial`; the default is a mean.
+        target: The key of the target in a dict batch. By default the target is the last entry of a tuple.
 
     Raises:
-        TypeError: If the criterion cannot be called.
+        TypeError: If the criterion is not callable.
+        ValueError: If the criterion's reduction is ``"none"``.
 
-    >>> loss_fn = supervised(nn.functional.mse_loss)
-    >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
-    tensor(2.)
+    Example:
+        >>> loss_fn = supervised(nn.functional.mse_loss)
+        >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+        tensor(2.)
     """
     if not callable(criterion):
         raise TypeError(f"`criterion` must be callable, got a {type(criterion).__name__}.")
-    return Supervised(criterion, target)
+    keywords = criterion.keywords if isinstance(criterion, partial) else {}
+    reduction = keywords.get("reduction", getattr(criterion, "reduction", "mean"))
+    if reduction == "none":
+        raise ValueError(
+            "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "
+            "'sum' for the sum over the whole batch."
+        )
+    weighted = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
+    summed = reduction == "sum"
+    return Supervised(criterion, target, summed=summed, weighted=weighted and not summed)
+
+
+def is_summed(loss_fn: LossFunction) -> bool:
+    """Return whether a loss function returns sums over samples instead of means."""
+    return isinstance(loss_fn, Supervised) and loss_fn.summed
 
 
 def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
-    """Return what the model itself returns as the loss."""
+    """Return what the model itself returns, where no loss function is given.
+
+    Raises:
+        TypeError: If the model returns something else than a loss.
+    """
     returned: torch.Tensor | Loss = model(*args, **kwargs)
+    if not isinstance(returned, torch.Tensor | Loss):
+        raise TypeError(
+            "Without `loss_fn` the model must return its loss as a tensor or a lockstep.Loss, got a "
+            f"{type(returned).__name__}. {_remedy(returned)}"
+        )
     return returned
+
+
+def _remedy(returned: object) -> str:
+    """Return how a loss function gets from a common kind of return value to a loss."""
+    if hasattr(returned, "loss") or (isinstance(returned, Mapping) and "loss" in returned):
+        return (
+            "Give loss_fn=lambda model, **batch: model(**batch).loss, or loss_fn=lockstep.token_mean() for the mean "
+            "over tokens."
+        )
+    return (
+        "To report further numbers beside the loss, return lockstep.Loss(value, metrics={name: (sum, weight)}); to "
+        "apply a criterion to outputs, give loss_fn=lockstep.supervised(criterion)."
+    )
 
 
 def check_loss(returned: object) -> Loss:
@@ -107,7 +175,8 @@ def check_loss(returned: object) -> Loss:
     loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type]  # checked next
     value = loss.value
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`loss_fn` must return a tensor or a Loss, got a {type(value).__name__}.")
+        what = "a tensor or a lockstep.Loss"
+        raise TypeError(f"`loss_fn` must return {what}, got a {type(value).__name__}. {_remedy(value)}")
     if value.is_complex():
         raise TypeError(f"`loss_fn` must return a real loss, got {value.dtype}. Take its real part.")
     if value.numel() != 1:

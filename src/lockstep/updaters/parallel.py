@@ -17,7 +17,7 @@ from lockstep.integers import check_integer
 from lockstep.precision import LossScale
 from lockstep.replicas import BufferRule, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, StepContext
-from lockstep.updaters.loss import LossFunction, model_is_loss
+from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, UpdateResult
 from lockstep.updaters.setup import MAIN, Converter, look_up, recipe as recipes
@@ -174,7 +174,8 @@ class ParallelUpdater(Updater):
             custom_step=self._has_custom_step,
         )
         self._training, self._engine = parts.training, parts.engine
-        self._default_request = GradientRequest(model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn))
+        default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
+        self._default_request = GradientRequest(default_loss, summed=is_summed(default_loss))
         self._custom = CustomStep(parts, self._default_request)
 
     def update(self) -> UpdateResult:

@@ -63,6 +63,7 @@ class UpdateResult:
         nonfinite: See the attribute of this name.
         reports: What each shard of the last attempt measured, in order. Where the update computed several gradients,
             the reports of all of them.
+        summed: Whether losses are sums over the samples of a shard instead of means.
         parts: If the update computed gradients for different optimizers, the result of each by the optimizer's name.
             Several gradients for the same optimizer are merged.
     """
@@ -75,6 +76,7 @@ class UpdateResult:
         loss_scale: float | Callable[[], float],
         nonfinite: str | Callable[[], str | None] | None,
         reports: Sequence[ShardReport],
+        summed: bool = False,
         parts: Mapping[str, UpdateResult] | None = None,
     ) -> None:
         self._applied = applied
@@ -82,6 +84,7 @@ class UpdateResult:
         self._loss_scale = loss_scale
         self._nonfinite = nonfinite
         self.reports = reports
+        self.summed = summed
         self.parts: Mapping[str, UpdateResult] = {} if parts is None else parts
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,9 +125,12 @@ class UpdateResult:
 
     @cached_property
     def loss(self) -> torch.Tensor:
-        """The mean loss over all shards, not scaled, as a 0-d float64 tensor; NaN if no shard took part."""
+        """The loss of the update, not scaled: the mean or sum over all shards; NaN if no shard took part.
+
+        It has no dimension and is in float64.
+        """
         total = torch.as_tensor(self._loss_sum(), dtype=torch.float64)
-        return total / self.weight if self.reports else total
+        return total / self._loss_weight() if self.reports else total
 
     @cached_property
     def metrics(self) -> dict[str, Mean]:
@@ -141,7 +147,11 @@ class UpdateResult:
             return {
                 f"{name}/{key}": mean for name, part in self.parts.items() for key, mean in part.observation().items()
             }
-        return {"loss": Mean(self._loss_sum(), self.weight), **self.metrics}
+        return {"loss": Mean(self._loss_sum(), self._loss_weight()), **self.metrics}
+
+    def _loss_weight(self) -> float:
+        """Return what `_loss_sum` is divided by: a summed loss is not divided."""
+        return float(bool(self.reports)) if self.summed else self.weight
 
     def _loss_sum(self) -> float | torch.Tensor:
         """Sum weight times loss in order of shards, in float64: a Python float on CPUs, else a tensor on one device."""
@@ -149,13 +159,16 @@ class UpdateResult:
             return math.nan
         # The sum of Python floats is the same float64 arithmetic, at a fraction of the time of tensors.
         if all(report.loss.device.type == "cpu" for report in self.reports):
-            return sum(report.loss.item() * report.weight for report in self.reports)
+            return sum(report.loss.item() * self._factor(report) for report in self.reports)
         device = self.reports[0].loss.device
         # Added one by one: a stacked reduction would round by an order of its own.
         total = torch.zeros((), dtype=torch.float64, device=device)
         for report in self.reports:
-            total += report.loss.reshape(()).to(device, torch.float64) * report.weight
+            total += report.loss.reshape(()).to(device, torch.float64) * self._factor(report)
         return total
+
+    def _factor(self, report: ShardReport) -> float:
+        return 1.0 if self.summed else report.weight
 
     def _means(self, name: str) -> list[Mean]:
         """List the values of one metric in order of shards, all on one device."""

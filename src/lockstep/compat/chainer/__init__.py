@@ -15,4 +15,8 @@ from lockstep.compat.chainer.optimizers import (
     MomentumSGD as MomentumSGD,
     UpdateRule as UpdateRule,
 )
-from lockstep.compat.chainer.updater import ParallelUpdater as ParallelUpdater, concat_examples as concat_examples
+from lockstep.compat.chainer.updater import (
+    ParallelUpdater as ParallelUpdater,
+    SerialIterator as SerialIterator,
+    concat_examples as concat_examples,
+)

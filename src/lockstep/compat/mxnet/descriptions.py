@@ -57,7 +57,7 @@ class DataDesc:
 Description: TypeAlias = "DataDesc | tuple[str, Sequence[int]]"
 
 
-def parse_descriptions(descriptions: Sequence[Description] | None) -> list[DataDesc]:
+def parse(descriptions: Sequence[Description] | None) -> list[DataDesc]:
     """Convert descriptions to `DataDesc`; a pair of a name and a shape has MXNet's default layout."""
     return [each if isinstance(each, DataDesc) else DataDesc(*each) for each in descriptions or ()]
 
@@ -80,7 +80,7 @@ class DataBatch:
     """The arrays of one batch, in the order of the descriptions.
 
     Args:
-        data: The inputs.
+        data: The inputs of the batch.
         label: The labels, if there are any.
         pad: The number of samples at the end that are padding.
         index: The indices of the samples, for your own use.

@@ -10,15 +10,8 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.compat.mxnet.descriptions import (
-    DataBatch,
-    DataDesc,
-    Description,
-    batch_size,
-    merge_batches,
-    names_and_shapes,
-    parse_descriptions,
-)
+from lockstep.compat.mxnet import descriptions
+from lockstep.compat.mxnet.descriptions import DataBatch, DataDesc, Description
 from lockstep.compat.mxnet.grad_req import GradReqs, parse_grad_req
 from lockstep.compat.mxnet.slices import check_workloads, split_input_slice
 from lockstep.replicas import Monitor, ReplicaGroup, Updatable
@@ -96,7 +89,7 @@ class DataParallelExecutorGroup:
         _check_unsupported(state_names=state_names, group2ctxs=group2ctxs)
         self.workload = check_workloads(len(contexts), workload)
         self.logger = logger
-        self._data, self._labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
+        self._data, self._labels = descriptions.parse(data_shapes), descriptions.parse(label_shapes)
         names = [name for name, _ in symbol.named_parameters()]
         trained = names if param_names is None else list(param_names)
         self.core: ReplicaGroup = ReplicaGroup(
@@ -143,8 +136,8 @@ class DataParallelExecutorGroup:
         if reshape:
             self.reshape(data_shapes, label_shapes)
         else:
-            data, labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
-            self.core.bind(names_and_shapes(data), names_and_shapes(labels))
+            data, labels = descriptions.parse(data_shapes), descriptions.parse(label_shapes)
+            self.core.bind(descriptions.names_and_shapes(data), descriptions.names_and_shapes(labels))
 
     def reshape(self, data_shapes: Sequence[Description], label_shapes: Sequence[Description] | None) -> None:
         """Change the shapes of inputs; parameters and gradients are kept.
@@ -157,10 +150,10 @@ class DataParallelExecutorGroup:
             ValueError: If shapes do not fit, or MXNet's rule leaves a device without samples; nothing has changed
                 then.
         """
-        data, labels = parse_descriptions(data_shapes), parse_descriptions(label_shapes)
+        data, labels = descriptions.parse(data_shapes), descriptions.parse(label_shapes)
         # Computed before the first change, because it raises if a device is left without samples.
         workloads = self._slice_lengths(data + labels)
-        self.core.reshape(names_and_shapes(data), names_and_shapes(labels))
+        self.core.reshape(descriptions.names_and_shapes(data), descriptions.names_and_shapes(labels))
         self.core.workloads = workloads
 
     def forward(self, data_batch: DataBatch | Sequence[DataBatch], is_train: bool | None = None) -> None:
@@ -174,8 +167,8 @@ class DataParallelExecutorGroup:
             ValueError: If the batch has other shapes.
             ReplicaError: If the model raised an error on a device.
         """
-        descriptions = self._data + self._labels
-        batch = data_batch if isinstance(data_batch, DataBatch) else merge_batches(data_batch, descriptions)
+        inputs = self._data + self._labels
+        batch = data_batch if isinstance(data_batch, DataBatch) else descriptions.merge_batches(data_batch, inputs)
         # A batch may have labels that were not described: the model does not take them.
         labels = list(batch.label or ()) if self._labels else []
         self._outputs = self.core.forward((*batch.data, *labels), is_train)
@@ -264,7 +257,7 @@ class DataParallelExecutorGroup:
         """Install a monitor on all replicas.
 
         Args:
-            monitor: The monitor.
+            monitor: The monitor to install.
         """
         self.core.install_monitor(monitor)
 
@@ -281,9 +274,9 @@ class DataParallelExecutorGroup:
         target = labels[0] if len(labels) == 1 else tuple(labels)
         self.core.update_metric(eval_metric, target, per_device=True, pad=self._pad)
 
-    def _slice_lengths(self, descriptions: Sequence[DataDesc]) -> list[float]:
+    def _slice_lengths(self, inputs: Sequence[DataDesc]) -> list[float]:
         """Return the lengths of MXNet's slices, which as workloads make the core split in the same way."""
-        size = batch_size(descriptions)
+        size = descriptions.batch_size(inputs)
         if size is None:
             return self.workload
         slices = split_input_slice(size, self.workload)

@@ -129,7 +129,7 @@ class KVStore:
         Args:
             key: One key, or a list of keys.
             out: For each key a tensor, or one tensor per device; changed in place.
-            priority: Ignored.
+            priority: Ignored, because all operations are synchronous.
             ignore_sparse: Ignored, because values are dense.
 
         Raises:
@@ -148,7 +148,7 @@ class KVStore:
             key: One key, or a list of keys.
             value: For each key a tensor, or one tensor per device.
             out: The tensors to copy the values to; by default those of ``value``.
-            priority: Ignored.
+            priority: Ignored, because all operations are synchronous.
         """
         self.push(key, value, priority)
         self.pull(key, value if out is None else out, priority)
@@ -160,7 +160,7 @@ class KVStore:
             key: One key, or a list of keys.
             value: The initial values, see `init`.
             out: For each key a tensor, or one tensor per device; changed in place.
-            priority: Ignored.
+            priority: Ignored, because all operations are synchronous.
         """
         self.init(key, value)
         self.pull(key, out, priority)

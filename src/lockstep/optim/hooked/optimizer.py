@@ -39,7 +39,7 @@ class HookedOptimizer(ScaledOptimizer):
 
     * ``missing_grad``: what happens to a parameter without a gradient. "skip" (torch's behavior) leaves it
       unchanged; "zero" (Chainer's) treats the gradient as zeros, so that momentum still moves the parameter.
-    * ``frozen``: if True, the parameters and their state are left unchanged whatever their gradients are, and
+    * ``frozen``: if True, the parameters and their state are left unchanged regardless of their gradients, and
       hooks skip them. You can change it at any time.
 
     Attributes:

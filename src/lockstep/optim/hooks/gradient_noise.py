@@ -60,7 +60,7 @@ class GradientNoise(GradientHook):
         generator = torch.Generator().manual_seed(stream_seed(self.seed, self.t))
         deviation = math.sqrt(self.eta / (1 + self.t) ** 0.55)
         for grad in grads:
-            # On the CPU, because generators of other devices give other numbers for the same seed.
+            # On the CPU, because generators of other devices draw other numbers for the same seed.
             noise = torch.randn(grad.shape, dtype=grad.dtype, generator=generator)
             grad.add_(noise.to(grad.device), alpha=deviation)
         # Last, so that a call that raised is repeated with the same noise.

@@ -9,28 +9,34 @@ from typing import Final, TypeAlias
 
 import torch
 
+from lockstep.communicators import RunEnvironment, read_environment
+
+ALONE: Final = RunEnvironment(0, 1)
+"""A process that no launcher has started."""
+
 _NOTHING: Final = nullcontext()
 
 Devices: TypeAlias = "str | int | torch.device | Sequence[str | torch.device]"
 
 
 def parse_devices(devices: Devices) -> list[torch.device]:
-    """Turn names into devices, in order; repeats are allowed, for a device may hold several replicas.
+    """Convert names to devices, in order; a name may repeat, since a device can hold several replicas.
 
     Args:
-        devices: ``"auto"`` for every GPU, else every core this process may use; or so many of these; or a
-            name, or a list of names. On a CPU a device is one core: ``["cpu", "cpu"]`` are two.
+        devices: ``"auto"`` for this rank's share of the machine's GPUs or, without GPUs, of the cores that this
+            process may use; an integer for that many devices per rank; or a name, or a list of names. On a CPU
+            a device is one core: ``["cpu", "cpu"]`` are two.
 
     Raises:
-        TypeError: They are nothing of this kind.
-        ValueError: There is none, or this machine has no such device.
+        TypeError: If `devices` is of another kind.
+        ValueError: If there is no device, or this machine does not have one of them.
     """
     if isinstance(devices, bool) or not isinstance(devices, str | torch.device | int | Iterable):
         raise TypeError(f"`devices` must be names, a number or 'auto', got a {type(devices).__name__}.")
     if isinstance(devices, str) and devices == "auto":
-        return _every_device()
+        return _share(read_environment(os.environ) or ALONE)
     if isinstance(devices, int):
-        return _so_many(devices)
+        return _so_many(devices, read_environment(os.environ) or ALONE)
     names = [devices] if isinstance(devices, str | torch.device) else list(devices)
     if not names:
         raise ValueError("`devices` must name at least one device, got none.")
@@ -50,19 +56,46 @@ def parse_device(device: str | torch.device, argument: str) -> torch.device:
     return torch.device("meta") if str(device) == "meta" else _parse(device, f"`{argument}` must be one of the")
 
 
-def _every_device() -> list[torch.device]:
+def _share(environment: RunEnvironment) -> list[torch.device]:
+    """Return this rank's share of the machine's GPUs, or of its cores; at least one core."""
     if torch.cuda.is_available():
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [torch.device("cpu")] * _usable_cores()
+        return [torch.device("cuda", index) for index in _gpus_of(environment, torch.cuda.device_count())]
+    cores = len(_share_of(range(_usable_cores()), environment))
+    return [torch.device("cpu")] * max(1, cores)
 
 
-def _so_many(count: int) -> list[torch.device]:
-    """Take the first GPUs, or cores; cores may be more than there are, and then take turns."""
+def _so_many(count: int, environment: RunEnvironment) -> list[torch.device]:
+    """Return the first GPUs of this rank, or so many cores; cores may be more than there are, and then take turns."""
     if count < 1:
         raise ValueError(f"`devices` must be at least 1, got {count}.")
     if not torch.cuda.is_available():
         return [torch.device("cpu")] * count
-    return [_parse(f"cuda:{index}") for index in range(count)]
+    gpus = _gpus_of(environment, torch.cuda.device_count())
+    if count > len(gpus):
+        share = "" if environment.local_size == 1 else f" for each of its {environment.local_size} ranks"
+        raise ValueError(f"`devices` must be at most {len(gpus)}, the GPUs that this machine has{share}, got {count}.")
+    return [torch.device("cuda", index) for index in gpus[:count]]
+
+
+def _gpus_of(environment: RunEnvironment, count: int) -> range:
+    """Return the indices of the GPUs that belong to this rank.
+
+    If a launcher has restricted the GPUs that this rank can see, they all belong to it. That is so where it sees
+    fewer GPUs than there are ranks on the machine, and where SLURM gives each task GPUs of its own.
+    """
+    if count < environment.local_size or environment.own_gpus:
+        return range(count)
+    return _share_of(range(count), environment)
+
+
+def _share_of(indices: range, environment: RunEnvironment) -> range:
+    """Cut a range into one part per rank of the machine, as equal as they can be, and return this rank's.
+
+    >>> [_share_of(range(7), RunEnvironment(rank, 3, rank, 3)) for rank in range(3)]
+    [range(0, 2), range(2, 4), range(4, 7)]
+    """
+    rank, size = environment.local_rank, environment.local_size
+    return indices[len(indices) * rank // size : len(indices) * (rank + 1) // size]
 
 
 def _usable_cores() -> int:

@@ -31,6 +31,7 @@ class GradientRequest:
         inspect_shard: Called with every shard that takes part, its gradients and its report, in the thread that
             computed it. If given, the gradient is not assigned to any parameter.
         taken: Descriptions, for the other ranks, of the batches that a step function has taken from iterators.
+        summed: Whether `loss_fn` returns sums over samples instead of means.
     """
 
     loss_fn: LossFunction
@@ -39,6 +40,7 @@ class GradientRequest:
     deferred: bool = False
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
     taken: Sequence[list[str]] = ()
+    summed: bool = False
 
 
 FINITE: Final = FiniteCheck()
@@ -155,6 +157,7 @@ class Attempt:
             loss_scale=partial(float, self.task.loss_scale),
             nonfinite=lambda: check.nonfinite or previous,
             reports=self.reports,
+            summed=self.request.summed,
         )
 
     def next_scale(self, scale: MovingScale) -> MovingScale:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +34,7 @@ class Training:
         masters: The float32 master weights of parameters in half precision, by the name of their optimizer.
         iteration: The number of complete updates.
         applied: The number of updates that moved the weights; a tensor where only the device knows.
+        mode_was_changed: Whether `ensure_training_mode` has warned.
     """
 
     replicas: ReplicaSet
@@ -45,6 +47,25 @@ class Training:
     masters: dict[str, MasterWeights] = field(default_factory=dict)
     iteration: int = 0
     applied: int | torch.Tensor = 0
+    mode_was_changed: bool = False
+
+    def ensure_training_mode(self) -> None:
+        """Switch the networks to training mode if all of their modules are in evaluation mode, and warn of it once.
+
+        Modules in evaluation mode below a root in training mode are frozen on purpose, and left alone.
+        """
+        if any(module.training for network in self.models.values() for module in network.modules()):
+            return
+        for network in self.models.values():
+            network.train()
+        if not self.mode_was_changed:
+            self.mode_was_changed = True
+            warnings.warn(
+                "The model was in evaluation mode, in which dropout is off and batch normalization does not learn. It "
+                "is now in training mode. Call model.train() before training to avoid this warning. To train with "
+                "some modules in evaluation mode, call model.train() first and then eval() on these modules.",
+                stacklevel=2,
+            )
 
     @property
     def loss_scale(self) -> LossScale:

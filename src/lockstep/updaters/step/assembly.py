@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +31,6 @@ from lockstep.updaters.step.checks import check_fit, choose_loss_scale, fixed_wo
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.retry import OverflowRetry
-
-LOG = logging.getLogger("lockstep")
 
 Schedulers: TypeAlias = "LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]"
 
@@ -143,10 +141,12 @@ def assemble(
         # Each process loads only the samples of its own shards.
         for each in training.iterators.values():
             each.read_only(engine.own_samples)
-    if recipe.num_shards is None and engine.shards_per_batch > 1:
-        LOG.info(
-            "`num_shards` is None: a batch has %d shards, one per device, and other devices give other bits.",
-            engine.shards_per_batch,
+    if recipe.num_shards is None and engine.shards_per_batch > 1 and recipe.split == "contiguous":
+        warnings.warn(
+            f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
+            "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
+            "results that do not.",
+            stacklevel=3,
         )
     coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
     deferral = Deferral(recipe.on_overflow, communicator.size, training)

@@ -14,7 +14,7 @@ from lockstep.errors import OrderError
 from lockstep.precision import MovingScale
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext
-from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.ranks import BATCHES, Described, describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, look_up
@@ -128,9 +128,11 @@ class CustomStep:
         names = self._training.names_of(optimizer)
         if loss_fn is None and not self._has_loss:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
+        loss_fn = self._default_request.loss_fn if loss_fn is None else self._networks.loss_fn(loss_fn)
         request = replace(
             self._default_request,
-            loss_fn=self._default_request.loss_fn if loss_fn is None else self._networks.loss_fn(loss_fn),
+            loss_fn=loss_fn,
+            summed=is_summed(loss_fn),
             wanted=None if optimizer is None else self._training.parameters_of(optimizer),
         )
         state = self.state
@@ -262,5 +264,6 @@ def _merge_results(
         loss_scale=lambda: results[-1].loss_scale if results else scale.value.factor,
         nonfinite=last_bad,
         reports=[report for result in results for report in result.reports],
+        summed=bool(results) and all(result.summed for result in results),
         parts=parts,
     )

@@ -121,6 +121,11 @@ class GradientEngine:
             ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
+        for network in self.training.models.values():
+            if network.training:
+                break
+        else:
+            self.training.ensure_training_mode()
         attempt.sizes = list(map(batch_size, attempt.batches))
         if self._uninitialised:
             self._initialise(attempt, context)
@@ -140,7 +145,7 @@ class GradientEngine:
             None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
             self._factor(attempt),
             self.watch,
-            recipe.reduction == "mean",
+            recipe.reduction == "mean" and not request.summed,
             request.inspect_shard,
             request.deferred,
         )
