@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from tests.laws.models import MLP
-from tests.laws.runs import Placement, finalized, updater_for
+from tests.support.runs import Placement, finalized, updater_for
+from tests.support.workloads import MLP
 
 pytestmark = [
     pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system does not fork"),

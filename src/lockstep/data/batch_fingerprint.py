@@ -70,7 +70,7 @@ def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
     count = len(batch.indices)
     chosen = range(0, count, max(1, -(-count // ROWS)))
     if batch.fetched is batch.dataset:
-        # A list of samples that somebody else chose: its indices are 0, 1, 2 and so on in every process.
+        # These samples are a batch already, so their indices are 0, 1, 2 and so on in every process.
         return Fingerprint(f"{count} samples", "", _of_values([batch.fetched[place] for place in chosen]))
     about = f"{count} samples of a dataset of {len(batch.dataset)}"
     dataset: Any = batch.dataset
@@ -83,7 +83,7 @@ def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
-    """Tell whether the elements of a tensor can be read without waiting for a device."""
+    """Return whether the elements of a tensor can be read without waiting for a device."""
     return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 

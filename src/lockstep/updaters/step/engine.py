@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from lockstep.communicators import Watch
 from lockstep.plan import Shard
@@ -33,6 +32,7 @@ from lockstep.updaters.compute import (
     RankShare,
     ShardAssignment,
     share_of,
+    without_gradients,
 )
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import NonFiniteShard, ShardReport
@@ -220,7 +220,7 @@ class GradientEngine:
                 ShardSum(first),
                 runner.buffers.begin(first, unread=request.deferred),
             )
-            with _without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
+            with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, own, self._streams)
 
         device_timer = self._device_timer
@@ -391,15 +391,3 @@ class GradientEngine:
         """Stop the threads of replicas and restore PyTorch's random kernels, until the next attempt."""
         self.replicas.release()
         self._streams.release()
-
-
-@contextmanager
-def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Disable gradients of a replica's parameters temporarily, so that backward skips them."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from tests.laws.models import MLP
-from tests.laws.runs import Placement, cross_entropy, finalized, updater_for
+from tests.support.runs import Placement, cross_entropy, finalized, updater_for
+from tests.support.workloads import MLP
 
 DRAWS: dict[str, Callable[[], Any]] = {"Python's `random`": random.random, "`numpy.random`": np.random.random}
 

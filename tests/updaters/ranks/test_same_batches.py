@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parent / "given_batches.py"
+from tests.support.programs import given_batches
+
+SCRIPT = Path(given_batches.__file__)
 CURE = "remove a DistributedSampler and every other split of the data by rank, and use seeds that do not depend"
 
 
