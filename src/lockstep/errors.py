@@ -109,7 +109,11 @@ class StateError(LockstepError, ValueError):
 
 
 class RandomStreamWarning(UserWarning):
-    """Random numbers were drawn from a source that belongs to no shard, so shards now run one after the other."""
+    """Random numbers were drawn from a source that belongs to no shard.
+
+    If it is torch's default generator, shards run one at a time from then on, with the same result. Python's `random`
+    and ``numpy.random`` are not part of the streams, so the result depends on where shards are computed.
+    """
 
 
 class ReplayWarning(UserWarning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import lockstep as ls
 from tests.support.processes import listening
@@ -38,6 +40,39 @@ def test_a_rank_computes_on_one_thread_and_joins_nobody_unasked() -> None:
     ((threads, initialised, address, _),) = ls.launch(own_conditions, 1)
     assert (threads, initialised, address) == (1, False, "127.0.0.1")
     assert dict(os.environ) == before
+
+
+def start_methods() -> tuple[str | None, str]:
+    """Tell the start method that was set, and that of a DataLoader's workers, whose dataset cannot be pickled."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    dataset = [lambda: None] * 2
+    loader = DataLoader(dataset, num_workers=1, collate_fn=lambda _: os.getpid())  # type: ignore[arg-type]
+    assert next(iter(loader)) != os.getpid()
+    return chosen, multiprocessing.get_start_method()
+
+
+@pytest.mark.skipif(multiprocessing.get_all_start_methods()[0] != "fork", reason="fork is not this system's default")
+@pytest.mark.parametrize("chosen", [None, "fork"])
+def test_the_start_method_is_the_users_or_the_systems(chosen: str | None) -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(chosen, force=True)
+    try:
+        assert ls.launch(start_methods, 1) == [(chosen, "fork")]
+        assert multiprocessing.get_start_method(allow_none=True) == chosen
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+def die_with_workers() -> None:
+    """Die as the out-of-memory killer ends a rank, while a worker that it has forked lives on."""
+    workers = iter(DataLoader([0] * 64, num_workers=1))  # type: ignore[arg-type]
+    next(workers)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_noticed_while_its_workers_live() -> None:
+    with pytest.raises(ls.PeerError, match="Rank 0 was killed by SIGKILL"):
+        ls.launch(die_with_workers, 1)
 
 
 def addresses_listened_on() -> set[str]:

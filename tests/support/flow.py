@@ -190,7 +190,9 @@ def update_flow(
     """
     recorder = Recorder()
     network = model()
-    data = TensorDataset(torch.randn(8 * BATCHES, 6), torch.randint(3, (8 * BATCHES,)))
+    generator = torch.Generator().manual_seed(0)  # the same data on every rank
+    inputs = torch.randn(8 * BATCHES, 6, generator=generator)
+    data = TensorDataset(inputs, torch.randint(3, (8 * BATCHES,), generator=generator))
     with recorder.installed():
         updater = ls.ParallelUpdater(
             ls.BatchIterator(data, 8, shuffle=True, seed=3),

@@ -256,9 +256,10 @@ class DataParallel(ModuleWrapper):
         """Flatten the parameters if requested, and return replicas and threads that are ready to run."""
         if self.flatten_parameters:
             self._flatten()
-        if self._engine is None or self._engine.replicas.model is not self.module:
-            self._engine = self._create_engine()
         engine = self._engine
+        # In a forked process the threads do not exist, and a job that is given to one would never be done.
+        if engine is None or engine.replicas.model is not self.module or engine.replicas.is_forked:
+            self._engine = engine = self._create_engine()
         self._prepare_threads(engine)
         return engine
 

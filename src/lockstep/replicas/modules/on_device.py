@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.replicas.pool import device_context, parse_device
+from lockstep.replicas.pool import device_context, parse_device, refuse_wrapped
 
 MODULE_PREFIX = "module."
 """The prefix that the names of the wrapped module's tensors have inside of the wrapper."""
@@ -28,7 +28,7 @@ class ModuleWrapper(nn.Module):
         module: The module to wrap, which becomes the attribute ``module``.
 
     Raises:
-        TypeError: If `module` is not a module.
+        TypeError: If `module` is not a module, or is already distributed over devices or processes.
 
     Example:
         >>> list(ModuleWrapper(nn.Linear(2, 1)).state_dict())
@@ -39,6 +39,7 @@ class ModuleWrapper(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"`module` must be a torch.nn.Module, got a {type(module).__name__}.")
+        refuse_wrapped(module, "module")
         self.module = module
         self.register_state_dict_post_hook(_drop_prefix)  # type: ignore[no-untyped-call]  # torch's gap
         self.register_load_state_dict_post_hook(_run_inner_hooks)  # type: ignore[no-untyped-call]  # torch's gap

@@ -13,7 +13,7 @@ from lockstep.replicas.pool.devices import (
 )
 from lockstep.replicas.pool.interrupts import CallSigint as CallSigint, DeferredSigint as DeferredSigint
 from lockstep.replicas.pool.progress import samples_text as samples_text
-from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, Timeout as Timeout
+from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, Timeout as Timeout, forked as forked
 from lockstep.replicas.pool.settings import (
     SINGLE_THREAD as SINGLE_THREAD,
     ComputeMode as ComputeMode,
@@ -21,3 +21,4 @@ from lockstep.replicas.pool.settings import (
     OneIntraOpThread as OneIntraOpThread,
     ThreadSettings as ThreadSettings,
 )
+from lockstep.replicas.pool.wrapped import refuse_wrapped as refuse_wrapped

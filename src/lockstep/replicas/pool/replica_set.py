@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager
@@ -21,6 +22,7 @@ from lockstep.replicas.pool.progress import DeviceProgress
 from lockstep.replicas.pool.sending import ParameterCopier
 from lockstep.replicas.pool.settings import ComputeMode, InheritedSettings, ThreadSettings
 from lockstep.replicas.pool.worker import Worker, keep_freed_memory
+from lockstep.replicas.pool.wrapped import refuse_wrapped
 
 Timeout: TypeAlias = "float | Literal['auto'] | None"
 """Seconds after which a device counts as hung; "auto" watches the threads of all devices but the first."""
@@ -51,7 +53,8 @@ class ReplicaSet:
 
     Raises:
         ValueError: If a device, a workload or the timeout is out of range, or a parameter has no shape yet.
-        TypeError: If the model cannot be copied, or the timeout is not a number.
+        TypeError: If the model cannot be copied or is already distributed over devices or processes, or if the timeout
+            is not a number.
 
     Example:
         >>> with ReplicaSet(nn.Linear(2, 1), devices=["cpu", "cpu"]) as group:
@@ -71,6 +74,7 @@ class ReplicaSet:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
+        refuse_wrapped(model, "model")
         self.model = model
         self.devices = parse_devices(devices)
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(self.devices)
@@ -95,6 +99,7 @@ class ReplicaSet:
         self._copier = ParameterCopier([], [])
         self._workers: list[Worker] = []
         self._closed = False
+        self._process = os.getpid()
 
     def __enter__(self) -> ReplicaSet:
         return self
@@ -138,10 +143,10 @@ class ReplicaSet:
             Whether the replicas were created anew.
 
         Raises:
-            OrderError: If the group is closed.
+            OrderError: If the group is closed, or was built before this process was forked.
         """
-        if self._closed:
-            raise self._closed_error()
+        if self._closed or self._process != os.getpid():
+            raise self._unusable_error()
         if self._changes is None or self._changes.changed() or (self._copier.has_copies and not self._copier.fits()):
             if "cpu" in self.device_types:
                 keep_freed_memory()
@@ -205,13 +210,13 @@ class ReplicaSet:
             waiting: A context manager to enter while the calling thread waits for the others.
 
         Raises:
-            OrderError: If the group is closed.
+            OrderError: If the group is closed, or was built before this process was forked.
             ReplicaError: If a device is still at work after the timeout.
             ReplicaInterrupt: If the calling thread was interrupted.
             BaseException: The error of the first device (by index) that failed. The other devices were asked to stop.
         """
-        if self._closed:
-            raise self._closed_error()
+        if self._closed or self._process != os.getpid():
+            raise self._unusable_error()
         if settings is None:
             with ComputeMode(ThreadSettings.capture(self.device_types)) as taken:
                 self.run(work, settings=taken, at_once=at_once, waiting=waiting)
@@ -312,7 +317,15 @@ class ReplicaSet:
             raise self.progress.timeout_error(late, self._seconds)
         return errors
 
-    def _closed_error(self) -> OrderError:
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that built the group, whose threads it does not have."""
+        return self._process != os.getpid()
+
+    def _unusable_error(self) -> OrderError:
+        """Return the error for the use of a closed group, or of one that was built in another process."""
+        if self.is_forked:
+            return forked(type(self).__name__)
         return OrderError(f"A closed {type(self).__name__} cannot be used. Create a new one.")
 
     def _abandon(self) -> None:
@@ -337,6 +350,18 @@ class ReplicaSet:
         """Drop threads and replicas for good. Closing twice is allowed."""
         self.release()
         self._closed = True
+
+
+def forked(what: str) -> OrderError:
+    """Return the error for something that a forked process cannot use.
+
+    Args:
+        what: The name of its class.
+    """
+    return OrderError(
+        f"A {what} cannot be used in a process forked from the one that built it: threads and connections do not "
+        "survive a fork. Build it in the new process, or start that with multiprocessing's 'spawn' or lockstep.launch."
+    )
 
 
 def _check_timeout(timeout: Timeout) -> float:
