@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,26 +21,44 @@ import lockstep as ls
 from tests.support.processes import listening
 
 
-def rank_and_sum(offset: float) -> tuple[int, int, list[float]]:
+@dataclass(frozen=True)
+class Seen:
+    """What a rank found, before and after it joined the others."""
+
+    threads: int
+    was_initialised: bool
+    address: str
+    place: tuple[int, int]
+    summed: list[float]
+    listened_on: set[str]
+
+
+def look_around(offset: float) -> Seen:
+    before = torch.get_num_threads(), dist.is_initialized(), os.environ["MASTER_ADDR"]
     communicator = ls.find_communicator()
     numbers = torch.full((3,), communicator.rank + offset)
     communicator.all_reduce([numbers])
-    return communicator.rank, communicator.size, numbers.tolist()
+    return Seen(*before, (communicator.rank, communicator.size), numbers.tolist(), listening(os.getpid()))
 
 
-def test_every_rank_returns_its_value() -> None:
-    assert ls.launch(rank_and_sum, 3, args=(0.5,)) == [(rank, 3, [4.5] * 3) for rank in range(3)]
+@dataclass(frozen=True)
+class Launched:
+    """What three ranks found, and what the launching process was before and after."""
+
+    ranks: list[Seen]
+    variables: tuple[dict[str, str], dict[str, str]]
+    listened_on: tuple[set[str], set[str]]
 
 
-def own_conditions() -> tuple[int, bool, str, float]:
-    return torch.get_num_threads(), dist.is_initialized(), os.environ["MASTER_ADDR"], time.monotonic()
+@pytest.fixture(scope="module")
+def launched() -> Launched:
+    variables, listened_on = dict(os.environ), listening(os.getpid())
+    ranks = ls.launch(look_around, 3, args=(0.5,))
+    return Launched(ranks, (variables, dict(os.environ)), (listened_on, listening(os.getpid())))
 
 
-def test_a_rank_computes_on_one_thread_and_joins_nobody_unasked() -> None:
-    before = dict(os.environ)
-    ((threads, initialised, address, _),) = ls.launch(own_conditions, 1)
-    assert (threads, initialised, address) == (1, False, "127.0.0.1")
-    assert dict(os.environ) == before
+def test_every_rank_returns_its_value(launched: Launched) -> None:
+    assert [(seen.place, seen.summed) for seen in launched.ranks] == [((rank, 3), [4.5] * 3) for rank in range(3)]
 
 
 def start_methods() -> tuple[str | None, str]:
@@ -75,17 +94,19 @@ def test_a_rank_that_dies_is_noticed_while_its_workers_live() -> None:
         ls.launch(die_with_workers, 1)
 
 
-def addresses_listened_on() -> set[str]:
-    ls.find_communicator().barrier()
-    return listening(os.getpid())
+def test_a_rank_computes_on_one_thread_and_joins_nobody_unasked(launched: Launched) -> None:
+    for seen in launched.ranks:
+        assert (seen.threads, seen.was_initialised, seen.address) == (1, False, "127.0.0.1")
+    before, after = launched.variables
+    assert after == before
 
 
-def test_nothing_listens_beyond_the_loopback() -> None:
-    before = listening(os.getpid())
-    found = ls.launch(addresses_listened_on, 2)
+def test_nothing_listens_beyond_the_loopback(launched: Launched) -> None:
+    found = [seen.listened_on for seen in launched.ranks]
     assert all(found), "gloo listens somewhere"
     assert {address for each in found for address in each} <= {"127.0.0.1", "::1"}
-    assert listening(os.getpid()) <= before
+    before, after = launched.listened_on
+    assert after <= before
 
 
 def leave(code: int | None) -> None:
