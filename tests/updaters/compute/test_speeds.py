@@ -92,7 +92,7 @@ def test_every_shard_has_one_place_at_any_speeds(
         for rank in range(len(ranks))
     ]
     assert [len(part.runs) for part in parts] == [len(each) for each in ranks]
-    places = plan.schedule(sizes, num_shards, [each for rank in ranks for each in rank])
+    places = plan.shards_by_device(sizes, num_shards, [each for rank in ranks for each in rank])
     found = [shard for part in parts for run in part.runs for shard in run]
     assert found == [shard for run in places for shard in run]
     for part in parts:
@@ -117,7 +117,7 @@ def one_attempt(timer: RankTimer, *, work: float, sum_: float, ends: bool = True
     clock = Clock() if clock is None else clock
     timer.start_attempt()
     clock.seconds += work
-    timer.end_compute(CPU, [plan.schedule([4], 4, [1.0])[0]], [1.0])
+    timer.end_compute(CPU, [plan.shards_by_device([4], 4, [1.0])[0]], [1.0])
     clock.seconds += 0.5  # that nobody asks for
     timer.start_sum()
     clock.seconds += sum_

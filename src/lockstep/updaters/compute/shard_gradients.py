@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.communicators import Watch
 from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
-from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_look_
+from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import AnyBufferSum, ShardRunner
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
@@ -98,7 +98,7 @@ class GradientTask:
         if self.mean:
             for report in reports:
                 total += 1.0 if self.weight_scale is None else report.weight * self.weight_scale
-        return partial(divide_ if self.deferred else unscale_and_look_, factor=self.loss_scale * total)
+        return partial(divide_ if self.deferred else unscale_and_check_, factor=self.loss_scale * total)
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class DeviceGradients:
         task = self.task
         # Every shard starts from the buffers of the last update. One that saw those of the shard before it on this
         # device would depend on the number of devices.
-        if runner.buffers.bound:
+        if runner.buffers.bindings:
             runner.buffers.restore()
         args, kwargs = (given, NO_KWARGS) if type(given) is tuple else call_arguments(given)
         task.watch.doing = FORWARD
@@ -218,8 +218,8 @@ class DeviceGradients:
             self.gradients.push(shard.index, gradients)
         # The buffers of a single shard get weight 1: in floating point, x * n / n is not always x.
         share = 1 if task.weight_scale is None else len(shard.samples)
-        if runner.buffers.bound:
-            runner.buffers.take(shard.index, share, self.buffers)
+        if runner.buffers.bindings:
+            runner.buffers.collect(shard.index, share, self.buffers)
         self.samples += share
         self.reports.append(report)
 

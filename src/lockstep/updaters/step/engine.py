@@ -15,12 +15,12 @@ from lockstep.precision import first_nonfinite
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
+    check_no_accumulate_hooks,
     check_no_leaked_gradients,
+    check_no_trained_buffers,
     finish_whole,
-    refuse_accumulate_hook,
-    refuse_trained_buffers,
 )
-from lockstep.streams import ONE_BORROWER, computation_substream
+from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext, check_finite
 from lockstep.updaters.compute import (
@@ -73,7 +73,7 @@ class GradientEngine:
         self._ranks = ranks
         self._device_timer = device_timer
         self._policy = recipe.policy
-        self._streams = ShardStreams(self.replicas.devices, turn=ONE_BORROWER)
+        self._streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
         self.layout = ModelLayout(TreeSum(self.replicas, []))
         """The layout of the model as of the last attempt; empty before the first."""
         self._is_stale = True
@@ -170,9 +170,9 @@ class GradientEngine:
             self._is_stale = False
         for parameter in self.layout.parameters:
             if parameter._post_accumulate_grad_hooks:
-                refuse_accumulate_hook(self.layout.named_parameters)
+                check_no_accumulate_hooks(self.layout.named_parameters)
         if self.layout.buffer_refs:
-            refuse_trained_buffers(self.replicas.model, self.layout.buffer_refs)
+            check_no_trained_buffers(self.replicas.model, self.layout.buffer_refs)
 
     def _initialise(self, attempt: Attempt, context: StepContext) -> None:
         """Initialise parameters without a shape by the first shard of the first batch."""
@@ -218,7 +218,7 @@ class GradientEngine:
                 last,
                 layout.observers[place],
                 ShardSum(first),
-                runner.buffers.begin(first, unread=request.deferred),
+                runner.buffers.start_shards(first, deferred=request.deferred),
             )
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, own, self._streams)
