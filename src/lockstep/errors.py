@@ -111,8 +111,8 @@ class StateError(LockstepError, ValueError):
 class RandomStreamWarning(UserWarning):
     """Random numbers were drawn from a source that belongs to no shard.
 
-    If it is torch's default generator, shards run one at a time from then on, with the same result. Python's `random`
-    and ``numpy.random`` are not part of the streams, so the result depends on where shards are computed.
+    If the source is torch's default generator, shards run one after the other from then on, with the same result. If it
+    is Python's `random` or ``numpy.random``, the result depends on where shards are computed.
     """
 
 

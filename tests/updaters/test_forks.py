@@ -44,7 +44,7 @@ def in_a_fork(action: Callable[[], Any]) -> Any:
         process.join()
 
 
-RULE = "cannot be used in a process forked from the one that built it"
+RULE = "cannot be used in a process forked from the one that created it"
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -63,7 +63,7 @@ def test_an_updater_says_what_to_do(num_devices: int) -> None:
             kind, message = in_a_fork(action)
             assert kind == "OrderError"
             assert message.startswith(f"A ParallelUpdater {RULE}")
-            assert message.endswith("start that with multiprocessing's 'spawn' or lockstep.launch.")
+            assert message.endswith("start that process with multiprocessing's 'spawn' or with lockstep.launch.")
         assert updater.iteration == 1
 
 

@@ -38,9 +38,9 @@ def launch(
     """Call ``main(*args)`` in several new processes, for use in notebooks and tests.
 
     In each process an updater finds the others by itself, and `find_communicator` returns a communicator with them.
-    The processes are spawned, so it does not matter what this process has done with GPUs or threads. They connect
-    over the loopback only. In each process multiprocessing has the start method that this process has set, or else the
-    default of the platform. All of them have ended when this function returns or raises.
+    The processes are spawned, so it does not matter what this process has done with GPUs or threads. The start method
+    of multiprocessing is the same in them as in this process. They connect over the loopback only. All of them have
+    ended when this function returns or raises.
 
     Args:
         main: The function to call. It must be defined at the top level of a module that a new process can import.
@@ -134,8 +134,8 @@ class _Ranks:
 
     def __enter__(self) -> _Ranks:
         context = get_context("spawn")
-        # Starting a process by a context of its own settles the default for this process, and spawning settles
-        # "spawn" in the new one; both shall find what the user has chosen, or nothing.
+        # Starting a process fixes the default start method of this process, and a spawned one has "spawn" as its
+        # default. In both it is set to what the user has chosen, or to nothing.
         chosen = get_start_method(allow_none=True)
         self._store = _loopback_store(self._timeout)
         # Only this process holds the writing end. When this process ends, in whatever way, the ranks read the end of

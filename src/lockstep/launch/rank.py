@@ -27,13 +27,13 @@ def run_rank(
     Args:
         place: The place of this process among the ranks.
         timeout: Seconds that a rank waits for another before it raises.
-        method: The start method to set for multiprocessing, or None for the default of the platform.
+        method: The start method of multiprocessing to set; None for the default of the platform.
         call: The function and its arguments, pickled.
         lifeline: A pipe that ends when the launching process has ended.
         report: The pipe to which one pickled `Outcome` is written.
     """
     set_start_method(method, force=True)
-    # The launching process detects the end of this process by the pipe, which a forked worker must not keep open.
+    # The launching process learns of the end of this one from the pipe, so a forked worker must not keep it open.
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=report.close)
     end_with_parent()

@@ -34,5 +34,5 @@ from lockstep.replicas.pool import (
     ReplicaSet as ReplicaSet,
     ThreadSettings as ThreadSettings,
     Timeout as Timeout,
-    forked as forked,
+    fork_error as fork_error,
 )

@@ -257,7 +257,7 @@ class DataParallel(ModuleWrapper):
         if self.flatten_parameters:
             self._flatten()
         engine = self._engine
-        # In a forked process the threads do not exist, and a job that is given to one would never be done.
+        # A forked process has none of the threads, and would wait forever for work that it hands to one.
         if engine is None or engine.replicas.model is not self.module or engine.replicas.is_forked:
             self._engine = engine = self._create_engine()
         self._prepare_threads(engine)

@@ -28,7 +28,7 @@ class ModuleWrapper(nn.Module):
         module: The module to wrap, which becomes the attribute ``module``.
 
     Raises:
-        TypeError: If `module` is not a module, or is already distributed over devices or processes.
+        TypeError: If `module` is not a module, or is spread over devices or processes already.
 
     Example:
         >>> list(ModuleWrapper(nn.Linear(2, 1)).state_dict())

@@ -13,7 +13,7 @@ from lockstep.replicas.pool.devices import (
 )
 from lockstep.replicas.pool.interrupts import CallSigint as CallSigint, DeferredSigint as DeferredSigint
 from lockstep.replicas.pool.progress import samples_text as samples_text
-from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, Timeout as Timeout, forked as forked
+from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, Timeout as Timeout, fork_error as fork_error
 from lockstep.replicas.pool.settings import (
     SINGLE_THREAD as SINGLE_THREAD,
     ComputeMode as ComputeMode,

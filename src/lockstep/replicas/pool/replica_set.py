@@ -53,8 +53,8 @@ class ReplicaSet:
 
     Raises:
         ValueError: If a device, a workload or the timeout is out of range, or a parameter has no shape yet.
-        TypeError: If the model cannot be copied or is already distributed over devices or processes, or if the timeout
-            is not a number.
+        TypeError: If the model cannot be copied or is spread over devices or processes already, or the timeout is not a
+            number.
 
     Example:
         >>> with ReplicaSet(nn.Linear(2, 1), devices=["cpu", "cpu"]) as group:
@@ -143,7 +143,7 @@ class ReplicaSet:
             Whether the replicas were created anew.
 
         Raises:
-            OrderError: If the group is closed, or was built before this process was forked.
+            OrderError: If the group is closed, or was created before this process was forked.
         """
         if self._closed or self._process != os.getpid():
             raise self._unusable_error()
@@ -210,7 +210,7 @@ class ReplicaSet:
             waiting: A context manager to enter while the calling thread waits for the others.
 
         Raises:
-            OrderError: If the group is closed, or was built before this process was forked.
+            OrderError: If the group is closed, or was created before this process was forked.
             ReplicaError: If a device is still at work after the timeout.
             ReplicaInterrupt: If the calling thread was interrupted.
             BaseException: The error of the first device (by index) that failed. The other devices were asked to stop.
@@ -319,13 +319,13 @@ class ReplicaSet:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the one that built the group, whose threads it does not have."""
+        """Whether this process was forked from the one that created the group, and so does not have its threads."""
         return self._process != os.getpid()
 
     def _unusable_error(self) -> OrderError:
-        """Return the error for the use of a closed group, or of one that was built in another process."""
+        """Return the error for the use of a closed group, or of a group created before a fork."""
         if self.is_forked:
-            return forked(type(self).__name__)
+            return fork_error(type(self).__name__)
         return OrderError(f"A closed {type(self).__name__} cannot be used. Create a new one.")
 
     def _abandon(self) -> None:
@@ -352,15 +352,16 @@ class ReplicaSet:
         self._closed = True
 
 
-def forked(what: str) -> OrderError:
-    """Return the error for something that a forked process cannot use.
+def fork_error(name: str) -> OrderError:
+    """Return the error for the use of an object in a process that was forked after it was created.
 
     Args:
-        what: The name of its class.
+        name: The name of the class of the object.
     """
     return OrderError(
-        f"A {what} cannot be used in a process forked from the one that built it: threads and connections do not "
-        "survive a fork. Build it in the new process, or start that with multiprocessing's 'spawn' or lockstep.launch."
+        f"A {name} cannot be used in a process forked from the one that created it, because threads and connections do "
+        "not survive a fork. Create it in the new process, or start that process with multiprocessing's 'spawn' or "
+        "with lockstep.launch."
     )
 
 

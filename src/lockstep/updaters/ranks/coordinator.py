@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from lockstep.communicators import Communicator, first_difference
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
-from lockstep.replicas import forked
+from lockstep.replicas import fork_error
 from lockstep.updaters.attempt import UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.rank_sum import RankSum
@@ -43,7 +43,7 @@ class Coordinator(ABC):
             OrderError: If this process was forked from it.
         """
         if self._process != os.getpid():
-            raise forked("ParallelUpdater")
+            raise fork_error("ParallelUpdater")
 
     @abstractmethod
     def start_update(self) -> None:
