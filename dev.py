@@ -1,7 +1,10 @@
 """Make an environment in `.venv` and run one of the project's tasks in it; needs only Python 3.10+ and git.
 
 python3 dev.py digits [options]   the main job, examples/digits.py
-python3 dev.py test [options]     every check and every test; options go to pytest
+python3 dev.py check              formatter, linter, type checker and contract of imports
+python3 dev.py quick [options]    these and the unit tests, side by side; options go to pytest
+python3 dev.py slow [options]     the tests that are marked slow; options go to pytest
+python3 dev.py test [options]     the checks and all tests but the slow ones; options go to pytest
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import venv
 from pathlib import Path
 
@@ -49,26 +53,53 @@ def digits(options: list[str]) -> None:
     run("examples/digits.py", *options)
 
 
-def test(options: list[str]) -> None:
-    """Run the whole bar, cheapest check first."""
+def quick(options: list[str]) -> None:
+    """Run the checks beside the unit tests, and show what they print after the tests."""
+    prepare("test")
+    with tempfile.TemporaryFile() as output:
+        checks = subprocess.Popen([sys.executable, __file__, "check"], stdout=output, stderr=subprocess.STDOUT)
+        tests = subprocess.run(
+            [str(PYTHON), "-m", "pytest", "-m", "unit and not slow", *options], cwd=ROOT, check=False
+        )
+        status = checks.wait()
+        output.seek(0)
+        sys.stdout.write(output.read().decode())
+    sys.exit(tests.returncode or status)
+
+
+def check(_: list[str]) -> None:
+    """Run the formatter, the linter, the type checker and the contract of imports, cheapest first."""
     prepare("test")
     run("-m", "ruff", "format", "--check", ".")
     run("-m", "ruff", "check", ".")
     run("-m", "mypy")
     run("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+
+
+def slow(options: list[str]) -> None:
+    """Run the tests that are left out everywhere else."""
+    prepare("test")
+    run("-m", "pytest", "-m", "slow", *options)
+
+
+def test(options: list[str]) -> None:
+    """Run the whole bar, cheapest check first."""
+    check([])
     run("-m", "pytest", *options)
 
 
-TASKS = {"digits": digits, "test": test}
+TASKS = {"check": check, "digits": digits, "quick": quick, "slow": slow, "test": test}
 
 
 def main() -> None:
     """Read the task's name from the command line and run it."""
     name, *options = sys.argv[1:] or [""]
-    if name not in TASKS:
-        print(__doc__)
+    if name in TASKS:
+        TASKS[name](options)
+        return
+    print(__doc__)
+    if name not in {"-h", "--help"}:
         sys.exit(f"The task must be one of {', '.join(TASKS)}, got {name!r}.")
-    TASKS[name](options)
 
 
 if __name__ == "__main__":

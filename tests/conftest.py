@@ -12,15 +12,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support.tiers import sort_into_tiers
+from tests.support.waiting import LONG
+
 SMALLEST_DENORMAL = 5e-324
-LONG = 60.0
-"""Seconds that are waited for what should come at once; a busy machine may take some of them."""
 
 # A commit passes or fails whenever and wherever it is tested: no clock judges an example, and the examples
 # are the same each time. `--hypothesis-profile=search` draws others.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("search"), derandomize=True, database=None)
 settings.load_profile("same")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the option -m chooses among the tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with its tiers."""
+    sort_into_tiers(items)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -47,6 +54,14 @@ def hygiene() -> Iterator[None]:
     names = before.keys() | after.keys()
     changed = {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
     assert not changed, f"the test left changes behind: {changed}"
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let torch's compiler forget what it has compiled, before and after."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ PUBLIC = [
     "DataParallel",
     "DisagreementError",
     "DynamicLossScale",
+    "EndOfDataError",
     "Extension",
     "IterableBatches",
     "LocalCommunicator",
@@ -55,6 +56,7 @@ PUBLIC = [
     "optim",
     "report",
     "supervised",
+    "token_mean",
     "triggers",
 ]
 """To take a name away breaks those who use it; to add one is a promise. Both are decided here."""

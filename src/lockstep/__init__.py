@@ -22,6 +22,7 @@ from lockstep.data import (
 from lockstep.digest import digest as digest
 from lockstep.errors import (
     DisagreementError as DisagreementError,
+    EndOfDataError as EndOfDataError,
     LockstepError as LockstepError,
     NonFiniteError as NonFiniteError,
     OrderError as OrderError,
@@ -58,4 +59,5 @@ from lockstep.updaters import (
     Updater as Updater,
     UpdateResult as UpdateResult,
     supervised as supervised,
+    token_mean as token_mean,
 )

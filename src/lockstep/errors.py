@@ -14,6 +14,10 @@ class OrderError(LockstepError, RuntimeError):
     """A call came before the one it builds on, or after the end."""
 
 
+class EndOfDataError(LockstepError, RuntimeError):
+    """The iterator ended before the run; the state is that after the last update."""
+
+
 class ReplicaError(LockstepError, RuntimeError):
     """The work of one shard raised, and the original error is the ``__cause__``; or its thread hung.
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.processes import descendants
 from lockstep.cli import main
 from lockstep.communicators.failures.exits import end_with_agent
 from lockstep.launch.agent import Run
+from tests.support.processes import descendants
 
 RUN = [sys.executable, "-m", "lockstep", "run"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]

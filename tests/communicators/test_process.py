@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from communicators.groups import run_on_ranks
 from lockstep import Communicator, DisagreementError, LocalCommunicator
 from lockstep.communicators import Contribution
 from lockstep.tree import PartialSum, Tensors, total
+from tests.support.ranks import run_on_ranks
 
 
 def talk(communicator: Communicator) -> dict[str, object]:

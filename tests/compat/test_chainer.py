@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.compat import chainer
-from tests.communicators.groups import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 TWO = {"main": "cpu", "second": "@numpy"}
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.compat.nnabla import DynamicLossScalingUpdater
-from tests.communicators.groups import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
 
 def data(num_batches: int = 1000, *, rank: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

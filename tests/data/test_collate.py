@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from tests.late_copies import LateCopies
 from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data import Samples, collate
 from lockstep.data.samples import NOT_FETCHED
+from tests.support.late_copies import LateCopies
 
 
 class Pair(NamedTuple):
@@ -89,21 +89,21 @@ def test_importing_needs_no_numpy() -> None:
         (
             [{"x": torch.zeros(3)}, {"x": torch.zeros(4)}],
             ValueError,
-            r"`samples\[1\]\['x'\]` must have the shape \(3,\), as `samples\[0\]\['x'\]`, got \(4,\)\.",
+            r"`samples\[1\]\['x'\]` must have the shape \(3,\), like `samples\[0\]\['x'\]`, got \(4,\)\.",
         ),
-        ([(1, 2), (1,)], ValueError, r"`samples\[1\]` must have 2 fields, as `samples\[0\]`, got 1\."),
-        ([(1,), [1]], ValueError, r"`samples\[1\]` must be of type tuple, as `samples\[0\]`, got list\."),
+        ([(1, 2), (1,)], ValueError, r"`samples\[1\]` must have 2 fields, like `samples\[0\]`, got 1\."),
+        ([(1,), [1]], ValueError, r"`samples\[1\]` must be of type tuple, like `samples\[0\]`, got list\."),
         ([[1], (1,)], TypeError, r"`samples\[1\]` must be a tensor, an array, a number, .* got a tuple\."),
-        ([{"x": 1}, {"y": 1}], ValueError, r"must have the keys \['x'\], as `samples\[0\]`, got \['y'\]\."),
+        ([{"x": 1}, {"y": 1}], ValueError, r"must have the keys \['x'\], like `samples\[0\]`, got \['y'\]\."),
         ([{"x": 1}, {"x": 1, "y": 1}], ValueError, r"must have the keys \['x'\]"),
         (
             [1, 2.0],
             ValueError,
-            r"`samples\[1\]` must be of torch.int64, as `samples\[0\]`, got torch.float32",
+            r"`samples\[1\]` must be of torch.int64, like `samples\[0\]`, got torch.float32",
         ),
         ([True, 2], ValueError, r"`samples\[1\]` must be of torch.bool"),
         ([torch.zeros(2), torch.zeros(2).double()], ValueError, r"`samples\[1\]` must be of torch.float32"),
-        ([(1, "text")], TypeError, r"`samples\[0\]\[1\]` must be a tensor, .* got a str\. Leave it out"),
+        ([(1, "text")], TypeError, r"`samples\[0\]\[1\]` must be a tensor, .* got a str\. Remove it"),
         ([b"bytes"], TypeError, r"got a bytes\."),
         ([None], TypeError, r"got a NoneType\."),
         ([["text"]], TypeError, r"`samples\[0\]` must be an array of numbers, got \['text'\]"),

@@ -18,7 +18,7 @@ from lockstep.errors import StateError
 from lockstep.extensions import LogReport
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
-from small_updaters import CountingUpdater
+from tests.support.plain_updaters import CountingUpdater
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ def test_a_state_that_does_not_fit_is_refused(state: dict[str, Any]) -> None:
 ENDLESS = """
 import sys
 sys.path.insert(0, sys.argv[2])
-from small_updaters import CountingUpdater
+from tests.support.plain_updaters import CountingUpdater
 from lockstep.extensions import LogReport
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
@@ -136,7 +136,7 @@ Trainer(updater, None, sys.argv[1], extensions=[LogReport(trigger=(1, "iteration
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGKILL on Windows")
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
-    arguments = [sys.executable, "-c", ENDLESS, str(tmp_path), str(Path(__file__).parents[1])]
+    arguments = [sys.executable, "-c", ENDLESS, str(tmp_path), str(Path(__file__).parents[2])]
     with subprocess.Popen(arguments) as process:
         deadline = time.monotonic() + 120
         while (not path.exists() or path.stat().st_size < 50_000) and time.monotonic() < deadline:

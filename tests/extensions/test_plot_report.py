@@ -12,7 +12,7 @@ import pytest
 from lockstep.extensions import LogReport, PlotReport
 from lockstep.extensions.plot_report import _panels, draw
 from lockstep.trainer import Trainer
-from small_updaters import CountingUpdater
+from tests.support.plain_updaters import CountingUpdater
 
 
 def size(path: Path) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from lockstep.extensions import LogReport, PrintReport, ProgressBar
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
 from lockstep.triggers import TriggerSpec
-from small_updaters import CountingUpdater
+from tests.support.plain_updaters import CountingUpdater
 
 
 class Terminal(io.StringIO):
@@ -55,7 +55,7 @@ PIPED = """
 import sys
 from lockstep.extensions import LogReport, PrintReport
 from lockstep.trainer import Trainer
-from small_updaters import CountingUpdater
+from tests.support.plain_updaters import CountingUpdater
 
 def stop(trainer):
     sys.stderr.write("stopped\\n")

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 import lockstep as ls
-from launch.processes import children, listening
+from tests.support.processes import children, listening
 
 
 def raise_on(rank: int) -> None:

@@ -24,10 +24,10 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import lockstep as ls
-from launch.processes import children, left_in_memory, listening
 from lockstep.communicators import PendingSum
 from lockstep.communicators.failures.watch import PeerWatch, Watch
 from lockstep.updaters.ranks import rank_sum
+from tests.support.processes import children, left_in_memory, listening
 
 TIMEOUT = 15.0
 """Seconds that ranks wait for each other; a third of it may pass in silence."""

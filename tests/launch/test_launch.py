@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from launch.processes import listening
+from tests.support.processes import listening
 
 
 def rank_and_sum(offset: float) -> tuple[int, int, list[float]]:

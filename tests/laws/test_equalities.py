@@ -14,9 +14,8 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.passes.shard_streams import ShardStreams
-from tests.backward import in_backward
-from tests.laws.models import CONVNET, MLP, TRANSFORMER, Workload
-from tests.laws.runs import (
+from tests.support.backward import in_backward
+from tests.support.runs import (
     EQUAL,
     NUM_UPDATES,
     ONE,
@@ -29,6 +28,7 @@ from tests.laws.runs import (
     train,
     updater_for,
 )
+from tests.support.workloads import CONVNET, MLP, TRANSFORMER, Workload
 
 WORKLOADS = [MLP, CONVNET, TRANSFORMER]
 

@@ -17,8 +17,8 @@ from lockstep.replicas.buffers.replica_buffers import ReplicaBuffers
 from lockstep.replicas.passes import shard_streams, summing
 from lockstep.replicas.pool import settings
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
-from tests.laws.runs import EQUAL, cross_entropy, digests
+from tests.support.runs import EQUAL, cross_entropy, digests
+from tests.support.workloads import CONVNET, MLP, TRANSFORMER, WIDE, Workload
 
 
 def caught(work: Workload, **options: object) -> bool:

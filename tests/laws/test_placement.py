@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.laws.models import CONVNET, MLP, TRANSFORMER, WIDE, Workload
-from tests.laws.runs import EQUAL, ONE, PLACEMENTS, Placement, digests, train
+from tests.support.runs import EQUAL, ONE, PLACEMENTS, Placement, digests, train
+from tests.support.workloads import CONVNET, MLP, TRANSFORMER, WIDE, Workload
 
 RECIPES = [
     pytest.param({"num_shards": 5, "optimizer": "sgd"}, id="5 shards, SGD"),

@@ -14,9 +14,7 @@ import torch
 import lockstep as ls
 from lockstep import Communicator
 from lockstep.plan import assign
-from tests.communicators.groups import run_on_ranks
-from tests.laws.models import CONVNET
-from tests.laws.on_ranks import (
+from tests.support.programs.placement import (
     MUTANTS,
     NUM_UPDATES,
     RUNS,
@@ -26,6 +24,8 @@ from tests.laws.on_ranks import (
     mutated,
     trained,
 )
+from tests.support.ranks import run_on_ranks
+from tests.support.workloads import CONVNET
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,8 +112,8 @@ SCRIPT = """
 import os
 if os.environ["RANK"] == "1":
     os.environ["ATEN_CPU_CAPABILITY"] = {capability!r}  # before torch chooses its kernels
-from tests.laws.models import MLP
-from tests.laws.runs import train
+from tests.support.workloads import MLP
+from tests.support.runs import train
 train(MLP, num_shards=5)
 """
 

@@ -11,8 +11,8 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.precision import LossScaler, MasterWeights
-from tests.laws.models import CONVNET, MLP, TRANSFORMER, Workload
-from tests.laws.runs import Placement, finalized, state_digest, updater_for
+from tests.support.runs import Placement, finalized, state_digest, updater_for
+from tests.support.workloads import CONVNET, MLP, TRANSFORMER, Workload
 
 NUM_UPDATES = 1000
 BAD = [math.inf, -math.inf, math.nan]

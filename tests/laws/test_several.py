@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
-from tests.laws.models import Workload
-from tests.laws.runs import PLACEMENTS, Placement, digests
-from tests.laws.several import PHASES, GanStep, gan, generator_loss, run, snapshot
+from tests.support.faults import fail, interrupt
+from tests.support.gan import PHASES, GanStep, gan, generator_loss, run, snapshot
+from tests.support.runs import PLACEMENTS, Placement, digests
+from tests.support.workloads import Workload
 
 UPDATES = 7
 """More than three epochs of the main iterator."""
@@ -65,14 +65,6 @@ def test_devices_are_only_places_for_a_contrastive_model() -> None:
     views = Workload("two views", TwoViews, (6,))
     found = digests(views, PLACEMENTS, num_shards=2, loss_fn=contrast, batch_size=8)
     assert len(set(found.values())) == 1, found
-
-
-def fail() -> None:
-    raise RuntimeError("sprung")
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
 
 
 class Trap:

@@ -11,7 +11,7 @@ import torch
 from lockstep.extensions import LogReport
 from lockstep.metrics import Accuracy, Average, Mean
 from lockstep.trainer import Trainer
-from small_updaters import CountingUpdater
+from tests.support.plain_updaters import CountingUpdater
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,26 +20,9 @@ from lockstep.optim import (
     lr_momentum_step,
     momentum_step,
 )
+from tests.support.optimizers import SHAPES, bits, parameters, put_cut_grads
 
-SHAPES = [(3, 5), (), (65,), (2, 0, 3), (4, 3, 2)]
 BOTH = pytest.mark.parametrize("cls", [CorrectedMomentumSGD, MomentumSGD])
-
-
-def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES]
-
-
-def put_grads(weights: list[torch.nn.Parameter], seed: int, missing: tuple[int, ...] = ()) -> None:
-    generator = torch.Generator().manual_seed(1000 + seed)
-    for index, weight in enumerate(weights):
-        grad = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-        # Half of them cut to zeros of either sign, as behind a ReLU: signs of zeros are bits too.
-        weight.grad = None if index in missing else grad * (grad > 0)
-
-
-def bits(tensors: list[torch.Tensor]) -> list[bytes]:
-    return [tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
@@ -53,7 +36,7 @@ def bits(tensors: list[torch.Tensor]) -> list[bytes]:
     ],
 )
 def test_same_bits_as_torch_sgd(dtype: torch.dtype, momentum: float, fused: bool) -> None:
-    ours, theirs = parameters(dtype=dtype), parameters(dtype=dtype)
+    ours, theirs = parameters(dtype), parameters(dtype)
     implementation = {"fused": True} if fused else {"foreach": True}
     optimizer = CorrectedMomentumSGD(ours, lr=0.1, momentum=momentum, fused=fused)
     reference = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, **implementation)
@@ -62,7 +45,7 @@ def test_same_bits_as_torch_sgd(dtype: torch.dtype, momentum: float, fused: bool
             each.param_groups[0]["lr"] = 0.1 / (1 + step % 5)
         for weights in (ours, theirs):
             # From the second step on: torch's lists of velocities with gaps take other code or fail.
-            put_grads(weights, step, missing=(step % 7,) if step else ())
+            put_cut_grads(weights, step, missing=(step % 7,) if step else ())
         optimizer.step()
         reference.step()
         assert bits(ours) == bits(theirs)
@@ -74,12 +57,12 @@ def test_same_bits_as_torch_sgd(dtype: torch.dtype, momentum: float, fused: bool
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_follows_torch_sgd(dtype: torch.dtype) -> None:
-    ours, theirs = parameters(dtype=dtype), parameters(dtype=dtype)
+    ours, theirs = parameters(dtype), parameters(dtype)
     optimizer = CorrectedMomentumSGD(ours, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(theirs, lr=0.1, momentum=0.9)
     for step in range(12):
         for weights in (ours, theirs):
-            put_grads(weights, step)
+            put_cut_grads(weights, step)
         optimizer.step()
         reference.step()
     for weight, other in zip(ours, theirs, strict=True):
@@ -88,12 +71,12 @@ def test_half_precision_follows_torch_sgd(dtype: torch.dtype) -> None:
 
 
 def test_velocity_form_equals_torch_sgd_of_scaled_gradients() -> None:
-    ours, theirs = parameters(dtype=torch.float64), parameters(dtype=torch.float64)
+    ours, theirs = parameters(torch.float64), parameters(torch.float64)
     optimizer = MomentumSGD(ours, lr=0.1, momentum=0.9)
     reference = torch.optim.SGD(theirs, lr=1.0, momentum=0.9)
     for step in range(6):
-        put_grads(ours, step)
-        put_grads(theirs, step)
+        put_cut_grads(ours, step)
+        put_cut_grads(theirs, step)
         for weight in theirs:
             assert weight.grad is not None
             weight.grad *= optimizer.lr
@@ -283,7 +266,7 @@ def test_shallow_copy_shares_state_but_neither_hooks_nor_count(cls: type[HookedO
     calls = []
     optimizer.add_hook(calls.append, name="seen")
     twin = copy.copy(optimizer)
-    put_grads(weights, 0)
+    put_cut_grads(weights, 0)
     twin.step()
     assert calls == []
     assert (optimizer.t, twin.t) == (0, 1)
@@ -297,7 +280,7 @@ def test_deep_copy_and_pickle_keep_everything(cls: type[HookedOptimizer], clone:
     weights = parameters()
     optimizer = cls(weights)
     optimizer.add_hook(print, timing="post")
-    put_grads(weights, 0)
+    put_cut_grads(weights, 0)
     optimizer.call_hooks("pre")
     optimizer.advance()
     optimizer.t, optimizer.epoch = 5, 2
@@ -305,7 +288,7 @@ def test_deep_copy_and_pickle_keep_everything(cls: type[HookedOptimizer], clone:
     assert (twin.t, twin.epoch) == (5, 2)
     assert twin.state_dict()["hooks"] == optimizer.state_dict()["hooks"]
     twin.remove_hook("print")
-    put_grads(twin.param_groups[0]["params"], 1)
+    put_cut_grads(twin.param_groups[0]["params"], 1)
     twin.step()
     assert twin.t == 6
 
@@ -333,7 +316,7 @@ def test_saved_state_goes_on_to_the_same_bits(cls: type[HookedOptimizer], correc
     optimizer = cls(straight, lr=0.1, **options)
     for step in range(6):
         optimizer.lr = 0.1 / (1 + step)
-        put_grads(straight, step, missing=(step,))
+        put_cut_grads(straight, step, missing=(step,))
         optimizer.step()
         optimizer.new_epoch()
         if step == 2:
@@ -344,7 +327,7 @@ def test_saved_state_goes_on_to_the_same_bits(cls: type[HookedOptimizer], correc
     assert (other.t, other.epoch) == (3, 3)
     for step in range(3, 6):
         other.lr = 0.1 / (1 + step)
-        put_grads(resumed, step, missing=(step,))
+        put_cut_grads(resumed, step, missing=(step,))
         other.step()
         other.new_epoch()
     assert bits(straight) == bits(resumed)
@@ -355,7 +338,7 @@ def test_saved_state_goes_on_to_the_same_bits(cls: type[HookedOptimizer], correc
 def test_a_state_is_loaded_again_and_after_steps_in_parts(cls: type[HookedOptimizer]) -> None:
     weights = parameters()
     optimizer = cls(weights)
-    put_grads(weights, 0)
+    put_cut_grads(weights, 0)
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
     optimizer.step(advance=copy.copy(optimizer).advance)
@@ -400,7 +383,7 @@ STRANGERS = [
 def test_strange_states_are_refused_before_anything_changes(change: Any, message: str) -> None:
     weights = parameters()
     optimizer = CorrectedMomentumSGD(weights)
-    put_grads(weights, 0)
+    put_cut_grads(weights, 0)
     optimizer.step()
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(StateError, match=message):

@@ -6,9 +6,9 @@ import threading
 from typing import Any
 
 import pytest
-from tests.optim.test_momentum_sgd import bits, parameters, put_grads
 
 from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD
+from tests.support.optimizers import bits, parameters, put_cut_grads
 
 
 def in_threads(calls: list[Any]) -> None:
@@ -34,8 +34,8 @@ def test_parts_in_threads_advance_to_the_same_bits(cls: type[HookedOptimizer], o
     cuts = [slice(0, 2), slice(2, 3), slice(3, 5)]
     for step in range(5):
         alone.lr = optimizer.lr = 0.1 / (1 + step)
-        put_grads(whole, step, missing=(step,))
-        put_grads(parted, step, missing=(step,))
+        put_cut_grads(whole, step, missing=(step,))
+        put_cut_grads(parted, step, missing=(step,))
         alone.step()
         group = optimizer.param_groups[0]
         parts = [optimizer.part([{**group, "params": group["params"][cut]}]) for cut in cuts]

@@ -11,24 +11,7 @@ import torch
 
 from lockstep.errors import StateError
 from lockstep.optim import SGDW, MomentumSGD, UpdateSchedule, hooks, schedule
-
-SHAPES = [(3, 5), (), (65,), (2, 0, 3)]
-
-
-def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES]
-
-
-def put_grads(weights: list[torch.nn.Parameter], step: int, missing: tuple[int, ...] = ()) -> None:
-    generator = torch.Generator().manual_seed(1000 + step)
-    for index, weight in enumerate(weights):
-        grad = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-        weight.grad = None if index in missing else grad
-
-
-def same_bits(ours: list[torch.nn.Parameter], theirs: list[torch.nn.Parameter]) -> bool:
-    return all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+from tests.support.optimizers import parameters, put_grads, same_bits
 
 
 def test_the_rule_as_it_is_written() -> None:

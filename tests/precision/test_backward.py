@@ -9,7 +9,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.precision import first_gradient
-from tests.updaters.small import updater_of
+from tests.support.small_updater import updater_of
 
 HALVES = [torch.float16, torch.bfloat16]
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from lockstep.precision import DynamicLossScale, LossScale, MovingScale, RampLossScale, StaticLossScale
-from tests.precision.reads import Reads
+from tests.support.reads import Reads
 
 CPU = torch.device("cpu")
 SCALES: list[LossScale] = [

@@ -31,7 +31,7 @@ from lockstep.precision import (
     nonfinite_flag,
     unscale_,
 )
-from tests.precision.reads import Reads
+from tests.support.reads import Reads
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from tests.support.plain_updaters import CountingUpdater, Place
 from traces import Case, Tolerance, cases
 
 from lockstep.triggers import EarlyStopping, Interval, ManualSchedule, MaxValue, MinValue, Once, Trigger
-from small_updaters import CountingUpdater, Place
 
 GIVEN = ["trigger", "args", "kwargs", "iters_per_epoch", "values", "called_every", "resume_after"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.trainer.on_ranks import fail_between_updates, train
 
 import lockstep as ls
+from tests.support.programs.training import fail_between_updates, train
 
 pytest.importorskip("matplotlib", reason="the curve is drawn with it")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import subprocess
 import sys
@@ -19,10 +18,12 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.pool.replica_set import AUTO_TIMEOUT_SECONDS
-from tests.backward import in_backward
-from tests.laws import several
-from tests.laws.models import CONVNET, MLP, WIDE
-from tests.laws.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support import gan as several
+from tests.support.backward import in_backward
+from tests.support.faults import fail, interrupt
+from tests.support.gan import snapshot
+from tests.support.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support.workloads import CONVNET, MLP, WIDE
 
 NUM_SHARDS = 6
 FAULT_AT = 3
@@ -53,19 +54,6 @@ class Trap:
             self.armed = False
             self.sprung += 1
             self.action()
-
-
-def fail() -> None:
-    raise RuntimeError("sprung")
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def snapshot(updater: ls.ParallelUpdater) -> str:
-    """Name everything the next update depends on."""
-    return ls.digest(updater.state_dict())
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -255,7 +243,7 @@ def test_a_thread_that_comes_back_later_draws_from_no_shard_but_its_own() -> Non
 
 def test_nobody_waits_for_ever_by_default() -> None:
     with finalized(updater_for(MLP, Placement(2))) as updater:
-        assert updater._training.group._seconds == AUTO_TIMEOUT_SECONDS
+        assert updater._training.replicas._seconds == AUTO_TIMEOUT_SECONDS
 
 
 def test_a_device_that_is_watched_computes_under_the_settings_of_the_caller() -> None:

@@ -1,6 +1,6 @@
 """An update can be read: how much code of ours it goes through, and how long files and functions are.
 
-`python -m tests.flow` prints the figures. A bound may be raised by a commit that needs it, with the reason
+`python -m tests.support.flow` prints the figures. A bound may be raised by a commit that needs it, with the reason
 beside the number. Up to Python 3.11 comprehensions count as calls; later ones have no frames for most of
 them, so the same bounds are a little wider there.
 """
@@ -15,7 +15,7 @@ import torch
 
 from lockstep.nest import tensors
 from lockstep.plan import cut
-from tests import flow
+from tests.support import flow
 
 # calls, modules, changes of file; None where nothing is held
 BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
@@ -25,9 +25,10 @@ BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
     "ReplicaGroup.forward and backward, 2 devices": (250, None, None),
 }
 FRAMES_TO_THE_LOSS = 9
-LINES_OF_CODE = 16_020
+LINES_OF_CODE = 16_220
 """The aim is 14,700. 15,932 before updates were made readable, since when some 450 have come with corrections, and
-some 200 with the `__init__` files of sub-packages, which list what others may import."""
+some 200 with the `__init__` files of sub-packages, which list what others may import; some 190 with checks of what a
+run is given."""
 LINES_OF_A_BODY = 60
 LINES_OF_A_FILE = 400
 

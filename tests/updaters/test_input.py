@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from tests.late_copies import LateCopies
-from tests.laws.models import CONVNET, MLP
-from tests.laws.runs import NUM_UPDATES, Placement, cross_entropy, finalized, state_digest, train, updater_for
-from tests.updaters.small import updater_of
+from tests.support.late_copies import LateCopies
+from tests.support.runs import NUM_UPDATES, Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support.small_updater import updater_of
+from tests.support.workloads import CONVNET, MLP
 
 
 def construct(**options: Any) -> ls.ParallelUpdater:
@@ -60,7 +60,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown buffer rule": ({"buffers": "last"}, "`buffers` must be one of 'mean', 'first', got 'last'."),
     "a stranger's optimizer": (
         {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)},
-        "`optimizer` must hold parameters of `model` only, got one of shape (2, 3) in group 0 that is not.",
+        "`optimizer` must hold parameters of `model` only, got one of shape (2, 3) in group 0 that does not belong to",
     ),
 }
 
@@ -96,7 +96,7 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "a criterion": (
         {"loss_fn": nn.CrossEntropyLoss()},
         (
-            "`loss_fn` must take the model before the batch, got a criterion, CrossEntropyLoss. Give "
+            "`loss_fn` must take the model before the batch, got a criterion, CrossEntropyLoss. Pass "
             "lockstep.supervised(CrossEntropyLoss(...))."
         ),
     ),
@@ -142,7 +142,7 @@ BAD_LOSSES: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]
         lambda out: out.mean().detach(),
         ValueError,
         (
-            "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "
+            "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from the "
             "output of the model it is given, without detach(), item() or no_grad()."
         ),
     ),
@@ -230,7 +230,7 @@ def test_a_model_without_a_gradient_to_ask_for_is_refused() -> None:
     model = nn.Linear(1, 1).requires_grad_(False)
     with (
         updater_of(model, devices=2) as updater,
-        pytest.raises(ValueError, match="must have a parameter that asks for a gradient"),
+        pytest.raises(ValueError, match="must have a parameter that requires a gradient"),
     ):
         updater.update()
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep as ls
 from lockstep.updaters.step.optimizer_step import PER_PARAMETER, StepProgress, step_whole
-from tests.updaters.small import mean_of_output, updater_of
+from tests.support.small_updater import mean_of_output, updater_of
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")
 

@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from tests.backward import in_backward
-from tests.laws.models import MLP
-from tests.laws.runs import Placement, cross_entropy, finalized, updater_for
-from tests.laws.several import GanStep, gan, networks, run, snapshot
+from tests.support.backward import in_backward
+from tests.support.gan import GanStep, gan, networks, run, snapshot
+from tests.support.runs import Placement, cross_entropy, finalized, updater_for
+from tests.support.workloads import MLP
 
 
 def batches(num_samples: int = 6, width: int = 3) -> ls.BatchIterator:
@@ -60,21 +60,21 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "`loss_fn` must be given for several networks, got None.",
     ),
-    "nothing": (lambda _: {"model": {}}, ValueError, "`model` must hold at least one, got an empty mapping."),
+    "nothing": (lambda _: {"model": {}}, ValueError, "`model` must hold at least one object, got an empty mapping."),
     "a number for a name": (
         lambda pair: {"model": {1: pair.nets["a"], "b": pair.nets["b"]}},
         ValueError,
-        "The names of `model` must be words without dots, got 1.",
+        "The names of `model` must be non-empty strings without dots, got 1.",
     ),
     "a path for a name": (
         lambda pair: {"model": {"a.b": pair.nets["a"], "b": pair.nets["b"]}},
         ValueError,
-        "The names of `model` must be words without dots, got 'a.b'.",
+        "The names of `model` must be non-empty strings without dots, got 'a.b'.",
     ),
     "one network twice": (
         lambda pair: {"model": {"a": pair.nets["a"], "b": pair.nets["a"]}},
         ValueError,
-        "`model` must hold different objects, got the same one as 'a' and 'b'.",
+        "`model` must hold different objects, got the same one under 'a' and 'b'.",
     ),
     "a function for a network": (
         lambda pair: {"model": {"a": pair.nets["a"], "b": len}},
@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "no main iterator": (
         lambda _: {"iterator": {"train": batches()}},
         ValueError,
-        "`iterator` must have one named 'main', got ['train'].",
+        "`iterator` must contain the name 'main', got ['train'].",
     ),
     "a shared parameter": (
         lambda pair: {"optimizer": {**pair.optimizers, "c": sgd(pair.nets["b"])}},
@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a stranger's scheduler": (
         lambda _: {"scheduler": LambdaLR(sgd(nn.Linear(1, 1)), lambda _: 1.0)},
         ValueError,
-        "`scheduler` must hold schedulers of the updater's optimizers, got 'main' of another.",
+        "`scheduler` must hold schedulers of the updater's optimizers, but 'main' is not one.",
     ),
     "a scheduler that waits for a value": (
         lambda pair: {"epoch_scheduler": [ReduceLROnPlateau(pair.optimizers["a"])]},
@@ -139,17 +139,17 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "unequal work loads for dealt samples": (
         lambda _: {"workloads": [1.0, 2.0], "split": "strided"},
         ValueError,
-        "`workloads` must be equal where samples are dealt round robin to one shard a device, got [1.0",
+        "`workloads` must be equal where samples are assigned round robin to one shard per device, got [1.0",
     ),
     "accumulation in steps": (
         lambda _: {"step_fn": GanStep(), "accumulate": 2},
         ValueError,
-        "`accumulate` must be 1 where a step function says what an update does, got 2.",
+        "`accumulate` must be 1 with a step function, got 2.",
     ),
     "another batch in steps": (
         lambda _: {"step_fn": GanStep(), "on_overflow": "next"},
         ValueError,
-        "`on_overflow` must be 'retry' or 'skip' where a step function says what an update does, got 'next'.",
+        "`on_overflow` must be 'retry' or 'skip' with a step function, got 'next'.",
     ),
 }
 

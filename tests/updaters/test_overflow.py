@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from tests.backward import in_backward
-from tests.updaters.small import updater_of
+from tests.support.backward import in_backward
+from tests.support.small_updater import updater_of
 
 
 class Overflowing:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from tests.updaters.small import updater_of
+from tests.support.small_updater import updater_of
 
 X = torch.arange(1.0, 8.0).reshape(7, 1)
 

@@ -12,17 +12,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.streams import StreamOverride, StreamOverrideError, override, shard_stream
-from tests.laws.models import (
-    ATTENTION,
-    CHECKPOINTED,
-    CONVNET,
-    NOISY,
-    RECURRENT,
-    REENTRANT,
-    TRANSFORMER,
-    Workload,
-)
-from tests.laws.runs import (
+from tests.support.runs import (
     EQUAL,
     Placement,
     cross_entropy,
@@ -31,6 +21,16 @@ from tests.laws.runs import (
     state_digest,
     train,
     updater_for,
+)
+from tests.support.workloads import (
+    ATTENTION,
+    CHECKPOINTED,
+    CONVNET,
+    NOISY,
+    RECURRENT,
+    REENTRANT,
+    TRANSFORMER,
+    Workload,
 )
 
 NUM_UPDATES = 6

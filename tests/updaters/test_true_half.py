@@ -13,10 +13,10 @@ from torch import nn
 import lockstep as ls
 from lockstep.errors import NonFiniteError
 from lockstep.precision import LossScaler, MasterWeights
-from tests.laws.half import DTYPES, TOO_HIGH, half, loss_of
-from tests.laws.models import MLP, TRANSFORMER, Workload
-from tests.laws.runs import OPTIMIZERS, PLACEMENTS, Placement, finalized, updater_for
-from tests.updaters.small import updater_of
+from tests.support.half import DTYPES, TOO_HIGH, half, loss_of
+from tests.support.runs import OPTIMIZERS, PLACEMENTS, Placement, finalized, updater_for
+from tests.support.small_updater import updater_of
+from tests.support.workloads import MLP, TRANSFORMER, Workload
 
 
 def run(work: Workload, precision: str, placement: Placement, *, updates: int = 8, **options: Any) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from lockstep.communicators.environment import (
     BRIEF as BRIEF,
     TIMEOUT as TIMEOUT,
     RunEnvironment as RunEnvironment,
+    read_environment as read_environment,
     timeout_for as timeout_for,
 )
 from lockstep.communicators.failures import AGENT as AGENT, Watch as Watch, end_with_parent as end_with_parent

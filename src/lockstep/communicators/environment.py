@@ -36,6 +36,7 @@ class RunEnvironment:
         agents: How many launchers there are, one a machine.
         agent_store: Whether a launcher keeps the store of addresses, and keeps it over restarts; otherwise
             rank 0 opens one.
+        own_gpus: Whether the launcher gives each process GPUs of its own, so that it sees no others.
     """
 
     rank: int
@@ -47,6 +48,7 @@ class RunEnvironment:
     attempt: int = 0
     agents: int = 1
     agent_store: bool = False
+    own_gpus: bool = False
 
     def variables(self) -> dict[str, str]:
         """Write it in the words of torchrun, so that whatever reads these finds its place."""
@@ -121,6 +123,10 @@ def _slurm(variables: Mapping[str, str]) -> RunEnvironment:
         _integer(variables, "SLURM_PROCID"),
         _integer(variables, "SLURM_STEP_NUM_TASKS"),
         local_rank=_integer(variables, "SLURM_LOCALID", 0),
+        local_size=tasks_of_node(
+            variables.get("SLURM_STEP_TASKS_PER_NODE", "1"), _integer(variables, "SLURM_NODEID", 0)
+        ),
+        own_gpus="SLURM_GPUS_PER_TASK" in variables,
         address=variables.get("MASTER_ADDR") or first_host(_text(variables, "SLURM_STEP_NODELIST")),
         # Below the ports that Linux gives to outgoing connections; another one for every job and step.
         port=_integer(variables, "MASTER_PORT", 12_000 + (101 * job + step) % 20_000),
@@ -136,6 +142,18 @@ def first_host(hosts: str) -> str:
     """
     numbered = re.sub(r"\[(\d+)[^]]*\]", r"\1", hosts)
     return numbered.partition(",")[0]
+
+
+def tasks_of_node(counts: str, node: int) -> int:
+    """Return the number of tasks of one node from the list that SLURM writes.
+
+    >>> [tasks_of_node("4(x2),1", node) for node in range(3)]
+    [4, 4, 1]
+    """
+    tasks: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        tasks += [int(count)] * int(times or 1)
+    return tasks[node] if node < len(tasks) else 1
 
 
 def _text(variables: Mapping[str, str], name: str) -> str:

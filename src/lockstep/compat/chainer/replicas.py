@@ -14,7 +14,7 @@ from lockstep.updaters import MAIN
 class FollowingReplicas:
     """Modules that receive the weights and buffers of another module.
 
-    They are not run; the updater makes replicas of its own. If you look at one or evaluate it, you find the
+    They do not compute, because the updater creates its own replicas. You can inspect or evaluate them: they have the
     weights of the last update.
 
     Args:
@@ -29,19 +29,22 @@ class FollowingReplicas:
     @torch.no_grad()
     def update(self) -> None:
         """Copy the parameters and buffers of the main module to the others."""
+        # Before the first batch, a lazy module has no weights to copy.
         if _has_lazy_parameters(self._main):
             return
         for module in self._modules:
+            # Loading a state gives lazy parameters their shapes.
             if _has_lazy_parameters(module):
-                module.load_state_dict(self._main.state_dict())  # which gives its parameters their shapes
+                module.load_state_dict(self._main.state_dict())
             main_tensors = dict(_tensors(self._main))
             for name, tensor in _tensors(module):
-                if name in main_tensors:  # the main module may have set a buffer to None since
+                # The main module may have set a buffer to None in the meantime.
+                if name in main_tensors:
                     tensor.copy_(main_tensors[name])
 
 
 def main_first(names: Mapping[str, object]) -> list[str]:
-    """List names with "main" first and the others in order.
+    """Return names in their order, but with "main" first.
 
     >>> main_first({"second": 1, "main": 0, "third": 2})
     ['main', 'second', 'third']
@@ -50,10 +53,10 @@ def main_first(names: Mapping[str, object]) -> list[str]:
 
 
 def check_replicas(replicas: Mapping[str, nn.Module]) -> None:
-    """Refuse modules that are not copies of one model.
+    """Check that modules are copies of one model.
 
     Args:
-        replicas: The modules by name, "main" among them.
+        replicas: The modules by name, including "main".
 
     Raises:
         ValueError: If a module differs from the main one in a module, a parameter or a buffer.
@@ -70,7 +73,7 @@ def check_replicas(replicas: Mapping[str, nn.Module]) -> None:
 
 
 def _structure(model: nn.Module) -> dict[str, str]:
-    """Describe what copies of a model have in common: modules, parameters and buffers."""
+    """Return what copies of a model have in common: the types of modules, and the formats of parameters and buffers."""
     found = {f"{name}.": type(module).__name__ for name, module in model.named_modules()}
     for name, tensor in _tensors(model):
         shape = "unknown" if is_lazy(tensor) else tuple(tensor.shape)
@@ -79,8 +82,10 @@ def _structure(model: nn.Module) -> dict[str, str]:
 
 
 def _has_lazy_parameters(model: nn.Module) -> bool:
+    """Return whether a model has parameters without a shape."""
     return any(map(is_lazy, model.parameters()))
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """List the parameters and buffers of a model by name."""
     return [*model.named_parameters(), *model.named_buffers()]

@@ -1,4 +1,4 @@
-"""Chainer's updater over several devices: gradients summed over round-robin parts of a batch."""
+"""Chainer's updater for several devices, which sums gradients over round-robin parts of a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lockstep import updaters
 from lockstep.compat.chainer.optimizers import GradientMethod, Serializer
 from lockstep.compat.chainer.replicas import FollowingReplicas, check_replicas, main_first
-from lockstep.data import Iterator, Source, collate
+from lockstep.data import BatchIterator, Iterator, MapDataset, OrderSampler, Source, collate
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
 from lockstep.updaters import MAIN, Converter, UpdateResult, by_name, look_up
@@ -22,45 +22,73 @@ Device: TypeAlias = "int | str | torch.device"
 
 
 def concat_examples(batch: Any, device: Any = None, padding: Any = None) -> Any:
-    """Stack samples into tensors; `lockstep.collate` by Chainer's name.
+    """Stack samples into tensors, under Chainer's name for `lockstep.collate`.
 
     Args:
-        batch: At least one sample.
-        device: Where to; None for where they are.
-        padding: What fills up samples of different shapes.
+        batch: The samples, at least one.
+        device: The device of the tensors; None leaves them where they are.
+        padding: The value that extends samples of different shapes to a common shape.
 
     Raises:
-        ValueError: There is no sample, or samples differ in structure, dtype or shape.
+        ValueError: If there is no sample, or samples differ in structure, dtype or shape.
     """
     return collate(batch, device, padding=padding)
 
 
-class ParallelUpdater(updaters.ParallelUpdater):
-    """Update a model by the sum of the gradients of several devices, as Chainer did.
-
-    Peculiar to Chainer, each by an option of `lockstep.ParallelUpdater`: device i of n has the samples i,
-    i + n, i + 2n …; gradients of the devices' mean losses are **summed**, so that the learning rate is to be
-    divided by the number of devices; buffers are those of the main device. An update whose gradient is not
-    finite is left out.
+def SerialIterator(  # noqa: N802 - Chainer's name
+    dataset: MapDataset,
+    batch_size: int,
+    repeat: bool = True,
+    shuffle: bool | None = None,
+    order_sampler: OrderSampler | None = None,
+) -> BatchIterator:
+    """Return a `lockstep.BatchIterator` with Chainer's arguments, whose last batch is filled up from the next epoch.
 
     Args:
-        iterator: A lockstep iterator or any source of batches it takes, or several by name.
-        optimizer: An optimizer of this module after `setup`, any of torch's together with `models`, or
-            several by name.
-        converter: Called as ``converter(samples, device)`` for the samples of each device.
-        models: Replicas of the model by name, "main" among them; by default the optimizer's target.
-        devices: Places by the same names: a name of torch's or Chainer's, a GPU's number, or -1 for the CPU.
-        loss_func: Called as ``loss_func(replica, *batch)``; a method of the model is called on its replica.
-            By default the model itself returns the loss.
-        loss_scale: The factor of the loss; by default that of the main optimizer, if it has one.
-        auto_new_epoch: Whether optimizers are told when the iterator starts an epoch.
+        dataset: The dataset, with ``len()`` and ``[index]``.
+        batch_size: The number of samples per batch, at least 1.
+        repeat: Whether epochs follow each other without end.
+        shuffle: Whether each epoch has a random order. By default it has, unless `order_sampler` is given.
+        order_sampler: Called as ``order_sampler(order, position)`` for the order of an epoch.
 
     Raises:
-        ValueError: Neither `models` nor `devices` are given, or they do not fit together.
-        KeyError: One of them has no "main".
-        TypeError: An argument is of another kind.
+        TypeError: As `lockstep.BatchIterator`.
+        ValueError: As `lockstep.BatchIterator`.
 
-    Determinism: as `lockstep.ParallelUpdater` with one shard a device: the bits depend on their number.
+    References: Chainer 7.8.1, ``chainer.iterators.SerialIterator``.
+    """
+    shuffled = order_sampler is None if shuffle is None else shuffle
+    return BatchIterator(
+        dataset, batch_size, repeat=repeat, shuffle=shuffled, order_sampler=order_sampler, last_batch="wrap"
+    )
+
+
+class ParallelUpdater(updaters.ParallelUpdater):
+    """Updates a model with the sum of the gradients of several devices, as Chainer does.
+
+    Specific to Chainer, each by an option of `lockstep.ParallelUpdater`: device i of n gets the samples i, i + n,
+    i + 2n …; the gradients of the devices' mean losses are **summed**, so that you divide the learning rate by the
+    number of devices; buffers are those of the main device. An update whose gradient is not finite is skipped.
+
+    Args:
+        iterator: A lockstep iterator or any other source of batches, or a dict of several by name.
+        optimizer: An optimizer of this package after `setup`, or any torch optimizer together with `models`, or a
+            dict of several by name.
+        converter: A function ``converter(samples, device)`` that stacks the samples of each device.
+        models: Replicas of the model by name, including "main"; by default the optimizer's target.
+        devices: The devices by the same names: a device name of torch or Chainer, the number of a GPU, or -1 for
+            the CPU.
+        loss_func: The loss function, called as ``loss_func(replica, *batch)``; a method of the model is called on
+            the replica. By default the model itself returns the loss.
+        loss_scale: The loss scale; by default that of the main optimizer, if it has one.
+        auto_new_epoch: Whether `new_epoch` of optimizers is called when the iterator starts an epoch.
+
+    Raises:
+        ValueError: If neither `models` nor `devices` are given, or they do not match.
+        KeyError: If one of them has no "main".
+        TypeError: If an argument has another type.
+
+    Determinism: as `lockstep.ParallelUpdater` with one shard per device: the bits depend on the number of devices.
 
     References: Chainer 7.8.1, ``chainer.training.updaters.ParallelUpdater``.
     """
@@ -77,13 +105,14 @@ class ParallelUpdater(updaters.ParallelUpdater):
         auto_new_epoch: bool = True,
     ) -> None:
         main = look_up(MAIN, optimizer) if isinstance(optimizer, Mapping) else optimizer
-        places = _places(devices)
-        replicas = _replicas(main, models, places)
+        named_devices = _parse_devices(devices)
+        replicas = _replicas(main, models, named_devices)
         super().__init__(
             iterator,
             optimizer,
             replicas[MAIN],
-            devices=[places[name] for name in main_first(places)],
+            # The main device first, because `buffers="first"` takes the buffers of the first shard.
+            devices=[named_devices[name] for name in main_first(named_devices)],
             loss_fn=_on_replica(loss_func, replicas.values()),
             converter=converter,
             loss_scale=_scale_of(main) if loss_scale is None else loss_scale,
@@ -103,9 +132,14 @@ class ParallelUpdater(updaters.ParallelUpdater):
         return result
 
     def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
-        """Run the second half of an update; see `lockstep.ParallelUpdater.apply_gradients`."""
+        """Run the second half of an update; see `lockstep.ParallelUpdater.apply_gradients`.
+
+        Args:
+            optimizer: The name of the optimizer to step.
+        """
         result = super().apply_gradients(optimizer)
-        if self._custom.state is None:  # within a step function the weights count once the update is complete
+        # Within a step function, the weights may still be restored: they are final when the update is complete.
+        if self._custom.state is None:
             self._following.update()
         return result
 
@@ -115,40 +149,42 @@ class ParallelUpdater(updaters.ParallelUpdater):
         self._following.update()
 
     def serialize(self, serializer: Serializer) -> None:
-        """Save everything the next update depends on, or load it.
+        """Save or load everything that the next update depends on.
 
         Args:
-            serializer: ``state.setdefault`` of a dict, empty to save, filled to load; the key is "updater".
+            serializer: A function of a key, which is "updater", and a value: ``state.setdefault`` of an empty dict to
+                save, or of a filled one to load.
 
         Raises:
-            StateError: What was loaded does not fit; nothing has been changed.
+            StateError: If the loaded state does not fit; nothing has changed then.
         """
         state = self.state_dict()
         loaded = serializer("updater", state)
+        # When saving, a serializer returns the object that it was given.
         if loaded is not state:
             self.load_state_dict(loaded)
 
 
 def _replicas(
-    optimizer: Optimizer, models: Mapping[str, nn.Module] | None, places: Mapping[str, object]
+    optimizer: Optimizer, models: Mapping[str, nn.Module] | None, devices: Mapping[str, object]
 ) -> dict[str, nn.Module]:
-    """Return the replicas by name, or only the main one where the updater is to make the others."""
+    """Return the replicas by name, or only the main one if the updater creates the others."""
     if models is not None:
-        if models.keys() != places.keys():
-            raise ValueError(f"`models` must have the names of `devices` ({sorted(places)}), got {sorted(models)}.")
+        if models.keys() != devices.keys():
+            raise ValueError(f"`models` must have the names of `devices` ({sorted(devices)}), got {sorted(models)}.")
         replicas = by_name("models", models, nn.Module, "a torch.nn.Module")
         check_replicas(replicas)
         return replicas
     if not isinstance(optimizer, GradientMethod) or optimizer.target is None:
         kind = type(optimizer).__name__
-        raise ValueError(f"`models` must be given where the optimizer has no target, got a {kind} without.")
+        raise ValueError(f"`models` must be given if the optimizer has no target, got a {kind} without one.")
     return {MAIN: optimizer.target}
 
 
-def _places(devices: Mapping[str, Device] | None) -> dict[str, str | torch.device]:
-    """Read Chainer's names of devices, "main" among them.
+def _parse_devices(devices: Mapping[str, Device] | None) -> dict[str, str | torch.device]:
+    """Return the torch devices of Chainer's devices by name, after checking that there is a "main".
 
-    >>> _places({"main": 0, "second": -1, "third": "@numpy", "fourth": "@cupy:1"})
+    >>> _parse_devices({"main": 0, "second": -1, "third": "@numpy", "fourth": "@cupy:1"})
     {'main': 'cuda:0', 'second': 'cpu', 'third': 'cpu', 'fourth': 'cuda:1'}
     """
     if devices is None:
@@ -158,6 +194,7 @@ def _places(devices: Mapping[str, Device] | None) -> dict[str, str | torch.devic
 
 
 def _device(device: Device) -> str | torch.device:
+    """Return the torch device of one of Chainer's devices."""
     if isinstance(device, int):
         return "cpu" if device < 0 else f"cuda:{device}"
     if isinstance(device, str):
@@ -166,7 +203,7 @@ def _device(device: Device) -> str | torch.device:
 
 
 def _on_replica(loss_func: Callable[..., Any] | None, models: Collection[nn.Module]) -> Callable[..., Any] | None:
-    """Return a loss function that calls a method of a given model on the replica instead; others as they are."""
+    """Return a loss function that calls a method on the replica instead of the given model; return others unchanged."""
     if not ismethod(loss_func) or not any(loss_func.__self__ is model for model in models):
         return loss_func
     name = loss_func.__name__
@@ -174,5 +211,5 @@ def _on_replica(loss_func: Callable[..., Any] | None, models: Collection[nn.Modu
 
 
 def _scale_of(optimizer: Optimizer) -> LossScale | None:
-    """Give the scale that was set on an optimizer by `loss_scaling`."""
+    """Return the scale that was set on an optimizer by `loss_scaling`, or None."""
     return optimizer.loss_scale if isinstance(optimizer, HookedOptimizer) else None

@@ -9,6 +9,11 @@ from typing import Final, TypeAlias
 
 import torch
 
+from lockstep.communicators import RunEnvironment, read_environment
+
+WITHOUT_LAUNCHER: Final = RunEnvironment(0, 1)
+"""The environment of a process that no launcher has started."""
+
 NULL_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 """A context manager without effect. It has no state, so one object serves all threads."""
 
@@ -22,8 +27,9 @@ def parse_devices(devices: Devices) -> list[torch.device]:
     Repeated names are allowed, because a device can hold several replicas.
 
     Args:
-        devices: ``"auto"`` for every GPU, or for every usable CPU core if there is no GPU; or the number of them to
-            use; or a name or a list of names. A CPU device is one core, so ``["cpu", "cpu"]`` uses two.
+        devices: ``"auto"`` for this rank's share of the machine's GPUs or, without GPUs, of the cores that this process
+            may use; or the number of devices per rank; or a name or a list of names. A CPU device is one core, so
+            ``["cpu", "cpu"]`` uses two.
 
     Raises:
         TypeError: If `devices` is none of these.
@@ -33,9 +39,9 @@ def parse_devices(devices: Devices) -> list[torch.device]:
     if isinstance(devices, bool) or not isinstance(devices, str | torch.device | int | Iterable):
         raise TypeError(f"`devices` must be names, a number or 'auto', got a {type(devices).__name__}.")
     if isinstance(devices, str) and devices == "auto":
-        return _all_devices()
+        return _devices_of_rank(read_environment(os.environ) or WITHOUT_LAUNCHER)
     if isinstance(devices, int):
-        return _first_devices(devices)
+        return _first_devices(devices, read_environment(os.environ) or WITHOUT_LAUNCHER)
     names = [devices] if isinstance(devices, str | torch.device) else list(devices)
     if not names:
         raise ValueError("`devices` must name at least one device, got none.")
@@ -55,19 +61,46 @@ def parse_device(device: str | torch.device, argument: str) -> torch.device:
     return torch.device("meta") if str(device) == "meta" else _parse(device, f"`{argument}` must be one of the")
 
 
-def _all_devices() -> list[torch.device]:
+def _devices_of_rank(environment: RunEnvironment) -> list[torch.device]:
+    """Return this rank's share of the machine's GPUs or cores, and at least one core."""
     if torch.cuda.is_available():
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [torch.device("cpu")] * _usable_cores()
+        return [torch.device("cuda", index) for index in _gpus_of(environment, torch.cuda.device_count())]
+    cores = len(_share_of(range(_usable_cores()), environment))
+    return [torch.device("cpu")] * max(1, cores)
 
 
-def _first_devices(count: int) -> list[torch.device]:
-    """Return the first GPUs, or that many CPU devices, which share the cores if there are fewer cores."""
+def _first_devices(count: int, environment: RunEnvironment) -> list[torch.device]:
+    """Return the first GPUs of this rank, or that many CPU devices, which share the cores if there are fewer cores."""
     if count < 1:
         raise ValueError(f"`devices` must be at least 1, got {count}.")
     if not torch.cuda.is_available():
         return [torch.device("cpu")] * count
-    return [_parse(f"cuda:{index}") for index in range(count)]
+    gpus = _gpus_of(environment, torch.cuda.device_count())
+    if count > len(gpus):
+        share = "" if environment.local_size == 1 else f" for each of its {environment.local_size} ranks"
+        raise ValueError(f"`devices` must be at most {len(gpus)}, the GPUs that this machine has{share}, got {count}.")
+    return [torch.device("cuda", index) for index in gpus[:count]]
+
+
+def _gpus_of(environment: RunEnvironment, count: int) -> range:
+    """Return the indices of the GPUs that belong to this rank.
+
+    If a launcher has restricted the GPUs that this rank can see, all of them belong to it. This is the case if it sees
+    fewer GPUs than there are ranks on the machine, or if SLURM assigns GPUs to each task.
+    """
+    if count < environment.local_size or environment.own_gpus:
+        return range(count)
+    return _share_of(range(count), environment)
+
+
+def _share_of(indices: range, environment: RunEnvironment) -> range:
+    """Cut a range into one part per rank of the machine, as equal as possible, and return the part of this rank.
+
+    >>> [_share_of(range(7), RunEnvironment(rank, 3, rank, 3)) for rank in range(3)]
+    [range(0, 2), range(2, 4), range(4, 7)]
+    """
+    rank, size = environment.local_rank, environment.local_size
+    return indices[len(indices) * rank // size : len(indices) * (rank + 1) // size]
 
 
 def _usable_cores() -> int:

@@ -1,4 +1,4 @@
-"""Compute this process's share of an update: from shards to partial sums."""
+"""Compute the part of an update that belongs to this process: from shards to partial sums."""
 
 from lockstep.updaters.compute.device_timer import DeviceTimer as DeviceTimer
 from lockstep.updaters.compute.layout import ModelLayout as ModelLayout

@@ -1,7 +1,7 @@
-"""From the partial sums of this process to the sum over all ranks."""
+"""Combine the partial sums of this process with those of the other ranks."""
 
 from lockstep.updaters.ranks.consistency import (
-    Differing as Differing,
+    OnMismatch as OnMismatch,
     RankConsistency as RankConsistency,
     describe_run as describe_run,
 )

@@ -16,8 +16,8 @@ from lockstep.updaters.setup.names import (
     named_schedulers as named_schedulers,
 )
 from lockstep.updaters.setup.networks import (
-    Arrangement as Arrangement,
-    arrange as arrange,
+    NetworkSet as NetworkSet,
     check_unnamed as check_unnamed,
+    parse_networks as parse_networks,
 )
 from lockstep.updaters.setup.recipe import OnOverflow as OnOverflow, Recipe as Recipe, check_choice as check_choice

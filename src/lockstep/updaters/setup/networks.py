@@ -14,58 +14,62 @@ from lockstep.updaters.setup.names import MAIN, by_name
 
 
 class Networks(nn.Module):
-    """Several networks by name, so that they are copied, watched and shared as one.
+    """Several networks by name in one module, so that they are copied, observed and shared together.
 
     Args:
-        networks: By name.
+        networks: The networks by name.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        # Not `add_module`: a network may be called "train" or "type".
+        # Not `add_module`, which refuses names such as "train" and "type" that are attributes of modules.
         self._modules.update(networks)
 
     @property
     def by_name(self) -> dict[str, nn.Module]:
-        """The networks, in a new dict."""
+        """The networks by name, in a new dict."""
         return {name: network for name, network in self._modules.items() if network is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class NamedLoss:
-    """Call a loss function with a dict of replicas by name."""
+    """Calls a loss function with a dict of replicas by name."""
 
     loss_fn: LossFunction
 
     def __call__(self, model: Networks, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
-        """Return what the loss function does."""
+        """Return what the loss function returns."""
         return self.loss_fn(model.by_name, *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
+class NetworkSet:
     """The networks to train, by name.
 
     Attributes:
-        networks: The networks by name; a single one is called "main".
+        modules: The networks by name; a single one is called "main".
         several: Whether loss functions receive a dict of the networks instead of one network.
     """
 
-    networks: dict[str, nn.Module]
+    modules: dict[str, nn.Module]
     several: bool
 
     @property
     def module(self) -> nn.Module:
         """The networks as one module."""
-        return Networks(self.networks) if self.several else self.networks[MAIN]
+        return Networks(self.modules) if self.several else self.modules[MAIN]
 
     def loss_fn(self, loss_fn: LossFunction) -> LossFunction:
-        """Convert a loss function that you gave to one that receives `module`."""
+        """Convert a loss function of the user to one that receives `module`.
+
+        Args:
+            loss_fn: Called with one network, or with a dict of several by name.
+        """
         return NamedLoss(loss_fn) if self.several else loss_fn
 
 
-def arrange(model: object, models: object) -> Arrangement:
-    """Read the arguments `model` and `models`, exactly one of which must be given.
+def parse_networks(model: object, models: object) -> NetworkSet:
+    """Parse the arguments `model` and `models`, exactly one of which must be given.
 
     Args:
         model: One module, or several by name.
@@ -78,11 +82,15 @@ def arrange(model: object, models: object) -> Arrangement:
         raise TypeError("Either `model` or `models` must be given, got " + ("none." if model is None else "both."))
     given, argument = (models, "models") if model is None else (model, "model")
     networks = by_name(argument, given, nn.Module, "a torch.nn.Module")
-    return Arrangement(networks, several=networks.keys() != {MAIN})
+    return NetworkSet(networks, several=networks.keys() != {MAIN})
 
 
 def check_unnamed(devices: object, workloads: object) -> None:
-    """Refuse devices and workloads by name.
+    """Check that devices and workloads are not given by name.
+
+    Args:
+        devices: The argument of the updater.
+        workloads: The argument of the updater.
 
     Raises:
         TypeError: If one of them is a mapping.

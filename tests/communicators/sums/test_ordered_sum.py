@@ -1,0 +1,304 @@
+"""The ordered sum over ranks has the bits of one process, however shards, buckets and ranks lie."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep import Communicator, digest
+from lockstep.communicators import Contribution, PendingSum, ProcessCommunicator
+from lockstep.communicators.failures.watch import Watch
+from lockstep.communicators.sums.planning import Sizes
+from lockstep.errors import OrderError
+from lockstep.tree import PartialSum, ShardSum, Tensors, total
+from tests.support.ranks import run_on_ranks
+
+CASES = 24
+SIZES = [Sizes(), Sizes(slice=4096, direct=512, whole=0), Sizes(slice=512, direct=10**9, whole=0)]
+"""The usual cuts; many buckets, with pieces sent from where they lie; many buckets of copied pieces."""
+
+SHAPES = [(900,), (3, 5), (40, 30), (0,), (7,), (2, 3, 4, 5), (1,)]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def leaf(case: int, shard: int) -> Tensors:
+    """The tensors of one shard, of which some are absent and some lie transposed in memory."""
+    rng = random.Random(1000 * case + shard)  # noqa: S311 - no secret
+    generator = torch.Generator().manual_seed(1000 * case + shard)
+    tensors: Tensors = []
+    for index, shape in enumerate(SHAPES):
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        values *= 2.0 ** torch.randint(-8, 8, shape, generator=generator)
+        values = values.to(DTYPES[(case + index) % 3 if case % 4 == 0 else 0])
+        if index == 2 and case % 3 == 0:
+            values = values.t().contiguous().t()
+        absent = case % 2 == 1 and (index == 4 or rng.random() < 0.3)
+        tensors.append(None if absent else values)
+    return tensors
+
+
+def layout(case: int, size: int) -> tuple[int, list[int], set[int]]:
+    """How many shards a case has, where they are cut over ranks, and which of them take no part."""
+    rng = random.Random(case)  # noqa: S311 - no secret
+    num_shards = rng.randint(1, 20)
+    cuts = sorted(rng.randint(0, num_shards) for _ in range(size - 1))
+    absent = {shard for shard in range(1, num_shards) if case % 3 == 2 and rng.random() < 0.2}
+    return num_shards, [0, *cuts, num_shards], absent
+
+
+def shard_sum(case: int, start: int, stop: int, absent: set[int]) -> ShardSum:
+    place = ShardSum(first=start)
+    for shard in range(start, stop):
+        if shard not in absent:
+            place.push(shard, leaf(case, shard))
+    return place
+
+
+def one_process(case: int, size: int, divisor: float) -> Tensors:
+    """The specification."""
+    num_shards, _, absent = layout(case, size)
+    summed = total(shard_sum(case, 0, num_shards, absent).partials)
+    return [tensor if tensor is None else tensor / divisor for tensor in summed]
+
+
+def alike(left: Tensors, right: Tensors) -> bool:
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def sum_cases(communicator: ProcessCommunicator) -> list[str]:
+    """Sum every case in every way; give those that came out differently."""
+    wrong = []
+    for case in range(CASES):
+        _, cuts, absent = layout(case, communicator.size)
+        like = [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in full_leaf(case)]
+        divisor = 3.0 if case % 2 else 1.0
+        expected = one_process(case, communicator.size, divisor)
+        for sizes in SIZES:
+            communicator._sizes = sizes
+            partials = [
+                shard_sum(case, cuts[rank], cuts[rank + 1], absent).partials for rank in range(communicator.size)
+            ]
+            contributions = [Contribution.of(each) for each in partials]
+            mine = partials[communicator.rank]
+            if case // 2 % 2:
+                got = communicator.sum_partials(mine, contributions, like, divisor=divisor)
+            else:
+                got = piecemeal(communicator.begin_sum(contributions, like, divisor=divisor), mine, len(like))
+            if not alike(got, expected):
+                wrong.append(f"case {case}, {sizes}")
+    return wrong
+
+
+def piecemeal(pending: PendingSum, partials: list[PartialSum], num_tensors: int) -> Tensors:
+    """Bring tensors one by one, each in its time."""
+    for index in reversed(range(num_tensors)):
+        pending.bring(index, [each.tensors[index] for each in partials])
+        if index % 3 == 0:
+            time.sleep(0.0005)
+    return pending.finish()
+
+
+def full_leaf(case: int) -> list[torch.Tensor]:
+    """Tensors as a case has them, none absent."""
+    dtypes = [DTYPES[(case + index) % 3 if case % 4 == 0 else 0] for index in range(len(SHAPES))]
+    return [torch.empty(shape, dtype=dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
+
+
+def value_of(rank: int) -> torch.Tensor:
+    return torch.randn(5000, generator=torch.Generator().manual_seed(rank))
+
+
+def orders(communicator: Communicator) -> dict[str, bool]:
+    """Add up one tensor of each rank in three orders; tell which have the tree's bits."""
+    every = [value_of(rank) for rank in range(communicator.size)]
+    (expected,) = total([PartialSum(rank, [value.clone()]) for rank, value in enumerate(every)])
+    ordered, unordered = value_of(communicator.rank), value_of(communicator.rank)
+    communicator.all_reduce([ordered])
+    communicator.all_reduce([unordered], ordered=False)
+    folded = every[0].clone()
+    for value in every[1:]:
+        folded += value
+    values = {"ordered": ordered, "unordered": unordered, "left fold": folded}
+    return {name: torch.equal(value, expected) for name, value in values.items()}
+
+
+def count_bytes(communicator: ProcessCommunicator, nodes: int, size: int) -> int:
+    """Sum one tensor of which each rank has so many partial sums; give what this rank has sent for it."""
+    first = nodes * communicator.rank
+    contributions = [
+        Contribution(tuple(range(nodes * rank, nodes * (rank + 1))), (1,) * nodes) for rank in range(communicator.size)
+    ]
+    partials = [PartialSum(first + node, [torch.ones(size)]) for node in range(nodes)]
+    before = communicator.bytes_sent
+    piecemeal(communicator.begin_sum(contributions, [torch.empty(size)]), partials, 1)
+    return communicator.bytes_sent - before
+
+
+def start_early(communicator: ProcessCommunicator) -> bool:
+    """Bring one of two tensors; tell whether it is on its way before the other has been brought."""
+    if communicator.size == 1:
+        return False
+    share = 8192 // communicator.size  # so that each tensor is a bucket
+    communicator._sizes = Sizes(slice=4 * share, direct=512, whole=0)
+    length = 3000 if communicator.size > 2 else 100_000  # two ranks send longer ones alone
+    contributions = [Contribution((rank,), (0b11,)) for rank in range(communicator.size)]
+    pending = communicator.begin_sum(contributions, [torch.empty(length), torch.empty(length)])
+    before = communicator.bytes_sent
+    pending.bring(1, [torch.ones(length)])
+    deadline = time.monotonic() + 30
+    while communicator.bytes_sent == before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    early = communicator.bytes_sent > before
+    pending.bring(0, [torch.ones(length)])
+    return early and all(bool((tensor == communicator.size).all()) for tensor in pending.finish())
+
+
+def give_up(communicator: ProcessCommunicator) -> list[str]:
+    """Announce more than rank 0 then has; give what it is told, and what a sum gives afterwards."""
+    like = [torch.empty(600), torch.empty(2)]
+    contributions = [Contribution((rank,), (0b11,)) for rank in range(communicator.size)]
+    pending = communicator.begin_sum(contributions, like)
+    pending.bring(1, [torch.ones(2)])
+    told = []
+    if communicator.rank == 0:
+        for act in (
+            pending.finish,
+            lambda: pending.bring(1, [torch.ones(2)]),
+            lambda: pending.bring(0, [None]),
+        ):
+            with pytest.raises(OrderError) as error:
+                act()
+            told.append(str(error.value))
+        pending.abandon()
+    else:
+        pending.bring(0, [torch.ones(600)])
+        pending.finish()
+    value = torch.ones(1)
+    communicator.all_reduce([value])
+    return [*told, str(value.item())]
+
+
+ROUNDING = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+def compress(group: dist.ProcessGroup) -> dict[str, tuple[float, list[str], float]]:
+    """Sum with each compression, added up by owners and by all.
+
+    Gives the largest error as a share of the bound, digests of the sums, and the share of the usual bytes.
+    """
+    every = [value_of(rank) for rank in range(group.size())]
+    exact = sum(value.double() for value in every) / 3.0
+    magnitude = sum(value.double().abs() for value in every) / 3.0 + exact.abs()
+    found = {}
+    for name, rounding in ROUNDING.items():
+        plain = ProcessCommunicator(group, watch=Watch())
+        communicator = ProcessCommunicator(group, compression=name, watch=Watch())
+        share, digests = 0.0, []
+        for sizes in SIZES:
+            for each in (plain, communicator):
+                each._sizes = sizes
+                contributions = [Contribution((rank,), (1,)) for rank in range(group.size())]
+                mine = [PartialSum(group.rank(), [value_of(group.rank())])]
+                (got,) = each.sum_partials(mine, contributions, [torch.empty(5000)], divisor=3.0)
+            share = max(share, ((got - exact).abs() / (rounding * 1.01 * magnitude)).max().item())
+            digests.append(digest(got))
+        sent = communicator.bytes_sent / max(plain.bytes_sent, 1)
+        found[name] = (share, digests, sent)
+    return found
+
+
+LARGEST = 6
+NUM_ELEMENTS = 2**20
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank of a group of some size saw."""
+
+    wrong: list[str]
+    orders: dict[str, bool]
+    sent: dict[int, int]
+    told: list[str]
+    compressed: dict[str, tuple[float, list[str], float]]
+    early: bool
+
+
+def look(communicator: ProcessCommunicator) -> dict[int, Seen]:
+    """Do everything in groups of 1, 2, ... ranks; starting processes is what takes long."""
+    seen = {}
+    for size in range(1, LARGEST + 1):
+        group = dist.new_group(list(range(size)))
+        if communicator.rank < size:
+            part = ProcessCommunicator(group, watch=Watch())
+            sent = {nodes: count_bytes(part, nodes, NUM_ELEMENTS) for nodes in (1, 2)}
+            seen[size] = Seen(sum_cases(part), orders(part), sent, give_up(part), compress(group), start_early(part))
+        communicator.barrier()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[int, list[Seen]]:
+    """What each rank saw, by the size of the group."""
+    ranks = run_on_ranks(look, LARGEST)
+    return {size: [ranks[rank][size] for rank in range(size)] for size in range(1, LARGEST + 1)}
+
+
+@pytest.mark.parametrize("size", range(1, LARGEST + 1))
+def test_any_layout_over_ranks_has_the_bits_of_one_process(seen: dict[int, list[Seen]], size: int) -> None:
+    assert [rank.wrong for rank in seen[size]] == [[]] * size
+
+
+@pytest.mark.parametrize("size", range(2, LARGEST + 1))
+@pytest.mark.parametrize("name", ROUNDING)
+def test_compression_halves_the_bytes_within_its_error_and_all_ranks_agree(
+    seen: dict[int, list[Seen]], size: int, name: str
+) -> None:
+    share, _, sent = seen[size][0].compressed[name]
+    assert 0.05 < share <= 1.0
+    assert sent == pytest.approx(0.5, rel=0.03)  # a scale for each message
+    assert len({tuple(rank.compressed[name][1]) for rank in seen[size]}) == 1
+
+
+@pytest.mark.parametrize("size", range(2, LARGEST + 1))
+def test_a_bucket_is_sent_before_the_next_has_been_made(seen: dict[int, list[Seen]], size: int) -> None:
+    assert all(rank.early for rank in seen[size])
+
+
+@pytest.mark.parametrize("size", range(1, LARGEST + 1))
+def test_a_rank_that_gives_up_holds_nobody_up(seen: dict[int, list[Seen]], size: int) -> None:
+    assert seen[size][0].told == [
+        "Everything announced must be brought before `finish`, but tensor 0 was not.",
+        "`bring` must get what was announced, once, but a part of tensor 1 is not awaited.",
+        "`bring` must get what was announced, once, but a part of tensor 0 is missing.",
+        str(float(size)),
+    ]
+    assert all(rank.told == [str(float(size))] for rank in seen[size][1:])
+
+
+def test_two_ranks_may_add_in_any_order(seen: dict[int, list[Seen]]) -> None:
+    assert [rank.orders for rank in seen[2]] == [{"ordered": True, "unordered": True, "left fold": True}] * 2
+
+
+@pytest.mark.parametrize("size", [3, 4, 5, 6])
+def test_the_law_is_not_empty_other_orders_give_other_bits(seen: dict[int, list[Seen]], size: int) -> None:
+    # A left fold over three is the tree.
+    expected = {"ordered": True, "unordered": False, "left fold": size == 3}
+    assert [rank.orders for rank in seen[size]] == [expected] * size
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_bytes_sent_are_those_of_a_ring_where_each_rank_has_one_node(
+    seen: dict[int, list[Seen]], size: int, nodes: int
+) -> None:
+    ring = 2 * (size - 1) / size * NUM_ELEMENTS * 4
+    for rank in seen[size]:
+        assert rank.sent[nodes] == pytest.approx((nodes + 1) / 2 * ring, rel=1e-3)  # slices differ by 64

@@ -1,0 +1,103 @@
+"""Sums of buffers that nobody reads are those that the host knows, to the bit, wherever shards ran."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch import nn
+
+import lockstep as ls
+from lockstep.replicas.buffers.buffer_refs import buffer_refs
+from lockstep.replicas.buffers.buffer_sums import BufferSum
+from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, create_packs
+from lockstep.replicas.buffers.replica_buffers import AnyBufferSum, combine_buffers
+from lockstep.tree import Tensors
+from tests.support.reads import Reads
+
+FORMATS = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool)
+WEIGHTS = (3, 3, 2, 2, 2)
+"""Of five shards."""
+
+
+def model_of() -> nn.Module:
+    """Hold two buffers of each format, one of them with a NaN where it can be."""
+    model = nn.Module()
+    draw = torch.Generator().manual_seed(0)
+    for dtype in FORMATS:
+        for shape in ((3,), (), (2, 2)):
+            start = torch.randn(shape, generator=draw, dtype=torch.float64).mul(4).to(dtype)
+            model.register_buffer(f"{str(dtype).replace('.', '_')}_{len(shape)}", start)
+    model.register_buffer("nan", torch.tensor([0.1, float("nan"), -0.0]))
+    return model
+
+
+def left_by(shard: int, starts: Tensors, changes: list[list[bool]]) -> Tensors:
+    """Give what a shard leaves: other numbers, the same ones, or nothing."""
+    draw = torch.Generator().manual_seed(shard + 1)
+    left: Tensors = []
+    for index, start in enumerate(starts):
+        assert start is not None
+        if not changes[shard][index % len(changes[shard])]:
+            left.append(None if index % 2 else start.clone())
+        else:
+            step = torch.randn(start.shape, generator=draw, dtype=torch.float64)
+            left.append((start + 3 * step.to(start.device)).to(start.dtype))
+    return left
+
+
+def combined(kind: str, changes: list[list[bool]], cut: int, *, mean: bool, device: str = "cpu") -> tuple[str, int]:
+    """Sum up shards in two places, name the buffers that come of it, and count what is read."""
+    model = model_of().to(device)
+    slots = buffer_refs(model)
+    starts: Tensors = [slot.get() for slot in slots]
+    sums: list[AnyBufferSum] = []
+    with Reads() as reads:
+        for run in (range(cut), range(cut, len(WEIGHTS))):
+            place: AnyBufferSum = BufferSum.empty(run.start, len(slots))
+            if kind != "known":
+                place = DeferredBufferSum.empty(run.start, starts, create_packs(starts))
+            for shard in run:
+                place.add(shard, left_by(shard, starts, changes), starts, WEIGHTS[shard], mean=mean)
+            sums.append(place.resolve() if kind == "read" else place)
+        combine_buffers(sums, slots, weight=sum(WEIGHTS))
+    return ls.digest(model), reads.count
+
+
+changes = st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=5, max_size=5)
+
+
+@settings(deadline=None, max_examples=40)  # the first one imports what torch needs
+@given(changes=changes, cut=st.integers(1, 4), mean=st.booleans())
+def test_packed_or_known_or_read_they_are_the_same(changes: list[list[bool]], cut: int, mean: bool) -> None:
+    known, _ = combined("known", changes, cut, mean=mean)
+    packed, reads = combined("packed", changes, cut, mean=mean)
+    assert packed == known
+    assert reads == 0
+    assert combined("read", changes, cut, mean=mean) == (known, 2)  # once a place
+    moved = any(any(each) for each in changes)
+    assert (known != ls.digest(model_of())) == moved
+
+
+@pytest.mark.parametrize("kind", ["known", "packed"])
+def test_a_flag_on_the_device_leaves_them_as_they_are(kind: str) -> None:
+    model = model_of()
+    slots = buffer_refs(model)
+    starts: Tensors = [slot.get() for slot in slots]
+    for flag, stays in ((1.0, True), (0.0, False)):
+        place: AnyBufferSum = BufferSum.empty(0, len(slots))
+        if kind == "packed":
+            place = DeferredBufferSum.empty(0, starts, create_packs(starts))
+        place.add(0, left_by(0, starts, [[True]]), starts, 1, mean=True)
+        combine_buffers([place], slots, weight=1, unless=torch.tensor(flag))
+        assert (ls.digest(model) == ls.digest(model_of())) == stays
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_are_those_of_a_cpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    changes = [[True, False, True, True], [False] * 4, [True] * 4, [False, True, False, False], [True] * 4]
+    on_cpu, _ = combined("known", changes, 2, mean=True)
+    on_gpu, _ = combined("packed", changes, 2, mean=True, device="cuda:0")
+    assert on_gpu == on_cpu

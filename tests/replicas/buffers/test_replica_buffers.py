@@ -1,0 +1,261 @@
+"""The rule of buffers: every shard starts from the same ones, and what becomes of them is combined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.replicas.buffers.replica_buffers import BufferRule
+from tests.support.small_updater import Changing, updater_of
+
+
+def shards_of(x: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, ...]:
+    return torch.tensor_split(x, num_shards)
+
+
+def one_update(
+    model: nn.Module, x: torch.Tensor, *, num_shards: int, devices: int = 2, buffers: BufferRule = "mean"
+) -> nn.Module:
+    with updater_of(model, devices=devices, num_shards=num_shards, buffers=buffers) as updater:
+        updater.compute_gradients(x)
+        updater.apply_gradients()
+    return model
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_running_statistics_become_the_mean_over_shards(devices: int) -> None:
+    x = torch.randn(12, 4, dtype=torch.float64)
+    model = one_update(nn.BatchNorm1d(4).double(), x, num_shards=3, devices=devices)
+    means, variances = [], []
+    for part in shards_of(x, 3):
+        alone = nn.BatchNorm1d(4).double()
+        alone(part)
+        means.append(alone.running_mean)
+        variances.append(alone.running_var)
+    # Same numbers, added and divided in another order.
+    torch.testing.assert_close(model.running_mean, sum(means) / 3, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(model.running_var, sum(variances) / 3, rtol=1e-14, atol=1e-14)
+    assert model.num_batches_tracked == 1
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_a_single_shard_leaves_the_bits_of_a_plain_forward() -> None:
+    x = torch.randn(9, 4)
+    alone = nn.BatchNorm1d(4)
+    alone(x)
+    model = one_update(nn.BatchNorm1d(4), x, num_shards=1)
+    assert torch.equal(model.running_mean, alone.running_mean)
+    assert torch.equal(model.running_var, alone.running_var)
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_by_the_rule_first_the_first_shard_alone_counts() -> None:
+    x = torch.randn(9, 4)
+    alone = nn.BatchNorm1d(4)
+    alone(x[:3])
+    model = one_update(nn.BatchNorm1d(4), x, num_shards=3, buffers="first")
+    assert torch.equal(model.running_mean, alone.running_mean)
+
+
+@pytest.mark.parametrize("how", ["in place", "rebound", "past the version counter"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_however_a_forward_writes_a_buffer_every_shard_starts_from_the_same(how: str, devices: int) -> None:
+    x = torch.tensor([[1.0], [2.0], [4.0], [9.0]])
+    model = one_update(Changing(how), x, num_shards=4, devices=devices)
+    # Each shard adds its input to 10.0 and counts from 5: were it to see another's, it would be more.
+    assert model.total.item() == 10.0 + (1.0 + 2.0 + 4.0 + 9.0) / 4
+    assert model.count.item() == 6
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_shard_that_leaves_a_buffer_alone_counts_with_the_old_value(devices: int) -> None:
+    x = torch.tensor([[1.0], [-2.0], [-4.0], [9.0]])
+    model = one_update(Changing("in place", only_positive=True), x, num_shards=4, devices=devices)
+    assert model.total.item() == 10.0 + (1.0 + 0.0 + 0.0 + 9.0) / 4
+
+
+def test_an_untouched_buffer_keeps_its_bits() -> None:
+    model = Changing("in place")
+    model.register_buffer("table", torch.tensor([0.1, 0.7, float("nan"), -0.0]))
+    before = model.table.clone()
+    one_update(model, torch.ones(7, 1), num_shards=3)
+    assert torch.equal(model.table.view(torch.int32), before.view(torch.int32))
+
+
+class Walking(nn.Module):
+    """Adds its inputs to buffers of all formats, in some shards to none, and to one buffer in none."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.pattern = pattern
+        draw = torch.Generator().manual_seed(1)
+        for dtype in FORMATS:
+            start = torch.randn(3, generator=draw, dtype=torch.float64).mul(8).to(dtype)
+            self.register_buffer(str(dtype).replace(".", "_"), start)
+        self.register_buffer("scalar", torch.tensor(0.1))
+        self.register_buffer("table", torch.tensor([0.1, float("nan"), -0.0, float("-inf")]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.pattern[int(x[0, 0])] == "1":
+            for buffer in self.buffers():
+                if buffer is not self.table:
+                    buffer.copy_((buffer + (1.0 + x.sum()) / 7).to(buffer.dtype))
+        return (self.weight * x).mean()
+
+
+FORMATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+FORMATS += (torch.int64, torch.uint8, torch.bool)
+
+
+@pytest.mark.parametrize("rule", ["mean", "first"])
+@pytest.mark.parametrize("pattern", ["11111", "00000", "10000", "00001", "01011", "00110"])
+def test_on_a_device_that_nobody_reads_buffers_become_the_same(pattern: str, rule: BufferRule) -> None:
+    x = torch.arange(5.0).repeat_interleave(torch.tensor([3, 3, 3, 2, 2]))[:, None]
+    found = set()
+    for fused in (False, True):
+        for devices in (1, 2, 3):
+            model = Walking(pattern)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=fused)
+            with updater_of(
+                model,
+                x,
+                optimizer=optimizer,
+                devices=devices,
+                num_shards=5,
+                batch_size=13,
+                buffers=rule,
+                on_overflow="skip",
+            ) as updater:
+                assert (updater.why_it_waits is None) == fused
+                updater.update()
+            found.add(ls.digest(dict(model.named_buffers())))
+    assert len(found) == 1
+    start = Walking(pattern)
+    changed = [not same_bits(model.get_buffer(name), buffer) for name, buffer in start.named_buffers()]
+    assert any(changed) == ("1" in pattern)
+    assert same_bits(model.table, start.table)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return ls.digest({"": left}) == ls.digest({"": right})
+
+
+def test_a_buffer_whose_sign_alone_changes_has_changed() -> None:
+    class Flipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+            self.register_buffer("zero", torch.zeros(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.zero.neg_()
+            return (self.weight * x).mean()
+
+    model = one_update(Flipping(), torch.ones(4, 1), num_shards=2)
+    assert model.zero.signbit().all()
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_tensor_of_another_format_becomes_one_of_the_buffers(unread: bool) -> None:
+    class Widening(Changing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = (self.weight * x).mean()
+            self.total = self.total.double() + x.sum().double()
+            self.count = self.count.float() + 1.0
+            return loss
+
+    x = torch.tensor([[1.0], [2.0], [4.0], [9.0]])
+    model = Widening("rebound")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    on_overflow = "skip" if unread else "retry"
+    with updater_of(model, x, optimizer=optimizer, num_shards=4, on_overflow=on_overflow) as updater:
+        assert (updater.why_it_waits is None) == unread
+        updater.update()
+    assert (model.total.dtype, model.total.item()) == (torch.float32, 14.0)
+    assert (model.count.dtype, model.count.item()) == (torch.int64, 6)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [torch.ones(1).expand(3), torch.ones(3).to(torch.float8_e4m3fn), torch._neg_view(-torch.ones(3))],
+    ids=["expanded", "float8", "negated"],
+)
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_buffer_that_cannot_be_packed_is_looked_at_and_named(odd: torch.Tensor, devices: int) -> None:
+    model = Changing("in place")
+    model.register_buffer("odd", odd)
+    x = torch.tensor([[1.0], [2.0], [4.0], [9.0]])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    with updater_of(model, x, optimizer=optimizer, devices=devices, num_shards=4, on_overflow="skip") as updater:
+        assert updater.update().applied
+        assert updater.why_it_waits == "the buffer 'odd' is not a plain dense tensor"
+    assert (model.total.item(), model.count.item()) == (14.0, 6)
+    assert torch.equal(model.odd.float(), torch.ones(3))
+
+
+class Caching(nn.Module):
+    """Fills a buffer that was None, as caches do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("cache", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.cache is None:
+            self.cache = x.detach().clone()
+        return (self.weight * x * self.cache.mean()).mean()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_a_buffer_that_is_none_is_none_for_every_shard(devices: int) -> None:
+    x = torch.arange(1.0, 7.0).reshape(6, 1)
+    model = one_update(Caching(), x, num_shards=6, devices=devices)
+    assert model.cache is None
+    assert model.weight.grad.item() == (x**2).mean().item()
+
+
+class Growing(nn.Module):
+    """Puts a tensor of another shape into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.zeros(0, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x])
+        return (self.weight * x).mean()
+
+
+def test_a_buffer_that_changes_its_shape_is_refused_before_anything_has_moved() -> None:
+    model = Growing()
+    with updater_of(model, devices=2, num_shards=2) as updater:
+        with pytest.raises(ValueError, match=r"keep the shapes of its buffers, got \(2, 1\) for 'seen'"):
+            updater.compute_gradients(torch.ones(4, 1))
+        assert model.weight.item() == 1.0
+        assert model.seen.shape == (0, 1)
+
+
+class Twice(nn.Module):
+    """Holds one buffer under two names and rebinds the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.register_buffer("first", torch.ones(1))
+        self.register_buffer("second", self.first)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = (self.weight * x * self.second).mean()
+        self.second = self.second + 1.0
+        return loss
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_every_name_of_a_shared_buffer_is_put_back(devices: int) -> None:
+    model = one_update(Twice(), torch.ones(3, 1), num_shards=3, devices=devices)
+    assert model.weight.grad.item() == 1.0

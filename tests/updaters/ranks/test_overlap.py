@@ -1,0 +1,197 @@
+"""Gradients sent during backward: the bits of one process, whatever ranks have instead of the prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.updaters.compute import speeds
+from lockstep.updaters.compute.speeds import TIMED_ATTEMPTS, UNTIMED_ATTEMPTS
+from lockstep.updaters.ranks import rank_sum
+from lockstep.updaters.ranks.overlap import REPEATS_BEFORE_PREDICTION, Overlap
+from tests.support.backward import in_backward
+from tests.support.runs import finalized, state_digest
+
+FIRST = REPEATS_BEFORE_PREDICTION
+"""The first update, counted from 0, whose gradients are sent early."""
+TIMED_FIRST = UNTIMED_ATTEMPTS + TIMED_ATTEMPTS + 2
+"""The same where ranks are timed: one after they have adopted what they measured."""
+DISTURBED = FIRST + 2
+"""The update in which something else happens."""
+NUM_UPDATES = FIRST + 5
+TIMED_AGAIN = 2 * (TIMED_FIRST - 1) - 1
+"""The update at whose meeting the ranks agree to be timed again, where that is after twice as many."""
+BATCH_SIZE = 12
+OPENING = DISTURBED % 2 * BATCH_SIZE
+"""The first sample of the disturbed update's batch, in the first shard of the first rank."""
+MARKED = OPENING + BATCH_SIZE - 1
+"""The last one, in the last shard of the last rank."""
+
+
+class Net(nn.Module):
+    """Too many parameters to ride with a message, and a layer that is used now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 600)
+        self.middle = nn.Linear(600, 600)
+        self.spare = nn.Linear(600, 600)
+        self.last = nn.Linear(600, 3)
+
+    def forward(self, x: torch.Tensor, way: str = "plain") -> torch.Tensor:
+        hidden = torch.relu(self.first(x))
+        if way == "reentrant":  # backward inside of backward, twice for the same parameters
+            for _ in range(2):
+                hidden = checkpoint(self.middle, hidden, use_reentrant=True)
+        else:
+            hidden = self.middle(hidden)
+        if way == "spare":
+            hidden = self.spare(hidden)
+        return self.last(torch.relu(hidden))
+
+
+def boom(_: torch.Tensor) -> None:
+    raise ValueError("boom in backward")
+
+
+class Disturbed:
+    """A loss function that does something else in one update, in the shard that has the marked sample."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.update = 0
+        self.calls = 0
+
+    def __call__(self, model: Any, x: torch.Tensor, samples: torch.Tensor) -> Any:
+        sample = OPENING if self.what == "spare, in an earlier shard" else MARKED
+        marked = self.update == DISTURBED and bool((samples == sample).any())
+        self.calls += marked
+        way = self.what.partition(",")[0] if marked else "plain"
+        out = model(x, way)
+        if marked and self.what == "raise":
+            out = in_backward(out, boom)
+        if marked and self.what == "overflow" and self.calls == 1:
+            out = in_backward(out, lambda grad: grad * float("inf"))  # above a scale of 1
+        loss = nn.functional.cross_entropy(out, samples % 3)
+        return ls.Loss(loss, weight=0 if marked and self.what == "no weight" else None)
+
+
+def with_heuristics(heuristics: rank_sum.Heuristics, *args: Any, **options: Any) -> ls.ParallelUpdater:
+    """Make an updater that uses these heuristics, whatever is used by default."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_sum, "DEFAULTS", heuristics)
+        return ls.ParallelUpdater(*args, **options)
+
+
+def disturbed(
+    what: str, *, updates: int = NUM_UPDATES, again: int = speeds.REMEASURE_FACTOR, **options: Any
+) -> dict[str, Any]:
+    """Train, and tell how it ended and how many gradients were there before the ranks met."""
+    early: list[int] = []
+    plain = Overlap.pop_sums
+
+    def pop_sums(overlap: Overlap) -> Any:
+        summed = plain(overlap)
+        if summed is not None:
+            early.append(loss_fn.update)
+        return summed
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model, loss_fn, raised = Net(), Disturbed(what), ""
+    data = TensorDataset(torch.randn(2 * BATCH_SIZE, 4), torch.arange(2 * BATCH_SIZE))
+    updater = with_heuristics(
+        rank_sum.Heuristics(early_sending=True),
+        ls.BatchIterator(data, BATCH_SIZE, shuffle=False),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        model,
+        devices=["cpu"],
+        num_shards=8,
+        loss_fn=loss_fn,
+        loss_scale=ls.DynamicLossScale(factor=8.0) if what == "overflow" else None,
+        **options,
+    )
+    with pytest.MonkeyPatch.context() as patch, finalized(updater):
+        patch.setattr(Overlap, "pop_sums", pop_sums)
+        patch.setattr(speeds, "WORTHWHILE_SHARE", 0.0)  # a busy machine shall move no shard
+        patch.setattr(speeds, "REMEASURE_FACTOR", again)
+        while updater.iteration < updates:
+            loss_fn.update = updater.iteration
+            try:
+                updater.update()
+            except Exception as error:  # noqa: BLE001 - what is raised is the answer
+                raised, loss_fn.what = f"{type(error).__name__}: {error}", "nothing"
+        return {"end": state_digest(updater), "early": early, "raised": raised, "calls": loss_fn.calls}
+
+
+WHATS = ["nothing", "spare", "spare, in an earlier shard", "reentrant", "raise", "no weight", "overflow"]
+
+
+def all_of_them() -> dict[str, dict[str, Any]]:
+    return {
+        "timed again": disturbed("nothing", updates=TIMED_AGAIN + TIMED_FIRST + 1, again=2, workloads="auto"),
+        "watched": disturbed("nothing", timeout=60.0),  # backward is another thread's
+        **{what: disturbed(what) for what in WHATS},
+    }
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
+    return ls.launch(all_of_them, request.param)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    return all_of_them()
+
+
+@pytest.mark.parametrize("what", [*WHATS, "timed again", "watched"])
+def test_the_bits_are_those_of_one_process(what: str, found: Any, alone: Any) -> None:
+    assert [rank[what]["end"] for rank in found] == [alone[what]["end"]] * len(found)
+
+
+BEFORE = [FIRST, FIRST + 1]
+AFTER = [FIRST + 3, FIRST + 4]
+CHECKS: dict[str, Callable[[list[int]], bool]] = {
+    "nothing": lambda early: early == [*BEFORE, DISTURBED, *AFTER],
+    "watched": lambda early: early == [*BEFORE, DISTURBED, *AFTER],
+    "spare": lambda early: early[:2] == BEFORE and DISTURBED not in early,
+    "spare, in an earlier shard": lambda early: early[:2] == BEFORE and DISTURBED not in early,
+    "reentrant": lambda early: early[:2] == BEFORE and DISTURBED not in early,
+    "raise": lambda early: early[:2] == BEFORE,
+    "no weight": lambda early: early[:2] == BEFORE and DISTURBED not in early,
+    "overflow": lambda early: early == [*BEFORE, DISTURBED, DISTURBED, *AFTER],
+}
+
+
+@pytest.mark.parametrize("what", CHECKS)
+def test_gradients_are_sent_early_where_the_prediction_is_right(what: str, found: Any) -> None:
+    for rank in found:
+        assert CHECKS[what](rank[what]["early"]), rank[what]["early"]
+
+
+def test_gradients_wait_while_ranks_are_timed_again(found: Any) -> None:
+    for rank in found:
+        assert rank["timed again"]["early"] == [
+            *range(TIMED_FIRST, TIMED_AGAIN + 1),
+            TIMED_AGAIN + TIMED_FIRST,
+        ]
+
+
+def test_a_shard_whose_gradients_were_given_away_in_vain_is_computed_anew(found: Any) -> None:
+    assert sum(rank["spare"]["calls"] for rank in found) == 2
+    assert sum(rank["overflow"]["calls"] for rank in found) == 2  # the retry's
+
+
+def test_an_error_in_backward_of_one_rank_is_told_to_all(found: Any) -> None:
+    raised = [rank["raise"]["raised"] for rank in found]
+    assert all("boom in backward" in each for each in raised)
+    assert sum(each.startswith("ReplicaError") for each in raised) == 1
+    assert sum(each.startswith("PeerError") for each in raised) == len(found) - 1

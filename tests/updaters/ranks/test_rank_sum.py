@@ -1,0 +1,151 @@
+"""The sum over ranks with and without heuristics: the same bits, and each does what it is switched on for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.communicators import PendingSum, Table
+from lockstep.tree import Tensors
+from lockstep.updaters.ranks import rank_reduction, rank_sum
+from lockstep.updaters.ranks.inline import INLINE_BYTES, INLINE_BYTES_OVER_NETWORK
+from lockstep.updaters.ranks.overlap import REPEATS_BEFORE_PREDICTION
+from lockstep.updaters.ranks.rank_sum import Heuristics
+from tests.support.runs import finalized, state_digest
+
+NUM_UPDATES = REPEATS_BEFORE_PREDICTION + 4
+WIDTHS = {"small": 5, "medium": 180, "large": 600}
+"""Hidden units of models whose gradients fit into any message, into those within a machine, and into none."""
+SIZES = ["small", "large"]
+SWITCHES = [Heuristics(early, inline) for early, inline in product([False, True], repeat=2)]
+DEVICES = [1, 2]
+
+
+class Counting(ls.ProcessCommunicator):
+    """Counts in which ways gradients travel; buffers, which are not compressed, are none."""
+
+    def __init__(self) -> None:
+        super().__init__(watch=ls.find_communicator().watch)
+        self.ways = Counter[str]()
+
+    def sum_partials(self, *arguments: Any, compress: bool = True, **options: Any) -> Tensors:
+        self.ways["after"] += compress
+        return super().sum_partials(*arguments, compress=compress, **options)
+
+    def begin_sum(self, *arguments: Any, **options: Any) -> PendingSum:
+        self.ways["early"] += 1
+        return super().begin_sum(*arguments, **options)
+
+    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
+        self.ways["inline"] += table.room > 0
+        return super().exchange_with(payload, table)
+
+
+def trained(
+    size: str, num_devices: int, communicator: ls.Communicator | None = None, **options: Any
+) -> tuple[str, str]:
+    """Train; return the bits of the state, and the last gradients."""
+    torch.manual_seed(1)
+    width = WIDTHS[size]
+    model = nn.Sequential(
+        nn.Linear(4, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, width)
+    )
+    data = torch.utils.data.TensorDataset(torch.randn(24, 4), torch.arange(24) % 3)
+    updater = ls.ParallelUpdater(
+        ls.BatchIterator(data, 12, seed=2),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        model,
+        devices=["cpu"] * num_devices,
+        num_shards=6,
+        loss_fn=ls.supervised(nn.functional.cross_entropy),
+        communicator=communicator,
+        **options,
+    )
+    with finalized(updater):
+        for _ in range(NUM_UPDATES):
+            updater.update()
+        return state_digest(updater), ls.digest([each.grad for each in model.parameters()])
+
+
+Found = dict[tuple[str, int, Heuristics], tuple[tuple[str, str], Counter[str]]]
+
+
+def with_all_switches() -> Found:
+    torch.set_num_threads(1)
+    found: Found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for size, num_devices, heuristics in product(SIZES, DEVICES, SWITCHES):
+            patch.setattr(rank_sum, "DEFAULTS", heuristics)
+            communicator = Counting()
+            bits = trained(size, num_devices, communicator)
+            found[size, num_devices, heuristics] = bits, communicator.ways
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> list[Found]:
+    return ls.launch(with_all_switches, request.param)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_bit_depends_on_a_heuristic(size: str, ranks: list[Found]) -> None:
+    alone = trained(size, 1)
+    for found in ranks:
+        differing = [key for key, (bits, _) in found.items() if key[0] == size and bits != alone]
+        assert not differing
+        assert len(found) == len(SIZES) * len(DEVICES) * len(SWITCHES)
+
+
+@pytest.mark.parametrize("heuristics", SWITCHES)
+@pytest.mark.parametrize("num_devices", DEVICES)
+@pytest.mark.parametrize("size", SIZES)
+def test_each_heuristic_is_used_if_it_is_switched_on(
+    size: str, num_devices: int, heuristics: Heuristics, ranks: list[Found]
+) -> None:
+    for found in ranks:
+        _, ways = found[size, num_devices, heuristics]
+        if size == "small" and heuristics.inline_gradients:
+            # The first sum tells how much room is needed.
+            expected = {"after": 1, "inline": NUM_UPDATES - 1}
+        elif num_devices == 1 and heuristics.early_sending:
+            expected = {"after": REPEATS_BEFORE_PREDICTION, "early": NUM_UPDATES - REPEATS_BEFORE_PREDICTION}
+        else:
+            expected = {"after": NUM_UPDATES}
+        assert +ways == Counter(expected)
+
+
+def between_machines() -> dict[str, tuple[tuple[str, str], Counter[str]]]:
+    torch.set_num_threads(1)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_sum, "DEFAULTS", Heuristics(early_sending=False))
+        patch.setattr(rank_reduction, "machine_name", lambda: str(ls.find_communicator().rank))
+        for size in WIDTHS:
+            communicator = Counting()
+            found[size] = trained(size, 1, communicator), communicator.ways
+    return found
+
+
+def test_between_machines_only_very_small_gradients_travel_in_the_message() -> None:
+    for found in ls.launch(between_machines, 2):
+        assert {size: ways["inline"] > 0 for size, (_, ways) in found.items()} == {
+            "small": True,
+            "medium": False,
+            "large": False,
+        }
+
+
+def test_models_are_as_large_as_they_are_called() -> None:
+    assert (
+        INLINE_BYTES_OVER_NETWORK
+        < 4 * WIDTHS["medium"] ** 2
+        < INLINE_BYTES // 4
+        < INLINE_BYTES
+        < 4 * WIDTHS["large"] ** 2
+    )

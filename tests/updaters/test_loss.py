@@ -1,0 +1,127 @@
+"""Loss functions that cannot be trained by are refused, each by its own error, and nothing moves."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from tests.support.small_updater import mean_of_output, updater_of
+
+X = torch.arange(8.0).reshape(4, 2)
+
+
+def complex_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return mean_of_output(model, x).to(torch.complex64)
+
+
+def lone_metric(model: nn.Module, x: torch.Tensor) -> ls.Loss:
+    return ls.Loss(mean_of_output(model, x), metrics={"a": 1.0})  # type: ignore[dict-item]
+
+
+def three_metrics(model: nn.Module, x: torch.Tensor) -> ls.Loss:
+    return ls.Loss(mean_of_output(model, x), metrics={"a": torch.ones(3)})
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_metric_may_be_a_tensor_of_two_elements(num_devices: int, dtype: torch.dtype) -> None:
+    def counted(model: nn.Module, x: torch.Tensor, *, stacked: bool) -> ls.Loss:
+        pair = torch.tensor([3, len(x)], dtype=dtype)
+        return ls.Loss(mean_of_output(model, x), metrics={"a": pair if stacked else tuple(pair)})
+
+    found = []
+    for stacked in (False, True):
+        loss_fn = partial(counted, stacked=stacked)
+        with updater_of(nn.Linear(2, 1), X, devices=num_devices, loss_fn=loss_fn) as updater:
+            found.append(updater.update().metrics["a"])
+    assert found[0] == found[1]
+    assert float(found[1]) == 3 * num_devices / len(X)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
+    ("loss_fn", "kind", "rule"),
+    [
+        (complex_loss, TypeError, "`loss_fn` must return a real loss, got torch.complex64"),
+        (three_metrics, TypeError, r"`metrics\['a'\]` of a Loss must be a pair \(sum, weight\), got tensor"),
+        (lone_metric, TypeError, r"`metrics\['a'\]` of a Loss must be a pair \(sum, weight\), got 1.0"),
+    ],
+)
+def test_what_is_no_loss_is_refused(num_devices: int, loss_fn: Any, kind: type[Exception], rule: str) -> None:
+    model = nn.Linear(2, 1)
+    before = ls.digest(model)
+    with updater_of(model, X, devices=num_devices, loss_fn=loss_fn) as updater:
+        with pytest.raises(kind, match=rule):
+            updater.update()
+        assert (updater.iteration, ls.digest(model)) == (0, before)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_loss_of_another_model_than_the_one_given_is_refused(num_devices: int) -> None:
+    model = nn.Linear(2, 1)
+    before = ls.digest(model)
+    with updater_of(model, X, devices=num_devices, loss_fn=lambda _, x: model(x).mean()) as updater:
+        with pytest.raises(ValueError, match="must compute its loss with the model that it is given"):
+            updater.update()
+        assert (updater.iteration, ls.digest(model)) == (0, before)
+
+
+def test_a_batch_of_weight_zero_is_not_mistaken_for_it() -> None:
+    def nothing_counts(model: nn.Module, x: torch.Tensor) -> ls.Loss:
+        return ls.Loss(mean_of_output(model, x), weight=0)
+
+    with updater_of(nn.Linear(2, 1), X, loss_fn=nothing_counts) as updater:
+        assert not updater.update().applied
+
+
+def test_a_dict_batch_needs_the_name_of_its_label() -> None:
+    model = nn.Linear(2, 1)
+    updater = ls.ParallelUpdater(
+        [{"x": X, "y": X[:, :1]}],
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        devices=["cpu"],
+        loss_fn=ls.supervised(nn.functional.mse_loss),
+    )
+    with pytest.raises(ls.ReplicaError, match=r"`target` must name the label .* one of \['x', 'y'\]"):
+        updater.update()
+
+
+def test_an_optimizer_that_computes_gradients_by_itself_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    with (
+        pytest.raises(TypeError, match=r"`optimizer` must step by the gradients .* LBFGS"),
+        updater_of(model, X, optimizer=torch.optim.LBFGS(model.parameters())),
+    ):
+        pytest.fail("it was taken")
+
+
+def test_a_saved_state_stays_what_it_was() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with updater_of(model, X, optimizer=optimizer) as updater:
+        updater.update()
+        before = ls.digest(model, optimizer)
+        state = updater.state_dict()
+        updater.update()
+        assert ls.digest(model, optimizer) != before
+        updater.load_state_dict(state)
+        assert (updater.iteration, ls.digest(model, optimizer)) == (1, before)
+
+
+def test_a_target_that_is_not_in_the_batch_is_named() -> None:
+    loss_fn = ls.supervised(nn.functional.mse_loss, target="label")
+    with pytest.raises(ValueError, match=r"`target` must name a key of the batch \(x, y\), got 'label'"):
+        loss_fn(nn.Identity(), x=X, y=X)
+    with pytest.raises(ValueError, match=r"`target` must be None for batches that are not dicts, got 'label'"):
+        loss_fn(nn.Identity(), X, X)
+
+
+def test_a_criterion_must_be_callable() -> None:
+    with pytest.raises(TypeError, match="`criterion` must be callable, got a str"):
+        ls.supervised("mse")
