@@ -2,7 +2,7 @@
 
     import lockstep as ls
 
-The names below are the public face; `docs/` says how they fit together.
+The names below are the public interface. `docs/` explains how they fit together.
 """
 
 from lockstep import data as data, extensions as extensions, metrics as metrics, optim as optim, triggers as triggers

@@ -12,7 +12,7 @@ import torch
 
 from lockstep import plan
 from lockstep.plan import Piece
-from lockstep.precision import sent, settled
+from lockstep.precision import resolved, sent
 from lockstep.replicas.pool import ReplicaSet, ThreadSettings
 from lockstep.tree import PartialSum, Tensors, merge_order, total
 
@@ -135,7 +135,7 @@ def finish_whole(sums: Tensors, finish: Finish[Result]) -> Result:
         if tensor is not None:
             # An operation in place on a lazily conjugated tensor would be an operation on its unconjugated memory.
             if tensor.is_conj() or tensor.is_neg():
-                sums[index] = tensor = settled(tensor)  # noqa: PLW2901 - stands in for it
+                sums[index] = tensor = resolved(tensor)  # noqa: PLW2901 - stands in for it
             present.append(tensor)
     return finish(present)
 

@@ -15,7 +15,7 @@ from torch import nn
 from lockstep.communicators import Watch
 from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
-from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_look_
+from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import AnyBufferSum, ShardRunner
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
@@ -98,7 +98,7 @@ class GradientTask:
         if self.mean:
             for report in reports:
                 total += 1.0 if self.weight_scale is None else report.weight * self.weight_scale
-        return partial(divide_ if self.deferred else unscale_and_look_, factor=self.loss_scale * total)
+        return partial(divide_ if self.deferred else unscale_and_check_, factor=self.loss_scale * total)
 
 
 @dataclass(slots=True)

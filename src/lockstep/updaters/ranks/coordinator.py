@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
-from lockstep.communicators import Communicator
+from lockstep.communicators import Communicator, first_difference
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
 from lockstep.updaters.attempt import UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
@@ -152,15 +152,14 @@ class RankCoordinator(Coordinator):
         # would pair up with one of another meaning.
         self._failed = True
         messages = self._sum.exchange(own)
-        first, digests, reports = messages[0], [], []
+        digests, reports = [], []
         # All messages are checked for errors before any position is compared: a rank that failed has no position to
         # compare.
         for rank, each in enumerate(messages):
             if "error" in each:
                 _raise_error(rank, each)
-        for rank, each in enumerate(messages):
-            if each["position"] != first["position"]:
-                _raise_differing_position(rank, each["position"], first["position"])
+        _check_positions([each["position"] for each in messages])
+        for each in messages:
             repeat |= each["repeat"]
             digests.append(each["state"])
             reports.append(each["report"])
@@ -227,13 +226,16 @@ def _raise_ended(rank: int) -> None:
     )
 
 
-def _raise_differing_position(rank: int, position: Position, first: Position) -> None:
-    """Raise the error for a rank that is not at the position of rank 0."""
-    name = next(name for name in {**first, **position} if first.get(name) != position.get(name))
-    raise DisagreementError(
-        f"Rank {rank} must be at the position of rank 0, but its {name} is {position.get(name)}, not "
-        f"{first.get(name)}. Run the same code with the same batches on every rank.",
-        rank=rank,
-        subject=name,
-        update=first.get("update"),
-    )
+def _check_positions(positions: Sequence[Position]) -> None:
+    """Check that all ranks are at the position of rank 0.
+
+    Args:
+        positions: The position of each rank, in order of ranks.
+
+    Raises:
+        DisagreementError: If a rank is at another position.
+    """
+    found = first_difference(positions)
+    if found is not None:
+        remedy = "Run the same code with the same batches on every rank."
+        raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))

@@ -31,7 +31,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import MasterWeights, left_out_if
+from lockstep.precision import MasterWeights, skipped_if
 from lockstep.updaters.step.fused import match_state_layout
 
 VERSION_OF: Final = attrgetter("_version")
@@ -248,7 +248,7 @@ class OptimizerStep:
             LockstepError: If an error was raised in between, so that the weights are neither the old nor the new ones.
         """
         if unless is not None:
-            with left_out_if(self._optimizer, unless):
+            with skipped_if(self._optimizer, unless):
                 return self.step(num_devices=num_devices, run=run)
         if self._masters is not None:
             with self._masters.in_place():
