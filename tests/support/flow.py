@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from tests.support.ranks import launch_on_ranks
 
 SOURCE = Path(ls.__file__).parent
 _PREFIX = f"{SOURCE}{os.sep}"
@@ -240,7 +241,7 @@ def rank_flow() -> Flow:
 
 def ranks_flow() -> Flow:
     """Count one update on the main thread of rank 0 of two ranks."""
-    first: Flow = ls.launch(rank_flow, 2)[0]
+    first: Flow = launch_on_ranks(rank_flow, 2)[0]
     return first
 
 

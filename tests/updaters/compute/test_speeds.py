@@ -23,6 +23,7 @@ from lockstep.updaters.compute.speeds import (
     RankSpeeds,
     RankTimer,
 )
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
 SETTLED = UNTIMED_ATTEMPTS + TIMED_ATTEMPTS + 1
@@ -338,12 +339,12 @@ def alone() -> str:
 
 @pytest.fixture(scope="module")
 def two() -> Found:
-    return ls.launch(on_two_ranks, 2)
+    return launch_on_ranks(on_two_ranks, 2)
 
 
 @pytest.fixture(scope="module")
 def three() -> Found:
-    return ls.launch(on_three_ranks, 3)
+    return launch_on_ranks(on_three_ranks, 3)
 
 
 def counts(found: Found, name: str, when: str) -> list[int]:

@@ -11,8 +11,8 @@ import torch
 
 from lockstep.communicators import RunEnvironment, read_environment
 
-WITHOUT_LAUNCHER: Final = RunEnvironment(0, 1)
-"""The environment of a process that no launcher has started."""
+SINGLE_PROCESS: Final = RunEnvironment(0, 1)
+"""The environment of a process that was not started by a launcher."""
 
 NULL_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 """A context manager without effect. It has no state, so one object serves all threads."""
@@ -27,8 +27,8 @@ def parse_devices(devices: Devices) -> list[torch.device]:
     Repeated names are allowed, because a device can hold several replicas.
 
     Args:
-        devices: ``"auto"`` for this rank's share of the machine's GPUs or, without GPUs, of the cores that this process
-            may use; or the number of devices per rank; or a name or a list of names. A CPU device is one core, so
+        devices: ``"auto"`` for this rank's share of the GPUs of the machine, or of the usable CPU cores if there is no
+            GPU; or the number of devices per rank; or a name or a list of names. A CPU device is one core, so
             ``["cpu", "cpu"]`` uses two.
 
     Raises:
@@ -39,9 +39,9 @@ def parse_devices(devices: Devices) -> list[torch.device]:
     if isinstance(devices, bool) or not isinstance(devices, str | torch.device | int | Iterable):
         raise TypeError(f"`devices` must be names, a number or 'auto', got a {type(devices).__name__}.")
     if isinstance(devices, str) and devices == "auto":
-        return _devices_of_rank(read_environment(os.environ) or WITHOUT_LAUNCHER)
+        return _rank_share(read_environment(os.environ) or SINGLE_PROCESS)
     if isinstance(devices, int):
-        return _first_devices(devices, read_environment(os.environ) or WITHOUT_LAUNCHER)
+        return _first_devices(devices, read_environment(os.environ) or SINGLE_PROCESS)
     names = [devices] if isinstance(devices, str | torch.device) else list(devices)
     if not names:
         raise ValueError("`devices` must name at least one device, got none.")
@@ -61,7 +61,7 @@ def parse_device(device: str | torch.device, argument: str) -> torch.device:
     return torch.device("meta") if str(device) == "meta" else _parse(device, f"`{argument}` must be one of the")
 
 
-def _devices_of_rank(environment: RunEnvironment) -> list[torch.device]:
+def _rank_share(environment: RunEnvironment) -> list[torch.device]:
     """Return this rank's share of the machine's GPUs or cores, and at least one core."""
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in _gpus_of(environment, torch.cuda.device_count())]
