@@ -48,7 +48,7 @@ class ReplicaGroup(ReplicaSet):
     Args:
         model: The model. It stays where it is and is never run itself. Each replica is called with the entries of a
             tuple or list by position, of a dict by name, or with anything else as the only argument.
-        devices: ``"auto"`` for every GPU, or else every core; or names of devices, which may repeat.
+        devices: ``"auto"`` for this rank's GPUs, or else its cores; a number of devices; or names, which may repeat.
         workloads: The relative speeds of the devices, positive and finite. They are equal by default.
         batch_dim: The dimension that counts samples: one for all inputs, or one for each by the name of the argument or
             the path in it (``"pair[0]"``), 0 if none is given. With None the input is given whole to every shard, and

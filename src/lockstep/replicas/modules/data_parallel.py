@@ -62,8 +62,8 @@ class DataParallel(ModuleWrapper):
 
     Args:
         module: The module, which is moved to the first device and becomes the attribute ``module``.
-        devices: ``"auto"`` for every GPU, or else every core; or names of devices, which may repeat, the main one
-            first.
+        devices: ``"auto"`` for this rank's GPUs, or else its cores; a number of devices; or names, which may repeat.
+            The first device is the main one.
         dim: The dimension that counts samples. A negative dimension counts from the end.
         num_shards: The number of shards that a batch is split into on any devices, or None for one per device.
         workloads: The relative speeds of the devices, by which shards are sized or assigned. They are equal by default.

@@ -186,7 +186,7 @@ class AliasObserver:
             yield
         finally:
             for ref in replaced:
-                # Detached, because the graph of this shard must not become part of the next one's.
+                # Detached, because the graph of this shard must not become part of the graph of the next shard.
                 left = ref.get()
                 ref.set(None if left is None else left.detach())
 

@@ -62,7 +62,7 @@ def parse_device(device: str | torch.device, argument: str) -> torch.device:
 
 
 def _rank_share(environment: RunEnvironment) -> list[torch.device]:
-    """Return this rank's share of the machine's GPUs, or of its cores; at least one core."""
+    """Return this rank's share of the machine's GPUs or cores, and at least one core."""
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in _gpus_of(environment, torch.cuda.device_count())]
     cores = len(_share_of(range(_usable_cores()), environment))
@@ -85,8 +85,8 @@ def _first_devices(count: int, environment: RunEnvironment) -> list[torch.device
 def _gpus_of(environment: RunEnvironment, count: int) -> range:
     """Return the indices of the GPUs that belong to this rank.
 
-    If a launcher has restricted the GPUs that this rank can see, they all belong to it. That is so where it sees
-    fewer GPUs than there are ranks on the machine, and where SLURM gives each task GPUs of its own.
+    If a launcher has restricted the GPUs that this rank can see, all of them belong to it. This is the case if it sees
+    fewer GPUs than there are ranks on the machine, or if SLURM assigns GPUs to each task.
     """
     if count < environment.local_size or environment.own_gpus:
         return range(count)
@@ -94,7 +94,7 @@ def _gpus_of(environment: RunEnvironment, count: int) -> range:
 
 
 def _share_of(indices: range, environment: RunEnvironment) -> range:
-    """Cut a range into one part per rank of the machine, as equal as they can be, and return this rank's.
+    """Cut a range into one part per rank of the machine, as equal as possible, and return the part of this rank.
 
     >>> [_share_of(range(7), RunEnvironment(rank, 3, rank, 3)) for rank in range(3)]
     [range(0, 2), range(2, 4), range(4, 7)]

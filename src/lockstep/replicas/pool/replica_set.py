@@ -43,7 +43,7 @@ class ReplicaSet:
 
     Args:
         model: The model. It stays where it is, so call ``model.to(devices[0])`` first to train it on a GPU.
-        devices: ``"auto"`` for every GPU, or else every core; or names of devices, which may repeat.
+        devices: ``"auto"`` for this rank's GPUs, or else its cores; a number of devices; or names, which may repeat.
         workloads: The relative speeds of the devices, by which shards are assigned. They are equal by default.
         frozen: The names of parameters that require no gradient on the replicas, even if they do in the model.
         timeout: The number of seconds, above 0, after which a device that is still at work counts as hung. The first
