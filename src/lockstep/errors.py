@@ -109,7 +109,11 @@ class StateError(LockstepError, ValueError):
 
 
 class RandomStreamWarning(UserWarning):
-    """Random numbers were drawn from a source that belongs to no shard, so shards now run one after the other."""
+    """Random numbers were drawn from a source that belongs to no shard.
+
+    If the source is torch's default generator, shards run one after the other from then on, with the same result. If it
+    is Python's `random` or ``numpy.random``, the result depends on where shards are computed.
+    """
 
 
 class ReplayWarning(UserWarning):

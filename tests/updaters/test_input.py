@@ -41,7 +41,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"workloads": [1.0, math.inf]},
         "`workloads[1]` must be positive and finite, got inf.",
     ),
-    "too few work loads": ({"workloads": [1.0]}, "`workloads` must hold one number a device (2), got 1."),
+    "too few work loads": ({"workloads": [1.0]}, "`workloads` must hold one number per device (2), got 1."),
     "no work load": ({"workloads": []}, "`workloads` must hold at least one number, got none."),
     "no shard": ({"num_shards": 0}, "`num_shards` must be at least 1, got 0."),
     "no batch": ({"accumulate": 0}, "`accumulate` must be at least 1, got 0."),
@@ -240,7 +240,7 @@ def test_a_parameter_that_no_forward_gives_a_shape_is_refused() -> None:
     model.register_parameter("extra", nn.UninitializedParameter())
     with (
         updater_of(model, devices=2) as updater,
-        pytest.raises(ValueError, match="must have parameters of known shapes, got an uninitialised 'extra'"),
+        pytest.raises(ValueError, match="must have parameters of known shapes, got an uninitialized 'extra'"),
     ):
         updater.update()
 
@@ -252,7 +252,7 @@ def test_a_model_that_writes_its_parameters_in_forward_is_refused() -> None:
     before = ls.digest(model)
     with (
         updater_of(model, tokens, devices=2) as updater,
-        pytest.raises(ValueError, match=r"`model` must leave its parameters alone in forward"),
+        pytest.raises(ValueError, match=r"`model` must not write to its parameters in forward"),
     ):
         updater.update()
     assert ls.digest(model) == before

@@ -1,5 +1,6 @@
 """Iterators over batches whose order and state depend only on the seed, and the conversion of samples to tensors."""
 
+from lockstep.data.batch_fingerprint import Fingerprint as Fingerprint, fingerprint as fingerprint
 from lockstep.data.batch_iterator import BatchIterator as BatchIterator, OrderSampler as OrderSampler
 from lockstep.data.collate import collate as collate
 from lockstep.data.iterable_batches import IterableBatches as IterableBatches, as_iterator as as_iterator

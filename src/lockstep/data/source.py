@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, TypeAlias, final, runtime_checkable
 import torch
 from torch import nn
 
+from lockstep.data.split_by_rank import refuse_split_by_rank
 from lockstep.errors import OrderError, ReplayWarning
 
 Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
@@ -146,11 +147,11 @@ class BatchSource:
         self.started = True
         if start.state is not None and self._resumable is not None:
             self._resumable.load_state_dict(start.state)
-            self._stream = _iterator(source)
+            self._stream = _iterator(source, self._name)
         elif isinstance(source, Sequence):
             self._stream = islice(source, start.position, None)
         else:
-            self._stream = self._skip(_iterator(source), start)
+            self._stream = self._skip(_iterator(source, self._name), start)
         return self._stream
 
     def _skip(self, stream: PythonIterator[Any], start: SourceCursor) -> PythonIterator[Any]:
@@ -179,10 +180,11 @@ class BatchSource:
 
 
 def check_source(source: object, name: str) -> None:
-    """Check that an object can be a source of batches.
+    """Check that an object can be a source of batches, and of the same ones on every rank.
 
     Raises:
         TypeError: If it is not iterable, or its items cannot be batches.
+        ValueError: If its sampler shares the samples among several processes.
     """
     # These can be iterated over or called, but not for batches: a tensor yields its samples one by one.
     no_batches = isinstance(source, torch.Tensor | nn.Module | Mapping | str | bytes | type)
@@ -190,6 +192,7 @@ def check_source(source: object, name: str) -> None:
         rule = "must be a lockstep Iterator, an iterable of batches or a function that returns one"
         remedy = "`BatchIterator` makes batches of a dataset."
         raise TypeError(f"`{name}` {rule}, got a {type(source).__name__}. {remedy}")
+    refuse_split_by_rank(source, name)
 
 
 def _as_resumable(source: object) -> Resumable | None:
@@ -197,9 +200,13 @@ def _as_resumable(source: object) -> Resumable | None:
     return source if isinstance(source, Resumable) else None
 
 
-def _iterator(source: Any) -> PythonIterator[Any]:
+def _iterator(source: Any, name: str) -> PythonIterator[Any]:
     """Return an iterator over a source, or over what it returns if it is a function."""
-    return iter(source if isinstance(source, Iterable) else source())
+    if isinstance(source, Iterable):
+        return iter(source)
+    made = source()
+    refuse_split_by_rank(made, name)  # `check_source` has seen the function only
+    return iter(made)
 
 
 def _length(source: object) -> int | None:

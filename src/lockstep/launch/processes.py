@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, get_start_method, set_start_method
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -38,8 +38,9 @@ def launch(
     """Call ``main(*args)`` in several new processes, for use in notebooks and tests.
 
     In each process an updater finds the others by itself, and `find_communicator` returns a communicator with them.
-    The processes are spawned, so it does not matter what this process has done with GPUs or threads. They connect
-    over the loopback only. All of them have ended when this function returns or raises.
+    The processes are spawned, so it does not matter what this process has done with GPUs or threads. The start method
+    of multiprocessing is the same in them as in this process. They connect over the loopback only. All of them have
+    ended when this function returns or raises.
 
     Args:
         main: The function to call. It must be defined at the top level of a module that a new process can import.
@@ -133,6 +134,9 @@ class _Ranks:
 
     def __enter__(self) -> _Ranks:
         context = get_context("spawn")
+        # Starting a process fixes the default start method of this process, and a spawned one has "spawn" as its
+        # default. In both it is set to what the user has chosen, or to nothing.
+        chosen = get_start_method(allow_none=True)
         self._store = _loopback_store(self._timeout)
         # Only this process holds the writing end. When this process ends, in whatever way, the ranks read the end of
         # the pipe and end as well.
@@ -141,7 +145,11 @@ class _Ranks:
             for rank in range(self._size):
                 place = RunEnvironment(rank, self._size, rank, self._size, LOOPBACK, self._store.port, agent_store=True)
                 messages, report = context.Pipe(duplex=False)
-                process = context.Process(target=run_rank, args=(place, self._timeout, self._call, lifeline, report))
+                process = context.Process(
+                    target=run_rank,
+                    args=(place, self._timeout, chosen, self._call),
+                    kwargs={"lifeline": lifeline, "report": report},
+                )
                 process.start()
                 # Only the rank may hold the writing end: otherwise this process could not notice that the rank has
                 # ended without an outcome.
@@ -152,6 +160,7 @@ class _Ranks:
             self.__exit__()
             raise
         finally:
+            set_start_method(chosen, force=True)
             lifeline.close()
         return self
 

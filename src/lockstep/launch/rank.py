@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import traceback
+from multiprocessing import set_start_method
 from multiprocessing.connection import Connection
 
 import torch
@@ -18,16 +19,23 @@ from lockstep.errors import PeerError, PeerInterrupt
 from lockstep.launch.outcome import Outcome
 
 
-def run_rank(place: RunEnvironment, timeout: float, call: bytes, lifeline: Connection, report: Connection) -> None:
+def run_rank(
+    place: RunEnvironment, timeout: float, method: str | None, call: bytes, *, lifeline: Connection, report: Connection
+) -> None:
     """Call the user's function in this process, and send the outcome to the launching process.
 
     Args:
         place: The place of this process among the ranks.
         timeout: Seconds that a rank waits for another before it raises.
+        method: The start method of multiprocessing to set; None for the default of the platform.
         call: The function and its arguments, pickled.
         lifeline: A pipe that ends when the launching process has ended.
         report: The pipe to which one pickled `Outcome` is written.
     """
+    set_start_method(method, force=True)
+    # The launching process learns of the end of this one from the pipe, so a forked worker must not keep it open.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=report.close)
     end_with_parent()
     # The thread is for systems that cannot end a process with its parent, and for a parent that had ended before the
     # call.

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.updaters.attempt import deferred
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized
 from tests.support.skipping import OnlyAfter, skipping, told
 
@@ -120,4 +121,4 @@ def test_over_ranks_every_check_is_read_and_bad_updates_are_left_out_the_same() 
     assert why is None
     assert alone["applied"] == [number != BAD for number in range(NUM_UPDATES)]
     # Only the last rank computes the shard that is not finite.
-    assert ls.launch(skipped, 2) == [(OVER_RANKS, alone)] * 2
+    assert launch_on_ranks(skipped, 2) == [(OVER_RANKS, alone)] * 2

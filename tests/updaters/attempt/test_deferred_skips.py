@@ -189,7 +189,7 @@ def test_nothing_is_read_in_any_thread() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true", "fp16-true"])
 def test_placement_is_free(precision: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if side_by_side:
-        monkeypatch.setattr("lockstep.replicas.passes.summing.SIDE_BY_SIDE", 1)
+        monkeypatch.setattr("lockstep.replicas.passes.summing.MIN_PARALLEL_ELEMENTS", 1)
     dtypes = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
     found = set()
     for placement in PLACEMENTS:

@@ -23,6 +23,7 @@ from lockstep.updaters.compute.speeds import (
     RankSpeeds,
     RankTimer,
 )
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
 SETTLED = UNTIMED_ATTEMPTS + TIMED_ATTEMPTS + 1
@@ -92,7 +93,7 @@ def test_every_shard_has_one_place_at_any_speeds(
         for rank in range(len(ranks))
     ]
     assert [len(part.runs) for part in parts] == [len(each) for each in ranks]
-    places = plan.schedule(sizes, num_shards, [each for rank in ranks for each in rank])
+    places = plan.shards_by_device(sizes, num_shards, [each for rank in ranks for each in rank])
     found = [shard for part in parts for run in part.runs for shard in run]
     assert found == [shard for run in places for shard in run]
     for part in parts:
@@ -117,7 +118,7 @@ def one_attempt(timer: RankTimer, *, work: float, sum_: float, ends: bool = True
     clock = Clock() if clock is None else clock
     timer.start_attempt()
     clock.seconds += work
-    timer.end_compute(CPU, [plan.schedule([4], 4, [1.0])[0]], [1.0])
+    timer.end_compute(CPU, [plan.shards_by_device([4], 4, [1.0])[0]], [1.0])
     clock.seconds += 0.5  # that nobody asks for
     timer.start_sum()
     clock.seconds += sum_
@@ -338,12 +339,12 @@ def alone() -> str:
 
 @pytest.fixture(scope="module")
 def two() -> Found:
-    return ls.launch(on_two_ranks, 2)
+    return launch_on_ranks(on_two_ranks, 2)
 
 
 @pytest.fixture(scope="module")
 def three() -> Found:
-    return ls.launch(on_three_ranks, 3)
+    return launch_on_ranks(on_three_ranks, 3)
 
 
 def counts(found: Found, name: str, when: str) -> list[int]:

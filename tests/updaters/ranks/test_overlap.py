@@ -17,6 +17,7 @@ from lockstep.updaters.compute.speeds import TIMED_ATTEMPTS, UNTIMED_ATTEMPTS
 from lockstep.updaters.ranks import rank_sum
 from lockstep.updaters.ranks.overlap import REPEATS_BEFORE_PREDICTION, Overlap
 from tests.support.backward import in_backward
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
 FIRST = REPEATS_BEFORE_PREDICTION
@@ -144,7 +145,7 @@ def all_of_them() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def found(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
-    return ls.launch(all_of_them, request.param)
+    return launch_on_ranks(all_of_them, request.param)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from lockstep.updaters.ranks import rank_reduction, rank_sum
 from lockstep.updaters.ranks.inline import INLINE_BYTES, INLINE_BYTES_OVER_NETWORK
 from lockstep.updaters.ranks.overlap import REPEATS_BEFORE_PREDICTION
 from lockstep.updaters.ranks.rank_sum import Heuristics
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
 NUM_UPDATES = REPEATS_BEFORE_PREDICTION + 4
@@ -90,7 +91,7 @@ def with_all_switches() -> Found:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> list[Found]:
-    return ls.launch(with_all_switches, request.param)
+    return launch_on_ranks(with_all_switches, request.param)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -133,7 +134,7 @@ def between_machines() -> dict[str, tuple[tuple[str, str], Counter[str]]]:
 
 
 def test_between_machines_only_very_small_gradients_travel_in_the_message() -> None:
-    for found in ls.launch(between_machines, 2):
+    for found in launch_on_ranks(between_machines, 2):
         assert {size: ways["inline"] > 0 for size, (_, ways) in found.items()} == {
             "small": True,
             "medium": False,

@@ -1,4 +1,4 @@
-"""Inputs whose names and shapes are fixed before the first batch, and the shapes of outputs that follow from them.
+"""Inputs whose names and shapes are fixed before the first batch, and the output shapes that follow from them.
 
 Only `ReplicaGroup` uses this package, for `bind`, `reshape` and `output_shapes`.
 """

@@ -1,4 +1,4 @@
-"""`bind` and `reshape` of a group: which inputs are bound, and what follows from their shapes."""
+"""The implementation of `ReplicaGroup.bind`, `reshape` and `output_shapes`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lockstep.replicas.binding.bound_inputs import (
     check_same_inputs,
     read_descriptions,
 )
-from lockstep.replicas.binding.shape_inference import infer, refuse_shapes
+from lockstep.replicas.binding.shape_inference import check_shapes, infer
 
 
 class InputBinding:
-    """The bound inputs of a model, if any.
+    """The bound inputs of a model, if there are any.
 
     Args:
-        model: The model that is called with the inputs; it is left untouched.
-        arguments: The names of the model's positional arguments.
+        model: The model that is called with the inputs. It is not modified.
+        arguments: The names of the positional arguments of the model.
         batch_dim: The dimension that counts samples, for all inputs or by name.
         training: Whether shapes are tried in training mode first.
     """
@@ -38,27 +38,38 @@ class InputBinding:
         """The names and shapes that are bound, or None before `bind`."""
 
     def bind(self, data: Sequence[Description], labels: Sequence[Description] | None) -> None:
-        """Fix names and shapes; see `ReplicaGroup.bind`."""
+        """Fix names and shapes, as `ReplicaGroup.bind` describes.
+
+        Args:
+            data: The name and shape of each input.
+            labels: The name and shape of each label, or None.
+        """
         if self.bound is not None:
             raise OrderError("Inputs are bound once; call reshape to change their shapes.")
         shapes = read_descriptions(data, labels)
         check_names([path for each in shapes for path in each], self._batch_dim, self._arguments)
         bound = bound_inputs(*shapes, self._batch_dim)
-        refuse_shapes(self._model, bound, None, training=self._training)
+        check_shapes(self._model, bound, None, training=self._training)
         self.bound = bound
 
     def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None) -> bool:
-        """Change shapes, and return whether one differs from before; see `ReplicaGroup.reshape`."""
+        """Change shapes, as `ReplicaGroup.reshape` describes, and return whether one of them has changed.
+
+        Args:
+            data: The name and shape of each input.
+            labels: The name and shape of each label, or None.
+        """
         if self.bound is None:
             raise OrderError("reshape must follow bind, which names the inputs.")
         shapes = read_descriptions(data, labels)
         check_same_inputs(self.bound, *shapes)
         bound = bound_inputs(*shapes, self._batch_dim)
-        refuse_shapes(self._model, bound, self.bound, training=self._training)
+        check_shapes(self._model, bound, self.bound, training=self._training)
         changed = bound != self.bound
+        # After all checks, so that an error changes nothing.
         self.bound = bound
         return changed
 
     def output_shapes(self) -> list[tuple[str, tuple[int, ...]]] | None:
-        """Return the name and shape of each output for the bound inputs, or None where they cannot be known."""
+        """Return the name and shape of each output for the bound inputs, or None if they cannot be inferred."""
         return None if self.bound is None else infer(self._model, self.bound, training=self._training).shapes

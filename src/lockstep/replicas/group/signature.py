@@ -1,4 +1,4 @@
-"""Read the batch and the labels of a group's forward by the names and dimensions of its inputs."""
+"""Read the batch and the labels of a group's forward by the names and dimensions of the inputs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lockstep.replicas.batch import (
     Inputs,
     as_call,
     named_inputs,
+    number_positions,
     read_inputs,
-    with_numbers,
 )
 
 PATH_OF: Final = itemgetter(0)
@@ -30,25 +30,32 @@ class ExpectedInputs(Protocol):
 
     @property
     def paths(self) -> list[str]:
-        """The paths of all inputs, data first, then labels."""
+        """The paths of all inputs, with data before labels."""
 
     @property
     def arguments(self) -> list[str]:
-        """The names of the positions of a call."""
+        """The names of the positional arguments of a call."""
 
     @property
     def label_arguments(self) -> list[str]:
-        """The names of the positions of labels."""
+        """The names of the positional arguments that are labels."""
 
     def check(self, found: Iterable[tuple[str, torch.Tensor]], /) -> None:
-        """Raise a ValueError if an input is missing, unknown, or has another shape."""
+        """Check that no input is missing, unknown, or of another shape.
+
+        Args:
+            found: The inputs of a call with their paths.
+
+        Raises:
+            ValueError: If one is.
+        """
 
 
 class Signature:
     """The inputs of a model, and the labels that belong to them.
 
     Args:
-        arguments: The names of the positions of a call, where nothing else is expected.
+        arguments: The names of the positional arguments of a call, unless other inputs are expected.
         batch_dim: The dimension that counts samples, for all inputs or by name.
     """
 
@@ -56,22 +63,22 @@ class Signature:
         self._names = arguments
         self._batch_dim = batch_dim
 
-    def read(self, batch: Any, modes: InputModes, expected: ExpectedInputs | None) -> Inputs:
+    def read_batch(self, batch: Any, modes: InputModes, expected: ExpectedInputs | None) -> Inputs:
         """Read the batch of a forward.
 
         Args:
-            batch: A tuple or list by position, a dict by name, or the only argument.
-            modes: What becomes of the gradients of inputs.
+            batch: A tuple or list of positional arguments, a dict of keyword arguments, or the only argument.
+            modes: The gradient modes of the inputs.
             expected: The inputs that are bound, or None if none are.
 
         Raises:
-            ValueError: The batch is not what was bound, its dimensions do not fit, or `modes` names an input
-                that there is not.
+            ValueError: If the batch differs from the bound inputs, its dimensions do not fit, or `modes` names an input
+                that does not exist.
         """
         args, kwargs = as_call(batch)
         absent = [] if expected is None else expected.paths
         if expected is None:
-            names = with_numbers(self._names, len(args))
+            names = number_positions(self._names, len(args))
         else:
             names = expected.arguments[: len(args)]
             if len(args) > len(names):
@@ -79,19 +86,25 @@ class Signature:
                 raise ValueError(f"`batch` {rule}, got {len(args)}.")
             expected.check(named_inputs(args, kwargs, names))
         found = list(named_inputs(args, kwargs, names))
-        words = modes.by_path(list(map(PATH_OF, found)), absent)
+        modes_by_path = modes.by_path(list(map(PATH_OF, found)), absent)
 
         def wanted(path: str, tensor: torch.Tensor) -> bool:
+            # Integer tensors cannot require a gradient.
             numbers = tensor.is_floating_point() or tensor.is_complex()
-            return numbers and words[path] != "null" and (expected is None or path in expected.data)
+            return numbers and modes_by_path[path] != "null" and (expected is None or path in expected.data)
 
         return read_inputs(args, kwargs, found, self._batch_dim, wanted=wanted, absent=absent)
 
     def read_labels(self, labels: Any, num_samples: int, expected: ExpectedInputs | None) -> Inputs:
-        """Read labels: along the dimensions of those that are bound, else along the first one.
+        """Read labels along the dimensions of the bound labels, or else along the first dimension.
+
+        Args:
+            labels: A tuple or list of labels, a dict of labels by name, or the only label.
+            num_samples: The number of samples of the forward.
+            expected: The inputs that are bound, or None if none are.
 
         Raises:
-            ValueError: They are not for that many samples.
+            ValueError: If the labels are for another number of samples.
         """
         args, kwargs = as_call(labels)
         bound = [] if expected is None else expected.label_arguments

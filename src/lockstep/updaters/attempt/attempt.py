@@ -30,6 +30,7 @@ class GradientRequest:
         deferred: Whether the overflow check stays on the device; see `updaters.attempt.deferred`.
         inspect_shard: Called with every shard that takes part, its gradients and its report, in the thread that
             computed it. If given, the gradient is not assigned to any parameter.
+        taken: Descriptions, for the other ranks, of the batches that a step function has taken from iterators.
         summed: Whether `loss_fn` returns sums over samples instead of means.
     """
 
@@ -38,6 +39,7 @@ class GradientRequest:
     ordinal: int = 0
     deferred: bool = False
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
+    taken: Sequence[list[str]] = ()
     summed: bool = False
 
 

@@ -48,7 +48,7 @@ class UpdateSigint(DeferredSigint):
         """Hold all interrupts until the end of the ``with`` block, including a pending one."""
         self._committing = True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         # The second Ctrl-C: its user does not want to wait for shards. While weights move it is held all the same.
         if self._pending and not self._committing:
             self._pending = False
@@ -75,7 +75,7 @@ class StepContext:
     def __init__(self, replicas: ReplicaSet) -> None:
         self.interrupts = UpdateSigint(replicas)
         self.settings = SINGLE_THREAD
-        if replicas.carries:
+        if replicas.uses_threads:
             self.settings = ThreadSettings.capture(replicas.device_types, training=True)
         self.savepoint: Savepoint | None = None
         self._mode = ComputeMode(self.settings)

@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import torch
 
 from lockstep.precision import LossScale, cannot_skip, first_flagged
-from lockstep.replicas import unpackable
+from lockstep.replicas import unpackable_buffer
 from lockstep.updaters.setup import Names, OnOverflow
 from lockstep.updaters.state import Training
 
@@ -88,7 +88,9 @@ SYNC_REASONS: Final[Conditions] = CHECK_REASONS | {
         (policy := deferral.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
     ),
     "whether a shard takes part depends on a weight that is a tensor": lambda deferral, _: deferral.has_tensor_weights,
-    "the buffer {!r} is not a plain dense tensor": lambda deferral, _: unpackable(deferral.training.replicas.model),
+    "the buffer {!r} is not a plain dense tensor": lambda deferral, _: unpackable_buffer(
+        deferral.training.replicas.model
+    ),
 }
 """All reasons for reading anything: those above, and others that apply where the check is deferred as well."""
 

@@ -112,7 +112,7 @@ def _node_counter(leaves: Sequence[int]) -> Callable[[int, int], int]:
         for leaf in leaves[start:stop]:
             shard_sum.push(leaf, [])
         # This is what the rank itself does with its last partial sums, so the count is the number it will send.
-        shard_sum.settle(leaves[stop] if stop < len(leaves) else 1 << leaves[-1].bit_length())
+        shard_sum.merge_complete(leaves[stop] if stop < len(leaves) else 1 << leaves[-1].bit_length())
         return len(shard_sum.partials)
 
     return nodes

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -96,3 +97,15 @@ class ModelLayout:
 def _float32_like(parameter: torch.Tensor) -> torch.Tensor:
     """Return a float32 tensor with the shape and device of a parameter, backed by a single element."""
     return torch.empty((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Disable gradients of a replica's parameters temporarily, so that backward skips them."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)

@@ -140,7 +140,7 @@ class DeviceGradients:
         task = self.task
         # Every shard starts from the buffers of the last update. One that saw those of the shard before it on this
         # device would depend on the number of devices.
-        if runner.buffers.bound:
+        if runner.buffers.bindings:
             runner.buffers.restore()
         args, kwargs = (given, NO_KWARGS) if type(given) is tuple else call_arguments(given)
         task.watch.doing = FORWARD
@@ -218,8 +218,8 @@ class DeviceGradients:
             self.gradients.push(shard.index, gradients)
         # The buffers of a single shard get weight 1: in floating point, x * n / n is not always x.
         share = 1 if task.weight_scale is None else len(shard.samples)
-        if runner.buffers.bound:
-            runner.buffers.take(shard.index, share, self.buffers)
+        if runner.buffers.bindings:
+            runner.buffers.collect(shard.index, share, self.buffers)
         self.samples += share
         self.reports.append(report)
 

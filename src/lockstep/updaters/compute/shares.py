@@ -83,7 +83,7 @@ def share_of(
     """
     workloads = (*assignment.lower, own, *assignment.higher)
     rank, speeds = len(assignment.lower), assignment.speeds
-    runs = plan.schedule(sizes, num_shards, [each for rank in workloads for each in rank], strided=strided)
+    runs = plan.shards_by_device(sizes, num_shards, [each for rank in workloads for each in rank], strided=strided)
     rest = iter(runs)
     ranks = [list(islice(rest, len(each))) for each in workloads]
     # Without a fixed number of shards, workloads decide the sizes of shards and so the bits; a clock must not.

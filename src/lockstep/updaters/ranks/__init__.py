@@ -7,3 +7,8 @@ from lockstep.updaters.ranks.consistency import (
 )
 from lockstep.updaters.ranks.coordinator import Coordinator as Coordinator, LocalCoordinator as LocalCoordinator
 from lockstep.updaters.ranks.rank_reduction import RankReduction as RankReduction, join_ranks as join_ranks
+from lockstep.updaters.ranks.same_batches import (
+    BATCHES as BATCHES,
+    Described as Described,
+    describe_batch as describe_batch,
+)

@@ -28,7 +28,7 @@ OnMismatch = Literal["broadcast", "refuse"]
 """What happens where models differ between ranks when a run begins: they take the values of rank 0, or the run ends."""
 
 KERNELS_REMEDY: Final = "Kernels that differ round differently. Run all ranks on one type of machine and installation."
-CODE_REMEDY: Final = "Run the same script with the same arguments on every rank."
+CODE_REMEDY: Final = "Run the same script with the same arguments and seeds on every rank."
 MODELS_REMEDY: Final = "Build the model from the same seed on every rank, or pass `differing_models='broadcast'`."
 
 

@@ -6,6 +6,7 @@ same point, where the training state has not changed yet, instead of waiting for
 
 from __future__ import annotations
 
+import os
 import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,11 @@ from typing import Any, Final
 
 from lockstep.communicators import Communicator, first_difference
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
+from lockstep.replicas import fork_error
 from lockstep.updaters.attempt import UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.rank_sum import RankSum
+from lockstep.updaters.ranks.same_batches import BATCHES, CURE, find_other_batches
 
 TRACEBACK_LIMIT: Final = 20_000
 """The number of characters of a traceback that are sent. Its end is kept, which says most about the error."""
@@ -30,9 +33,25 @@ NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 class Coordinator(ABC):
     """Where the updater communicates with other ranks, if there are any."""
 
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Check that this is the process that built the updater.
+
+        Raises:
+            OrderError: If this process was forked from it.
+        """
+        if self._process != os.getpid():
+            raise fork_error("ParallelUpdater")
+
     @abstractmethod
     def start_update(self) -> None:
-        """Prepare for an update, or for one half of an update."""
+        """Prepare for an update, or for one half of an update.
+
+        Raises:
+            OrderError: If this process was forked from the one that built the updater.
+        """
 
     @abstractmethod
     def state_loaded(self) -> None:
@@ -69,7 +88,8 @@ class LocalCoordinator(Coordinator):
     """The coordinator of a process that is the whole run."""
 
     def start_update(self) -> None:
-        """Return at once; there is nothing to prepare."""
+        """Check that this is the process that built the updater."""
+        self.check_process()
 
     def state_loaded(self) -> None:
         """Return at once; there is nothing to compare."""
@@ -97,6 +117,7 @@ class RankCoordinator(Coordinator):
     """
 
     def __init__(self, communicator: Communicator, consistency: RankConsistency, rank_sum: RankSum) -> None:
+        super().__init__()
         self._communicator = communicator
         self._consistency = consistency
         self._sum = rank_sum
@@ -107,7 +128,10 @@ class RankCoordinator(Coordinator):
 
         Raises:
             DisagreementError: If the ranks differ.
+            OrderError: If this process was forked from the one that built the updater.
         """
+        # Before any message, because a forked process would write into the connections of the other one.
+        self.check_process()
         self._failed = False
         self._consistency.check_start()
 
@@ -219,8 +243,7 @@ def _raise_error(rank: int, message: Mapping[str, Any]) -> None:
 
 def _raise_ended(rank: int) -> None:
     raise DisagreementError(
-        f"The batches of rank {rank} must end when those of the other ranks do, but end earlier. Pass the same "
-        "iterator on every rank.",
+        f"The batches of rank {rank} must end when those of the other ranks do, but end earlier. {CURE}",
         rank=rank,
         subject="batches",
     )
@@ -236,6 +259,9 @@ def _check_positions(positions: Sequence[Position]) -> None:
         DisagreementError: If a rank is at another position.
     """
     found = first_difference(positions)
-    if found is not None:
-        remedy = "Run the same code with the same batches on every rank."
-        raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))
+    if found is None:
+        return
+    if found.names[0] in {"batch sizes", BATCHES}:
+        raise find_other_batches(positions, found.names[0])
+    remedy = "Run the same code with the same batches on every rank."
+    raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))

@@ -241,7 +241,7 @@ class EarlySend:
         for each in self._earlier:
             sums.push(each.shard, [each.tensors[index]])
         sums.push(self._shard, [gradient])
-        sums.settle(self._share.stop)
+        sums.merge_complete(self._share.stop)
         tensors = [each.tensors[0] for each in sums.partials]
         # Set before the check: `push` may already have added to the earlier sums in place.
         self.has_begun = True

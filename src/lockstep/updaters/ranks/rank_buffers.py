@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lockstep.communicators import Communicator, Contribution
-from lockstep.replicas import BufferRef, BufferSum, gather, real
+from lockstep.replicas import BufferRef, BufferSum, as_real, move_partials
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.compute import DeviceGradients, RankShare
 from lockstep.updaters.ranks.rank_report import RankReport
@@ -39,9 +39,9 @@ class RankBuffers:
             share: The shards of this rank.
             buffer_refs: References to the model's buffers, at least one.
         """
-        sums = [device.buffers.read() for device in devices]
+        sums = [device.buffers.resolve() for device in devices]
         main_device = next(buffer.device for ref in buffer_refs if (buffer := ref.get()) is not None)
-        partials = merge_devices([each.means.partials for each in sums], share, main_device)
+        partials = merge_devices([each.weighted_sums.partials for each in sums], share, main_device)
         # Devices are in order of shards, so the first device that has a value has that of the earliest shard.
         firsts = [
             next((each.firsts[index] for each in sums if each.firsts[index] is not None), None)
@@ -52,7 +52,7 @@ class RankBuffers:
         # Values that are set once need no tree. They travel with the first partial sum, which every rank with shards
         # has.
         if partials:
-            partials[0].tensors[len(buffer_refs) :] = gather([PartialSum(0, firsts)], main_device)[0].tensors
+            partials[0].tensors[len(buffer_refs) :] = move_partials([PartialSum(0, firsts)], main_device)[0].tensors
         weights = [sum(each.weights[index] for each in sums) for index in range(len(buffer_refs))]
         return cls(partials, weights, Contribution.of(partials))
 
@@ -79,7 +79,7 @@ def sum_buffers(
         partial.tensors[:] = [tensor if mask >> index & 1 else None for index, tensor in enumerate(partial.tensors)]
     like = [buffer for ref in buffer_refs if (buffer := ref.get()) is not None]
     # Never compressed: buffers are state, and a rounding would stay in them.
-    summed = communicator.sum_partials(own.partials, contributions, [*map(real, like), *like], compress=False)
+    summed = communicator.sum_partials(own.partials, contributions, [*map(as_real, like), *like], compress=False)
     return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
 
 

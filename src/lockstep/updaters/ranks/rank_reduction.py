@@ -20,7 +20,9 @@ from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
 from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import RankSum
+from lockstep.updaters.ranks.same_batches import BATCHES, Described, describe_batch
 from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.setup import MAIN
 
 LOG = logging.getLogger("lockstep")
 
@@ -50,6 +52,7 @@ class RankReduction:
         self._sum = rank_sum
         self._timer = timer
         self._was_steady = False
+        self._batches: list[Described] = []
         self._workloads = list(workloads)
         self._assign()
 
@@ -61,8 +64,16 @@ class RankReduction:
         self.workloads = known[rank]
         """The workloads of this rank's devices, as the other ranks know them."""
 
-    def start_attempt(self) -> None:
-        """Record that the shards of an attempt are about to be computed."""
+    def start_attempt(self, attempt: Attempt, update: int) -> None:
+        """Record that the shards of an attempt are about to be computed, and describe its batches.
+
+        Args:
+            attempt: The attempt, with its batches.
+            update: The number of updates that are done.
+        """
+        name = "" if attempt.given_batches else MAIN
+        # The batches that a step function has taken come first, so that an error names the iterator if it can.
+        self._batches = [*attempt.request.taken, *(describe_batch(each, name, update) for each in attempt.batches)]
         self._timer.start_attempt()
 
     def begin_early_send(self, attempt: Attempt, position: Position, like: Sequence[torch.Tensor]) -> None:
@@ -124,6 +135,8 @@ class RankReduction:
             timer.measurement,
         )
         self._watch.doing = "reduce"
+        # All shards are computed by now but nothing has been summed, so ranks with other batches can raise here.
+        position = {**position, BATCHES: self._batches}
         plain_reports = self.coordinator.exchange_reports(position, report.to_plain(), repeat=repeat)
         attempt.complete = plain_reports is not None
         if plain_reports is not None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.communicators import Communicator, Contribution, Table
-from lockstep.replicas import gather
+from lockstep.replicas import move_partials
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute import RankShare
 from lockstep.updaters.ranks.inline import INLINE_BYTES, INLINE_BYTES_OVER_NETWORK, InlineGradients
@@ -169,7 +169,7 @@ def merge_devices(devices: Sequence[Sequence[PartialSum]], share: RankShare, dev
     # The limits keep subtrees open that contain shards of other ranks: adding them up here would change the bits.
     merged = ShardSum(share.start)
     for partials in devices:
-        for partial in partials if len(devices) == 1 else gather(partials, device):
+        for partial in partials if len(devices) == 1 else move_partials(partials, device):
             merged.push(partial.shard, partial.tensors)
-    merged.settle(share.stop)
+    merged.merge_complete(share.stop)
     return merged.partials

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lockstep.communicators import Communicator
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
-from lockstep.replicas import refuse_trained_buffers
+from lockstep.replicas import check_no_trained_buffers
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.step.fused import check_dense
 
@@ -32,7 +32,7 @@ def check_fit(recipe: Recipe, networks: NetworkSet, optimizers: Mapping[str, Opt
     """
     check_closures(optimizers)
     check_ownership(optimizers, networks.modules)
-    refuse_trained_buffers(networks.module)
+    check_no_trained_buffers(networks.module)
     recipe.policy.check_model(networks.module)
     for optimizer in optimizers.values():
         check_dense(optimizer, has_masters=recipe.policy.held_dtype is not None)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine
+from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
 from lockstep.updaters.attempt import Attempt, Deferral
 from lockstep.updaters.result import UpdateResult
@@ -166,7 +166,7 @@ class Committer:
                 late_errors.append(error)
         # After the steps: an error before the weights move must leave the buffers as they are, too.
         if layout.buffer_refs:
-            combine(attempt.buffers, layout.buffer_refs, weight=attempt.samples, unless=flag)
+            combine_buffers(attempt.buffers, layout.buffer_refs, weight=attempt.samples, unless=flag)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 late_errors += collect_error(scheduler.step)

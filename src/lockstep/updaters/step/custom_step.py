@@ -15,6 +15,7 @@ from lockstep.precision import MovingScale
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext
 from lockstep.updaters.loss import LossFunction, is_summed
+from lockstep.updaters.ranks import BATCHES, Described, describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.step.assembly import Parts
@@ -31,6 +32,7 @@ class CustomStepState:
         computations: The number of gradients computed so far.
         results: What each gradient measured, with the optimizers it was for.
         applied: Whether any optimizer stepped; a tensor where only the device knows.
+        described: Descriptions of the batches taken from iterators, if there are other ranks to compare them with.
     """
 
     context: StepContext
@@ -39,6 +41,7 @@ class CustomStepState:
     computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
     applied: bool | torch.Tensor = False
+    described: list[Described] = field(default_factory=list)
 
     def result(self, scale: MovingScale) -> UpdateResult:
         """Merge what all gradients measured, overall and for each optimizer.
@@ -71,6 +74,7 @@ class CustomStep:
         self._retry = parts.retry
         self._committer = parts.committer
         self._default_request = default_request
+        self._has_ranks = parts.communicator.size > 1
         self._has_loss = parts.recipe.loss_fn is not None or not parts.networks.several
         self._pending: dict[Names, Attempt] = {}
         self.state: CustomStepState | None = None
@@ -102,9 +106,12 @@ class CustomStep:
                 # The step function itself may draw random numbers. They come from a stream of this update, so that a
                 # repeated update draws the same ones.
                 stream.seed(stream_seed(engine.recipe.seed, substream(STEP) + engine.first_stream()))
+                self._describe(batch, MAIN)
                 core(batch)
                 # Before counting: once the ranks have agreed, none of them may fail or deliver an interrupt.
-                self._coordinator.agree({"update": training.iteration, "computation": "end"}, context.interrupts)
+                # A batch may have been used without a gradient of it, so all batches are compared here as well.
+                position = {"update": training.iteration, "computation": "end", BATCHES: state.described}
+                self._coordinator.agree(position, context.interrupts)
             self._committer.count_or_undo(state.applied, state.consumed)
         except BaseException:
             # A second Ctrl-C must not interrupt the restoring.
@@ -130,7 +137,7 @@ class CustomStep:
         )
         state = self.state
         if state is not None:
-            request = replace(request, ordinal=state.computations)
+            request = replace(request, ordinal=state.computations, taken=tuple(state.described))
             attempt = self._final_attempt(request, names, batch, state.context, no_retry=False)
             state.computations += 1
             state.pending[names] = attempt
@@ -168,11 +175,12 @@ class CustomStep:
         """Step by the gradient that was computed; see `ParallelUpdater.apply_gradients`.
 
         Raises:
-            OrderError: If no gradient was computed for these optimizers.
+            OrderError: If no gradient was computed for these optimizers, or this process was forked since.
         """
         names = self._training.names_of(optimizer)
         state = self.state
         if state is None:
+            self._coordinator.check_process()
             attempt = _pop(self._pending, names)
             with StepContext(self._training.replicas) as context:
                 self._coordinator.hold_interrupts(context.interrupts)
@@ -202,7 +210,13 @@ class CustomStep:
         # `peek` does not move the iterator, so an update that fails has consumed nothing.
         batch = look_up(name, self._training.iterators).peek(state.consumed[name])
         state.consumed[name] += 1
+        self._describe(batch, name)
         return batch
+
+    def _describe(self, batch: Any, name: str) -> None:
+        """Describe a batch that was taken from an iterator, if there are other ranks to compare it with."""
+        if self._has_ranks and self.state is not None:
+            self.state.described.append(describe_batch(batch, name, self._training.iteration))
 
     def _running(self) -> CustomStepState:
         if self.state is None:

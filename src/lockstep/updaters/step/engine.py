@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from lockstep.communicators import Watch
 from lockstep.plan import Shard
@@ -16,22 +15,24 @@ from lockstep.precision import first_nonfinite
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
+    check_no_accumulate_hooks,
     check_no_leaked_gradients,
+    check_no_trained_buffers,
     finish_whole,
-    refuse_accumulate_hook,
-    refuse_trained_buffers,
 )
-from lockstep.streams import ONE_BORROWER, computation_substream
+from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext, check_finite
 from lockstep.updaters.compute import (
     DeviceGradients,
     DeviceTimer,
+    GlobalRandomWatch,
     GradientTask,
     ModelLayout,
     RankShare,
     ShardAssignment,
     share_of,
+    without_gradients,
 )
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import NonFiniteShard, ShardReport
@@ -72,14 +73,16 @@ class GradientEngine:
         self._ranks = ranks
         self._device_timer = device_timer
         self._policy = recipe.policy
-        self._streams = ShardStreams(self.replicas.devices, turn=ONE_BORROWER)
+        self._streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
         self.layout = ModelLayout(TreeSum(self.replicas, []))
         """The layout of the model as of the last attempt; empty before the first."""
         self._is_stale = True
+        self._random_watch = GlobalRandomWatch()
         self.refresh_uninitialised()
 
     def refresh_uninitialised(self) -> None:
-        """Check again whether parameters lack their shapes, after a load may have changed that."""
+        """Check again whether parameters lack their shapes, after a load may have changed that, and watch draws."""
+        self._random_watch.restart(self.training.iteration)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
@@ -130,7 +133,7 @@ class GradientEngine:
         attempt.share = share = self.share(attempt.sizes)
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self._ranks is not None:
-            self._ranks.start_attempt()
+            self._ranks.start_attempt(attempt, self.training.iteration)
         attempt.device_shards = [
             [(shard, shard_arrays(attempt.batches[shard.batch], shard, device, recipe.converter)) for shard in run]
             for run, device in zip(share.runs, self.replicas.devices, strict=True)
@@ -167,9 +170,9 @@ class GradientEngine:
             self._is_stale = False
         for parameter in self.layout.parameters:
             if parameter._post_accumulate_grad_hooks:
-                refuse_accumulate_hook(self.layout.named_parameters)
+                check_no_accumulate_hooks(self.layout.named_parameters)
         if self.layout.buffer_refs:
-            refuse_trained_buffers(self.replicas.model, self.layout.buffer_refs)
+            check_no_trained_buffers(self.replicas.model, self.layout.buffer_refs)
 
     def _initialise(self, attempt: Attempt, context: StepContext) -> None:
         """Initialise parameters without a shape by the first shard of the first batch."""
@@ -215,13 +218,14 @@ class GradientEngine:
                 last,
                 layout.observers[place],
                 ShardSum(first),
-                runner.buffers.begin(first, unread=request.deferred),
+                runner.buffers.start_shards(first, deferred=request.deferred),
             )
-            with _without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
+            with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, own, self._streams)
 
         device_timer = self._device_timer
         timed = on_device if device_timer is None else device_timer.timed(on_device, device_shards)
+        generators = self._random_watch.states() if self.training.iteration < self._random_watch.end else None
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         self._streams.compute(
             partial(self.replicas.run, timed, settings=context.settings),
@@ -229,6 +233,8 @@ class GradientEngine:
             first=self.first_stream(request.ordinal),
             in_threads=self.replicas.wants_threads(device_shards),
         )
+        if generators is not None:
+            self._random_watch.check(generators)
         attempt.device_gradients = device_gradients  # type: ignore[assignment]  # every device has put its own there
         if device_timer is not None:
             self.replicas.workloads = device_timer.next_workloads(self.replicas.workloads)
@@ -385,15 +391,3 @@ class GradientEngine:
         """Stop the threads of replicas and restore PyTorch's random kernels, until the next attempt."""
         self.replicas.release()
         self._streams.release()
-
-
-@contextmanager
-def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Disable gradients of a replica's parameters temporarily, so that backward skips them."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
