@@ -195,9 +195,9 @@ def test_a_model_that_returns_its_loss_is_weighted_by_the_labels_it_counts(shift
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda net: (net(X).sum(), {}), r"must return a tensor or a lockstep.Loss, got a tuple\. To report further"),
-        (lambda _: {"accuracy": 1.0}, r"got a dict\. To report further numbers .* lockstep.Loss\(value, metrics="),
-        (lambda net: {"loss": net(X).sum()}, r"got a dict\. Give loss_fn=lambda model, \*\*batch: model"),
+        (lambda net: (net(X).sum(), {}), r"must return a tensor or a lockstep.Loss, got a tuple\. To report other"),
+        (lambda _: {"accuracy": 1.0}, r"got a dict\. To report other numbers .* lockstep.Loss\(value, metrics="),
+        (lambda net: {"loss": net(X).sum()}, r"got a dict\. Pass loss_fn=lambda model, \*\*batch: model"),
     ],
 )
 def test_what_is_no_loss_is_refused_with_the_cure(returned: Callable[[nn.Module], Any], message: str) -> None:

@@ -153,12 +153,12 @@ def _remedy(returned: object) -> str:
     """Return how a loss function gets from a common kind of return value to a loss."""
     if hasattr(returned, "loss") or (isinstance(returned, Mapping) and "loss" in returned):
         return (
-            "Give loss_fn=lambda model, **batch: model(**batch).loss, or loss_fn=lockstep.token_mean() for the mean "
+            "Pass loss_fn=lambda model, **batch: model(**batch).loss, or loss_fn=lockstep.token_mean() for the mean "
             "over tokens."
         )
     return (
-        "To report further numbers beside the loss, return lockstep.Loss(value, metrics={name: (sum, weight)}); to "
-        "apply a criterion to outputs, give loss_fn=lockstep.supervised(criterion)."
+        "To report other numbers with the loss, return lockstep.Loss(value, metrics={name: (sum, weight)}); to "
+        "apply a criterion to outputs, pass loss_fn=lockstep.supervised(criterion)."
     )
 
 

@@ -18,7 +18,7 @@ _SHIFTS_LABELS = re.compile("ForCausalLM|LMHeadModel|DoubleHeadsModel")
 
 @dataclass(frozen=True, slots=True)
 class TokenMean:
-    """Return the mean loss over counted tokens with their number as its weight; see `token_mean`."""
+    """Computes the mean loss over counted tokens, with their number as its weight; see `token_mean`."""
 
     ignore_index: int = -100
     target: str = "labels"
@@ -74,7 +74,7 @@ def token_mean(ignore_index: int = -100, *, target: str = "labels", shifted: boo
         ignore_index: The label of tokens that are not counted.
         target: The key of the labels in a dict batch.
         shifted: Whether the model compares the output at each position with the label at the next one, so that
-            the first label of each sequence is not counted. By default it is found out from the model's
+            the first label of each sequence is not counted. By default this is inferred from the model's
             ``loss_type`` or class name: causal language models do.
 
     Raises:
