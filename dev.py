@@ -4,7 +4,7 @@ python3 dev.py digits [options]   the main job, examples/digits.py
 python3 dev.py check              formatter, linter, type checker and contract of imports
 python3 dev.py quick [options]    these and the unit tests, side by side; options go to pytest
 python3 dev.py slow [options]     the tests that are marked slow; options go to pytest
-python3 dev.py test [options]     the checks and all tests but the slow ones; options go to pytest
+python3 dev.py test [options]     the checks and all tests but the slow ones; with options for pytest, in one process
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = ROOT / ".venv"
 PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
-# The tests of a file share fixtures, so one process runs them all.
-TWO_PROCESSES = ["-n", "2", "--dist", "loadfile"]
+# As many processes as CI has cores. The tests of a file share fixtures, so one process runs them all. The files
+# keep their order: the longest, which start processes, come early, and neither process waits for the other's last.
+TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def prepare(extra: str) -> None:
@@ -85,9 +86,9 @@ def slow(options: list[str]) -> None:
 
 
 def test(options: list[str]) -> None:
-    """Run the whole bar, cheapest check first."""
+    """Run all checks and tests, cheapest first; two processes share the tests unless there are options."""
     check([])
-    run("-m", "pytest", *options)
+    run("-m", "pytest", *(options or TWO_PROCESSES))
 
 
 TASKS = {"check": check, "digits": digits, "quick": quick, "slow": slow, "test": test}

@@ -1,13 +1,13 @@
-"""Tell whether two checkouts train to the same bits: a table of recipes, run on each, one after the other.
+"""Compare two checkouts bit for bit, by training a table of recipes with each.
 
     python benchmarks/equal_digests.py --checkout ../before --checkout .
     python benchmarks/equal_digests.py --checkout ../before --checkout . --only 'images*' --only '*overflow*'
     python benchmarks/equal_digests.py --list
 
-Each checkout runs in processes of its own, with its `src` first on the path, over the same recipes: those
-in `equal/`, which use the public face alone. Each recipe runs at several places (so many ranks x so many
-devices), and after each update all bits are hashed. The exit status is 1 if a hash differs or a recipe fails.
-Compare on one processor: another may round otherwise.
+Each checkout runs in its own processes, with its `src` first on the path. Both run the same recipes, those in
+`equal/`, which use only the public API. Each recipe runs at several placements (ranks x devices), and all bits are
+hashed after each update. The exit status is 1 if a hash differs or a recipe fails. Compare on one processor
+model, because another may round differently.
 """
 
 from __future__ import annotations
@@ -28,58 +28,60 @@ from pathlib import Path
 
 import torch
 from equal.recipes import RECIPES
-from equal.runs import Place
+from equal.runs import Placement
 
 import lockstep as ls
 
 Found = dict[str, list[str]]
-"""Digests by recipe and place; those of a recipe that failed are the error."""
+"""The digests by recipe and placement; for a recipe that failed, the error."""
 
 FAILED = "failed: "
-LONGEST = 600.0
-"""Seconds that a rank waits for another."""
+RANK_TIMEOUT = 600.0
+"""The time in seconds that a rank waits for another."""
 
 
-def chosen(patterns: Sequence[str]) -> list[str]:
-    """List the recipes whose name matches one of some patterns; all, where there are none."""
+def matching_recipes(patterns: Sequence[str]) -> list[str]:
+    """List the recipes whose name matches one of the patterns; all recipes if there are none."""
     return [name for name in RECIPES if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
-def run_one(name: str, place: Place) -> list[str]:
-    """Run a recipe; where it fails, return the error in the place of digests."""
+def run_one(name: str, placement: Placement) -> list[str]:
+    """Run a recipe and return its digests; if it fails, return the error instead."""
+    # The bits of reductions on a CPU may depend on the number of threads.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        return RECIPES[name].run(place)
-    except Exception as error:  # noqa: BLE001 - told in the table, and the others go on
+        return RECIPES[name].run(placement)
+    except Exception as error:  # noqa: BLE001 - reported in the table, and the other recipes still run
         traceback.print_exc()
         return [f"{FAILED}{type(error).__name__}: {error}"]
 
 
 def run_on_rank(names: Sequence[str], ranks: int) -> list[tuple[str, str, list[str]]]:
     """Run recipes on one of several ranks."""
+    # The recipes cause warnings on purpose, which would hide the errors of a recipe.
     warnings.simplefilter("ignore")
     return [
-        (name, str(place), run_one(name, place))
+        (name, str(placement), run_one(name, placement))
         for name in names
-        for place in RECIPES[name].places
-        if place.ranks == ranks
+        for placement in RECIPES[name].placements
+        if placement.ranks == ranks
     ]
 
 
 def run_here(patterns: Sequence[str]) -> Found:
     """Run recipes with the lockstep that this process has imported."""
     found: Found = defaultdict(list)
-    names = chosen(patterns)
-    for ranks in sorted({place.ranks for name in names for place in RECIPES[name].places}):
-        said = (
+    names = matching_recipes(patterns)
+    for ranks in sorted({placement.ranks for name in names for placement in RECIPES[name].placements}):
+        by_rank = (
             [run_on_rank(names, ranks)]
             if ranks == 1
-            else ls.launch(run_on_rank, ranks, args=(names, ranks), timeout=LONGEST)
+            else ls.launch(run_on_rank, ranks, args=(names, ranks), timeout=RANK_TIMEOUT)
         )
-        for each in said:
-            for name, place, digests in each:
-                found[f"{name} @ {place}"] += digests
+        for rows in by_rank:
+            for name, placement, digests in rows:
+                found[f"{name} @ {placement}"] += digests
     return found
 
 
@@ -108,7 +110,7 @@ def run_checkout(checkout: Path, patterns: Sequence[str]) -> Found:
 
 
 def verdict(left: Sequence[str], right: Sequence[str]) -> str:
-    """Say how the digests of two checkouts compare."""
+    """Describe how the digests of two checkouts compare."""
     for side in (left, right):
         failures = [digest for digest in side if digest.startswith(FAILED)]
         if failures or not side:
@@ -121,41 +123,42 @@ def verdict(left: Sequence[str], right: Sequence[str]) -> str:
 
 
 def report(left: Mapping[str, Sequence[str]], right: Mapping[str, Sequence[str]]) -> bool:
-    """Print the table, and return whether all is equal."""
+    """Print the table, and return whether all digests are equal."""
     keys = list(left) + [key for key in right if key not in left]
     verdicts: dict[str, dict[str, str]] = defaultdict(dict)
     for key in keys:
-        name, place = key.split(" @ ")
-        verdicts[name][place] = verdict(left.get(key, []), right.get(key, []))
+        name, placement = key.split(" @ ")
+        verdicts[name][placement] = verdict(left.get(key, []), right.get(key, []))
     width = max(map(len, verdicts), default=0)
     equal = 0
-    for name, places in verdicts.items():
+    for name, placements in verdicts.items():
         differing: dict[str, list[str]] = defaultdict(list)
-        for place, said in places.items():
-            if said != "equal":
-                differing[said].append(place)
+        for placement, result in placements.items():
+            if result != "equal":
+                differing[result].append(placement)
         equal += not differing
-        told = "; ".join(f"{said} on {', '.join(where)}" for said, where in differing.items())
-        print(f"{name:{width}}  {told or 'equal'}  [{', '.join(places)}]")
+        text = "; ".join(f"{result} on {', '.join(where)}" for result, where in differing.items())
+        print(f"{name:{width}}  {text or 'equal'}  [{', '.join(placements)}]")
     print(f"\n{equal} of {len(verdicts)} recipes are equal.")
     return equal == len(verdicts) > 0
 
 
 def main() -> None:
-    """Read the options and run."""
+    """Parse the options and run the recipes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkout", action="append", type=Path, default=[], help="give it twice")
+    parser.add_argument("--checkout", action="append", type=Path, default=[], help="to be given twice")
     parser.add_argument("--only", action="append", default=[], metavar="PATTERN", help="repeat; default all")
-    parser.add_argument("--list", action="store_true", help="list the recipes with their places, and end")
+    parser.add_argument("--list", action="store_true", help="list the recipes with their placements, and exit")
     parser.add_argument("--source", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not chosen(options.only):
+    if not matching_recipes(options.only):
         parser.error(f"--only must match a recipe of --list, got {options.only}.")
     if options.list:
-        for name in chosen(options.only):
-            print(f"{name}  [{', '.join(map(str, RECIPES[name].places))}]")
+        for name in matching_recipes(options.only):
+            print(f"{name}  [{', '.join(map(str, RECIPES[name].placements))}]")
     elif options.into is not None:
+        # An installed lockstep could take precedence, and would be compared with itself.
         imported = Path(ls.__file__).parents[1].resolve()
         if imported != options.source:
             parser.error(f"lockstep must come from {options.source}, got that of {imported}.")

@@ -1,8 +1,8 @@
-"""What DataParallel costs beside the bare module on one device, and what several devices gain.
+"""Measure the cost of DataParallel on one device, and its gain on several, compared with the module alone.
 
-A step is forward, a mean of squares, and backward. All ways take turns, step by step, so that what disturbs
-one disturbs all; reported is the median over steps of the ratio to the bare module with one intra-op thread,
-and the difference in microseconds.
+A step is forward, a mean of squares, and backward. All variants take turns, step by step, so that disturbances
+affect all of them. It prints the median over steps of the ratio to the bare module with one intra-op thread, and
+the difference in microseconds.
 
     python benchmarks/modules.py --steps 200
 """
@@ -22,12 +22,12 @@ from torch import nn
 
 import lockstep as ls
 
-WARM = 10  # steps that are not timed
+WARM_UP_STEPS = 10  # which are not timed
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A module and what it is given."""
+    """A module and its batch."""
 
     name: str
     module: nn.Module
@@ -35,7 +35,7 @@ class Workload:
 
 
 def workloads() -> list[Workload]:
-    """List modules from one that takes microseconds to one that takes tens of milliseconds."""
+    """Create modules whose steps take from microseconds to tens of milliseconds."""
     torch.manual_seed(0)
     tiny = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     wide = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
@@ -57,9 +57,10 @@ def workloads() -> list[Workload]:
 
 
 def step_of(module: nn.Module, batch: torch.Tensor, threads: int) -> Callable[[], None]:
-    """Make one step with so many intra-op threads in the calling thread."""
+    """Return a step that runs with a number of intra-op threads in the calling thread."""
 
     def step() -> None:
+        # In every step, because variants with other numbers run in between.
         torch.set_num_threads(threads)
         for parameter in module.parameters():
             parameter.grad = None
@@ -68,8 +69,8 @@ def step_of(module: nn.Module, batch: torch.Tensor, threads: int) -> Callable[[]
     return step
 
 
-def ways(workload: Workload) -> dict[str, Callable[[], None]]:
-    """List what is compared, the bare module with one thread first."""
+def variants(workload: Workload) -> dict[str, Callable[[], None]]:
+    """Return the steps to compare, starting with the bare module with one thread."""
 
     def parallel(devices: int, shards: int | None, **options: bool) -> nn.Module:
         module = copy.deepcopy(workload.module)
@@ -83,6 +84,7 @@ def ways(workload: Workload) -> dict[str, Callable[[], None]]:
         "2 devices": step_of(parallel(2, None), workload.batch, 1),
         "2 devices, 8 shards": step_of(parallel(2, 8), workload.batch, 1),
     }
+    # A monitor that is not due in a step should cost next to nothing.
     watched = parallel(1, 1)
     assert isinstance(watched, ls.DataParallel)
     watched.install_monitor(ls.Monitor(interval=10))
@@ -90,28 +92,28 @@ def ways(workload: Workload) -> dict[str, Callable[[], None]]:
 
 
 def measure(steps: dict[str, Callable[[], None]], num_steps: int) -> dict[str, list[float]]:
-    """Time every way, taking turns in changing order, for what went before warms or cools caches."""
+    """Time all variants in turns, in changing order, because each step leaves the caches in another state."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    order = random.Random(0)  # noqa: S311 - no secret
-    for number in range(num_steps + WARM):
+    order = random.Random(0)  # noqa: S311 - not for cryptography
+    for number in range(num_steps + WARM_UP_STEPS):
         for name in order.sample(list(steps), len(steps)):
-            began = time.perf_counter()
+            start = time.perf_counter()
             steps[name]()
-            if number >= WARM:
-                seconds[name].append(time.perf_counter() - began)
+            if number >= WARM_UP_STEPS:
+                seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
 def main() -> None:
     """Print a table for each workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200, help="timed steps of each way")
-    parser.add_argument("--only", default="", help="the beginning of a workload's name")
+    parser.add_argument("--steps", type=int, default=200, help="timed steps per variant")
+    parser.add_argument("--only", default="", help="the start of a workload's name")
     options = parser.parse_args()
     for workload in workloads():
         if not workload.name.startswith(options.only):
             continue
-        seconds = measure(ways(workload), options.steps)
+        seconds = measure(variants(workload), options.steps)
         base = seconds["bare, 1 thread"]
         print(f"{workload.name:28}{'ms':>9}{'ratio to bare':>16}{'µs more':>10}")
         for name, times in seconds.items():

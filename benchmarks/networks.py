@@ -1,6 +1,6 @@
-"""Two machines on one: network namespaces with a cable between them that carries so many bits a second.
+"""Emulate two machines on one, by network namespaces that are connected with a limited bandwidth.
 
-Needs root, `ip` and `tc` of iproute2, and a kernel with `veth` and `tbf`.
+It requires root, `ip` and `tc` of iproute2, and a kernel with `veth` and `tbf`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TypeVar
 
 CLONE_NEWNET = 0x40000000
-NAMED = Path("/run/netns")
-PACKET = 65_536 + 4_096  # bytes that the kernel hands to a queue at once, with headers; fewer would be cut anew
-BURST_SECONDS = 2e-4  # how long a cable that has rested carries more than its rate
+NAMESPACES = Path("/run/netns")
+PACKET_BYTES = 65_536 + 4_096  # the largest packet that the kernel queues at once, with headers
+BURST_SECONDS = 2e-4  # the time for which an idle connection may exceed its rate
 PROBE_BYTES = 64 * 2**20
 
 Returned = TypeVar("Returned")
@@ -28,12 +28,12 @@ Returned = TypeVar("Returned")
 
 @dataclass(frozen=True)
 class Side:
-    """One end of a network: where a process lives, and how others reach it.
+    """One end of a network connection: a process in its namespace, and its address.
 
     Attributes:
-        namespace: By its name; None for that of this process.
-        interface: The end of the cable in it.
-        address: Of that.
+        namespace: The name of the namespace; None for that of this process.
+        interface: The network interface in the namespace.
+        address: The IP address of the interface.
     """
 
     namespace: str | None
@@ -45,10 +45,11 @@ LOOPBACK = (Side(None, "lo", "127.0.0.1"), Side(None, "lo", "127.0.0.1"))
 
 
 def enter(side: Side) -> None:
-    """Move the calling thread, and what it starts from now on, to one side."""
+    """Move the current thread, and the threads and processes that it starts, to a namespace."""
     if side.namespace is None:
         return
-    with (NAMED / side.namespace).open() as file:
+    # `setns` applies to the calling thread alone; Python has had it only since 3.12.
+    with (NAMESPACES / side.namespace).open() as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), CLONE_NEWNET) != 0:
             number = ctypes.get_errno()
@@ -57,19 +58,20 @@ def enter(side: Side) -> None:
 
 @contextmanager
 def cable(rate: float) -> Iterator[tuple[Side, Side]]:
-    """Make two namespaces with a cable between them, and take them away.
+    """Create two connected namespaces, and remove them at the end of the ``with`` block.
 
     Args:
-        rate: Bits a second, in each direction.
+        rate: The bandwidth in bits per second, in each direction.
 
     Raises:
-        RuntimeError: They cannot be made here; the message is that of the command that failed.
+        RuntimeError: If they cannot be created; the message is that of the command that failed.
     """
     sides = tuple(
         Side(f"lockstep-{os.getpid()}-{letter}", f"ls{letter}", f"10.78.0.{number}")
         for number, letter in enumerate("ab", 1)
     )
-    burst = max(PACKET, round(rate / 8 * BURST_SECONDS))
+    # A smaller bucket than the largest packet would split packets and slow the connection down.
+    burst = max(PACKET_BYTES, round(rate / 8 * BURST_SECONDS))
     try:
         for side in sides:
             _run(f"ip netns add {side.namespace}")
@@ -88,29 +90,32 @@ def cable(rate: float) -> Iterator[tuple[Side, Side]]:
             )
         yield first, second
     finally:
+        # Removing a namespace removes its interfaces too; one that was never created is no error.
         for side in sides:
-            subprocess.run(["ip", "netns", "delete", str(side.namespace)], check=False, capture_output=True)  # noqa: S603, S607 - names of our own
+            subprocess.run(["ip", "netns", "delete", str(side.namespace)], check=False, capture_output=True)  # noqa: S603, S607 - our own names
 
 
 def _run(command: str) -> None:
+    """Run a command, and raise an error with its output if it fails."""
     try:
-        subprocess.run(command.split(), check=True, capture_output=True, timeout=60)  # noqa: S603 - commands of our own
+        subprocess.run(command.split(), check=True, capture_output=True, timeout=60)  # noqa: S603 - our own commands
     except (OSError, subprocess.CalledProcessError) as error:
-        said = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else error
+        output = error.stderr.decode().strip() if isinstance(error, subprocess.CalledProcessError) else error
         raise RuntimeError(
-            f"Namespaces with a cable must be possible here, but `{command}` ended with: {said}. Run as root "
-            "with iproute2, or over the loopback alone."
+            f"Connected network namespaces must be available, but `{command}` failed with: {output}. Run as root "
+            "with iproute2, or use only the loopback network."
         ) from error
 
 
 def measured_rate(sides: tuple[Side, Side]) -> float:
-    """Send bytes from one side to the other, and return the bits a second that came."""
+    """Send data from one side to the other, and return the rate in bits per second."""
     first, second = sides
     listener = _on(first, lambda: socket.create_server((first.address, 0)))
     port = listener.getsockname()[1]
     with listener, _on(second, lambda: socket.create_connection((first.address, port), timeout=30)) as sender:
         receiver, _ = listener.accept()
         with receiver:
+            # In a thread, because the buffers of the sockets hold less than is sent.
             sending = threading.Thread(target=sender.sendall, args=(bytes(PROBE_BYTES),))
             begin = time.perf_counter()
             sending.start()
@@ -122,17 +127,17 @@ def measured_rate(sides: tuple[Side, Side]) -> float:
     return 8 * PROBE_BYTES / seconds
 
 
-def _on(side: Side, make: Callable[[], Returned]) -> Returned:
-    """Call a function in a thread of one side; a socket stays where it was made."""
-    made: list[Returned] = []
+def _on(side: Side, create: Callable[[], Returned]) -> Returned:
+    """Call a function in a thread of one side; a socket that it creates stays in that namespace."""
+    created: list[Returned] = []
 
     def call() -> None:
         enter(side)
-        made.append(make())
+        created.append(create())
 
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    if not made:
-        raise RuntimeError(f"A socket on {side.address} must be possible; the thread's traceback says why not.")
-    return made[0]
+    if not created:
+        raise RuntimeError(f"A socket on {side.address} must be available; see the traceback of the thread.")
+    return created[0]

@@ -1,9 +1,9 @@
-"""Time lockstep's momentum optimizers against torch's: medians of ratios over interleaved short rounds.
+"""Compare the time of lockstep's momentum optimizers with torch's, by medians of ratios over short rounds.
 
     python benchmarks/optimizers.py [--rounds 100] [--threads 1]
 
-Each round times both optimizers of a pair one after the other, in alternating order, so that what the
-machine does meanwhile falls on both. Below 1 lockstep is faster.
+Each round times both optimizers of a pair one after the other, in alternating order, so that disturbances affect
+both. A ratio below 1 means that lockstep is faster.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.optim.optimizer import Optimizer
 
 from lockstep.optim import CorrectedMomentumSGD, MomentumSGD
 
-# Shapes of the parameters and steps in one timing.
+# The shapes of the parameters, and the number of steps in one timing.
 WORKLOADS = {
     "160 tensors of 100": ([(100,)] * 160, 60),
     "40 tensors of 64x64": ([(64, 64)] * 40, 60),
     "8 tensors of 512x512": ([(512, 512)] * 8, 10),
 }
-# Rounds on the same tensors; where in memory they lie makes one or the other some percent faster.
-PLACEMENT = 5
+# After so many rounds the tensors are allocated again: their addresses make one or the other some percent faster.
+ROUNDS_PER_ALLOCATION = 5
 PAIRS: dict[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer]]] = {
     "CorrectedMomentumSGD(fused=True) / SGD(fused=True)": (
         lambda weights: CorrectedMomentumSGD(weights, lr=1e-3, fused=True),
@@ -43,18 +43,19 @@ PAIRS: dict[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer]]] = {
 
 
 def optimizer_of(make: Callable[..., Optimizer], shapes: list[tuple[int, ...]]) -> Optimizer:
-    """Make an optimizer with weights and gradients of its own, past its first steps."""
+    """Create an optimizer with its own weights and gradients, after its first steps."""
     weights = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     optimizer = make(weights)
+    # The first steps create the state.
     for _ in range(5):
         optimizer.step()
     return optimizer
 
 
 def seconds(optimizer: Optimizer, steps: int) -> float:
-    """Time some steps; the mean of one."""
+    """Return the mean time of a step in seconds."""
     start = time.perf_counter()
     for _ in range(steps):
         optimizer.step()
@@ -75,14 +76,15 @@ def main() -> None:
             ratios: list[float] = []
             times: list[float] = []
             for number in range(arguments.rounds):
+                # Alternating, so that neither always runs first.
                 order = (0, 1) if number % 2 else (1, 0)
-                if number % PLACEMENT == 0:
+                if number % ROUNDS_PER_ALLOCATION == 0:
                     made = {which: optimizer_of(makers[which], shapes) for which in order}
                 spent = {which: seconds(made[which], steps) for which in order}
                 ratios.append(spent[0] / spent[1])
                 times.append(spent[0])
             ratio, mine = statistics.median(ratios), statistics.median(times)
-            print(f"{pair:52} {workload:22} {ratio:5.2f}   ({mine * 1e6:7.1f} us a step)", flush=True)
+            print(f"{pair:52} {workload:22} {ratio:5.2f}   ({mine * 1e6:7.1f} us per step)", flush=True)
 
 
 if __name__ == "__main__":

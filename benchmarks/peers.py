@@ -1,4 +1,4 @@
-"""The loops that lockstep is compared with, each as its own documentation writes it."""
+"""The training loops that lockstep is compared with, each written as in its own documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HALVES = (slice(0, BATCH_SIZE // 2), slice(BATCH_SIZE // 2, BATCH_SIZE))
 
 
 def plain_update(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> Update:
-    """Make the update of a loop as everybody writes it."""
+    """Return the update of a plain PyTorch loop."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
     def update(step: int) -> None:
@@ -30,30 +30,31 @@ def plain_update(model: nn.Module, batches: list[tuple[torch.Tensor, torch.Tenso
 
 
 def loop(workload: Workload, *, threads: int) -> Update:
-    """One process, one replica."""
+    """Return the update of a single process with one replica."""
     torch.set_num_threads(threads)
     return plain_update(workload.model(), workload.batches(slice(None)))
 
 
 def half(workload: Workload, rank: int) -> Update:
-    """One of two processes that never talk, on half of each batch: the limit."""
+    """Return the update of one of two processes that do not communicate, on half of each batch: the limit."""
+    # One thread each, because the two processes share two cores.
     torch.set_num_threads(1)
     return plain_update(workload.model(), workload.batches(HALVES[rank]))
 
 
 def ddp(workload: Workload, rank: int, port: int) -> Update:
-    """One of two processes under DistributedDataParallel over gloo."""
+    """Return the update of one of two processes with DistributedDataParallel over gloo."""
     torch.set_num_threads(1)
-    meet_at(port, rank)
+    set_environment(port, rank)
     distributed.init_process_group("gloo", rank=rank, world_size=2)
     return plain_update(DistributedDataParallel(workload.model()), workload.batches(HALVES[rank]))
 
 
 def accelerate(workload: Workload, rank: int, port: int) -> Update:
-    """One of two processes under Hugging Face Accelerate."""
+    """Return the update of one of two processes with Hugging Face Accelerate."""
     from accelerate import Accelerator  # noqa: PLC0415 - measured where installed
 
-    meet_at(port, rank)
+    set_environment(port, rank)
     accelerator = Accelerator(cpu=True)
     bare = workload.model()
     optimizer = torch.optim.SGD(bare.parameters(), lr=0.01, momentum=0.9)
@@ -62,11 +63,11 @@ def accelerate(workload: Workload, rank: int, port: int) -> Update:
 
 
 def fabric(workload: Workload, rank: int, port: int) -> Update:
-    """One of two processes under Lightning Fabric."""
+    """Return the update of one of two processes with Lightning Fabric."""
     from lightning_fabric import Fabric  # noqa: PLC0415 - measured where installed
-    from lightning_fabric.plugins.environments import TorchElasticEnvironment  # noqa: PLC0415 - so too
+    from lightning_fabric.plugins.environments import TorchElasticEnvironment  # noqa: PLC0415 - see above
 
-    meet_at(port, rank)
+    set_environment(port, rank)
     launched = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[TorchElasticEnvironment()])
     launched.launch()
     bare = workload.model()
@@ -81,8 +82,8 @@ def prepared_update(
     batches: list[tuple[torch.Tensor, torch.Tensor]],
     backward: Callable[[torch.Tensor], object],
 ) -> Update:
-    """Make the update of a loop whose model, optimizer and backward a library has taken over."""
-    torch.set_num_threads(1)  # some set another number when they begin
+    """Return the update of a loop whose model, optimizer and backward are wrapped by a library."""
+    torch.set_num_threads(1)  # some libraries set another number when they start
 
     def update(step: int) -> None:
         x, y = batches[step % len(batches)]
@@ -93,15 +94,15 @@ def prepared_update(
     return update
 
 
-def meet_at(port: int, rank: int) -> None:
-    """Say in the environment, as torchrun does, where two processes meet."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-    places = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-    os.environ.update(where, **{name: str(place) for name, place in places.items()})
+def set_environment(port: int, rank: int) -> None:
+    """Set the environment variables of a process group of two ranks, as torchrun does."""
+    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    os.environ.update(addresses, **{name: str(value) for name, value in ranks.items()})
 
 
 def installed_peers() -> dict[str, Callable[..., Update]]:
-    """Name the libraries that are there; none is asked for by lockstep itself."""
+    """List the libraries that are installed; lockstep does not depend on any of them."""
     known = {
         "Accelerate": ("accelerate", accelerate),
         "Fabric": ("lightning_fabric", fabric),

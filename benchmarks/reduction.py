@@ -1,13 +1,13 @@
-"""The ordered sum over ranks against plain all_reduce: time and bytes, interleaved in one run.
+"""Compare the ordered sum over ranks with a plain all_reduce: time and bytes, interleaved in one run.
 
     python benchmarks/reduction.py                      # 2 to 4 ranks, 10 thousand to 25 million elements
-    unshare -rn sh -c 'ip link set lo up && python benchmarks/reduction.py'     # with a loopback of its own
+    unshare -rn sh -c 'ip link set lo up && python benchmarks/reduction.py'     # with a private loopback
 
-Both sum one float32 tensor over processes joined by gloo on the loopback. The ordered sum is made twice: of
-one partial sum a rank (its shards form one node of the tree), and of two. Times are the medians of calls that
-take turns, in another order each time. "bytes" are those that all ranks together hand to torch.distributed,
-over those of a ring, 2·(W-1) times the tensor; "loopback" is what the interface counted, over the same, which
-means something only where nobody else uses it.
+Both sum one float32 tensor over processes that are connected by gloo over the loopback. The ordered sum is measured
+with one partial sum per rank (its shards form one node of the tree) and with two. Times are medians of calls that
+take turns, in another order each time. "bytes" are the bytes that all ranks together pass to torch.distributed,
+relative to those of a ring, 2·(W-1) times the tensor; "loopback" is what the interface counted, relative to the
+same, which is meaningful only if nothing else uses the interface.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from lockstep.communicators.failures.watch import Watch
 from lockstep.tree import PartialSum
 
 SIZES = [10_000, 100_000, 1_000_000, 5_000_000, 25_000_000]
-MOST_REPEATS, FEWEST_REPEATS = 60, 8
-ELEMENTS_A_CASE = 60_000_000
-"""About so many elements are summed for each figure."""
-WARM_UP = 2
+MAX_REPEATS, MIN_REPEATS = 60, 8
+ELEMENTS_PER_CASE = 60_000_000
+"""The approximate number of elements that are summed for each figure."""
+WARM_UP_CALLS = 2
 
 
 def ordered(communicator: ProcessCommunicator, size: int, nodes: int) -> Callable[[], object]:
-    """Prepare a sum of so many partial sums a rank."""
+    """Return a function that computes the ordered sum, with a number of partial sums per rank."""
     runs = [range(nodes * rank, nodes * (rank + 1)) for rank in range(communicator.size)]
     contributions = [Contribution(tuple(run), (1,) * nodes) for run in runs]
     partials = [PartialSum(shard, [torch.ones(size)]) for shard in runs[communicator.rank]]
@@ -51,7 +51,7 @@ def ordered(communicator: ProcessCommunicator, size: int, nodes: int) -> Callabl
 
 
 def plain(size: int) -> Callable[[], object]:
-    """Prepare a sum and a division in whatever order."""
+    """Return a function that computes the sum with all_reduce, and divides it."""
     tensor = torch.ones(size)
 
     def add_up() -> object:
@@ -62,18 +62,20 @@ def plain(size: int) -> Callable[[], object]:
 
 
 def loopback_bytes() -> int:
-    """Read what the loopback interface has sent."""
+    """Return the number of bytes that the loopback interface has sent."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return int(next(line for line in lines if line.strip().startswith("lo:")).split(":")[1].split()[8])
 
 
 def bytes_of(act: Callable[[], object], communicator: ProcessCommunicator) -> tuple[int, int]:
-    """Give what one call makes all ranks hand over, and what the interface counts meanwhile."""
+    """Return the bytes that all ranks send in one call, and those that the interface counts."""
     communicator.barrier()
+    # The barriers keep the messages of other calls out of the count.
     before, interface = communicator.bytes_sent, loopback_bytes()
     dist.barrier()
     act()
     dist.barrier()
+    # Both counters are read before this sum over ranks, which sends bytes too.
     handed = torch.tensor(communicator.bytes_sent - before)
     counted = loopback_bytes() - interface
     dist.all_reduce(handed)
@@ -81,22 +83,23 @@ def bytes_of(act: Callable[[], object], communicator: ProcessCommunicator) -> tu
 
 
 def compare(communicator: ProcessCommunicator, size: int) -> str:
-    """Measure one size; give a row of the table."""
+    """Measure one size, and return a row of the table."""
     acts = {
         "plain": plain(size),
         "one": ordered(communicator, size, 1),
         "two": ordered(communicator, size, 2),
     }
     times: dict[str, list[float]] = {name: [] for name in acts}
-    repeats = min(MOST_REPEATS, max(FEWEST_REPEATS, ELEMENTS_A_CASE // size))
-    for turn in range(WARM_UP + repeats):
-        # The same order on all ranks; who always came first would find the scheduler in his favour.
-        for name in random.Random(turn).sample(list(acts), len(acts)):  # noqa: S311 - no secret
+    repeats = min(MAX_REPEATS, max(MIN_REPEATS, ELEMENTS_PER_CASE // size))
+    for turn in range(WARM_UP_CALLS + repeats):
+        # The same order on all ranks, which must make the same calls; and another order in each turn, because the
+        # scheduler favors the process that has just waited.
+        for name in random.Random(turn).sample(list(acts), len(acts)):  # noqa: S311 - not for cryptography
             dist.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
             acts[name]()
-            if turn >= WARM_UP:
-                times[name].append(time.perf_counter() - began)
+            if turn >= WARM_UP_CALLS:
+                times[name].append(time.perf_counter() - start)
     ring = 2 * (communicator.size - 1) * size * 4
     handed = {name: bytes_of(act, communicator) for name, act in acts.items()}
     median = {name: statistics.median(each) for name, each in times.items()}
@@ -108,7 +111,7 @@ def compare(communicator: ProcessCommunicator, size: int) -> str:
 
 
 def work(rank: int, size: int, folder: str, elements: list[int]) -> None:
-    """Be one rank."""
+    """Run the comparison on one rank."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/{size}", size)
@@ -123,7 +126,7 @@ def work(rank: int, size: int, folder: str, elements: list[int]) -> None:
 
 
 def main() -> None:
-    """Read the command line and print the table."""
+    """Parse the command line and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--elements", type=int, nargs="+", default=SIZES)

@@ -1,11 +1,11 @@
-"""What loss scaling costs an update, beside torch's GradScaler, on one core or one GPU.
+"""Measure the cost of loss scaling in an update, compared with torch's GradScaler, on one core or one GPU.
 
-The update is that of a small network in bfloat16 autocast: forward, backward, scaling, step. All ways
-take turns, update by update, so that what disturbs one disturbs all; what is reported is the median
-of the ratios to the same update without scaling, the part of an update's time that scaling takes, and
-how often the host waits for the device in an update, as the profiler counts it. On a CPU time is that of
-the thread, into which what other programs take from the core does not enter, and waits are numbers read,
-which cost nothing there; on a GPU each update is timed to the end of its last kernel.
+The update is that of a small network with bfloat16 autocast: forward, backward, scaling, step. All variants take
+turns, update by update, so that disturbances affect all of them. It prints the median of the ratios to the same
+update without scaling, the time that scaling takes, and how often the host synchronizes with the device in an
+update, as counted by the profiler. On a CPU the time is that of the thread, which excludes other programs, and
+synchronizations are reads of numbers, which cost nothing there; on a GPU each update is timed until the end of its
+last kernel.
 
     python benchmarks/scaling.py --updates 200 --width 256
     python benchmarks/scaling.py --updates 200 --width 1024 --device cuda
@@ -26,17 +26,17 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import lockstep as ls
 from lockstep.precision import DynamicLossScale, LossScaler
 
-WAITS = {
+SYNCHRONIZATIONS = {
     "cpu": {"aten::_local_scalar_dense"},
     "cuda": {"cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"},
 }
-"""What the profiler calls a wait of the host, by the kind of device."""
+"""The names of the profiler for synchronizations of the host, by the type of the device."""
 
 Step = Callable[[torch.Tensor], None]
 
 
 def build(width: int, *, device: str, fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make the same network and optimizer each time."""
+    """Create the network and its optimizer, with the same weights each time."""
     torch.manual_seed(0)
     layers = [nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
     model = nn.Sequential(*layers).to(device)
@@ -44,14 +44,14 @@ def build(width: int, *, device: str, fused: bool) -> tuple[nn.Module, torch.opt
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Give a loss under autocast."""
+    """Compute the loss under autocast."""
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         output = model(x)
     return output.float().square().mean()
 
 
 def plain(width: int, *, device: str, fused: bool) -> Step:
-    """Update without scaling."""
+    """Return an update without scaling."""
     model, optimizer = build(width, device=device, fused=fused)
 
     def step(x: torch.Tensor) -> None:
@@ -63,7 +63,7 @@ def plain(width: int, *, device: str, fused: bool) -> Step:
 
 
 def scaled(scaler: LossScaler | torch.amp.GradScaler, width: int, *, device: str, fused: bool) -> Step:
-    """Update with either scaler, by the same four lines."""
+    """Return an update with either scaler, which have the same interface."""
     model, optimizer = build(width, device=device, fused=fused)
 
     def step(x: torch.Tensor) -> None:
@@ -76,7 +76,7 @@ def scaled(scaler: LossScaler | torch.amp.GradScaler, width: int, *, device: str
 
 
 def updated(width: int, x: torch.Tensor, *, fused: bool) -> Step:
-    """Update with an updater that skips."""
+    """Return an update of an updater that skips batches that overflow."""
     model, optimizer = build(width, device=str(x.device), fused=fused)
     updater = ls.ParallelUpdater(
         Batches(x),
@@ -91,7 +91,7 @@ def updated(width: int, x: torch.Tensor, *, fused: bool) -> Step:
 
 
 class Batches:
-    """The same batch again and again."""
+    """An endless iterable over one batch."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._x = x
@@ -100,8 +100,8 @@ class Batches:
         return repeat(self._x)
 
 
-def ways(width: int, x: torch.Tensor) -> dict[str, Step]:
-    """List what is compared, by name."""
+def variants(width: int, x: torch.Tensor) -> dict[str, Step]:
+    """Return the updates to compare, by name."""
     found: dict[str, Step] = {}
     device, scale = str(x.device), DynamicLossScale(2.0**16)
     for fused in (False, True):
@@ -115,22 +115,24 @@ def ways(width: int, x: torch.Tensor) -> dict[str, Step]:
 
 
 def measure(steps: dict[str, Step], x: torch.Tensor, num_updates: int) -> dict[str, list[float]]:
-    """Time every way, taking turns."""
+    """Time all variants in turns."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     clock = time.thread_time if x.device.type == "cpu" else time.perf_counter
     for number in range(num_updates + 10):
         for name, step in steps.items():
-            began = clock()
+            start = clock()
             step(x)
+            # Kernels run asynchronously: without this, only their launch would be timed.
             if x.device.type == "cuda":
                 torch.cuda.synchronize()
-            if number >= 10:  # the first ones make the state
-                seconds[name].append(clock() - began)
+            # The first updates create the state of the optimizer.
+            if number >= 10:
+                seconds[name].append(clock() - start)
     return seconds
 
 
-def waits(step: Step, x: torch.Tensor, num_updates: int = 10) -> float:
-    """Count how often the host waits for the device in an update."""
+def synchronizations(step: Step, x: torch.Tensor, num_updates: int = 10) -> float:
+    """Count the synchronizations of the host with the device per update."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if x.device.type == "cuda" else [])]
     with profile(activities=activities) as profiled:
         for _ in range(num_updates):
@@ -138,8 +140,8 @@ def waits(step: Step, x: torch.Tensor, num_updates: int = 10) -> float:
                 step(x)
     events = list(profiled.events())
     updates = [event.time_range for event in events if event.name == "one update"]
-    found = [event.time_range for event in events if event.name in WAITS[x.device.type]]
-    # The profiler waits too, once, after the last update.
+    found = [event.time_range for event in events if event.name in SYNCHRONIZATIONS[x.device.type]]
+    # The profiler itself synchronizes once after the last update.
     inside = [each for each in found if any(one.start <= each.start <= one.end for one in updates)]
     return len(inside) / num_updates
 
@@ -147,22 +149,22 @@ def waits(step: Step, x: torch.Tensor, num_updates: int = 10) -> float:
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=200, help="timed updates of each way")
-    parser.add_argument("--width", type=int, default=256, help="features of each layer")
-    parser.add_argument("--batch-size", type=int, default=32, help="samples of a batch")
-    parser.add_argument("--device", choices=list(WAITS), default="cpu", help="where")
+    parser.add_argument("--updates", type=int, default=200, help="timed updates per variant")
+    parser.add_argument("--width", type=int, default=256, help="the number of features per layer")
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per batch")
+    parser.add_argument("--device", choices=list(SYNCHRONIZATIONS), default="cpu", help="the device")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     x = torch.randn(arguments.batch_size, arguments.width, device=arguments.device)
-    steps = ways(arguments.width, x)
+    steps = variants(arguments.width, x)
     seconds = measure(steps, x, arguments.updates)
-    print(f"{'':24}{'ms':>8}{'ratio to plain':>16}{'µs more':>10}{'waits':>8}")
+    print(f"{'':24}{'ms':>8}{'ratio to plain':>16}{'µs more':>10}{'syncs':>8}")
     for name, times in seconds.items():
         base = seconds[f"{name.split(':')[0]}: plain"]
         ratio = statistics.median(mine / theirs for mine, theirs in zip(times, base, strict=True))
         more = statistics.median(mine - theirs for mine, theirs in zip(times, base, strict=True))
         figures = f"{statistics.median(times) * 1e3:8.3f}{ratio:16.3f}{more * 1e6:10.1f}"
-        print(f"{name:24}{figures}{waits(steps[name], x):8.1f}")
+        print(f"{name:24}{figures}{synchronizations(steps[name], x):8.1f}")
 
 
 if __name__ == "__main__":

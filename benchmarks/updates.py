@@ -1,14 +1,14 @@
-"""Compare updates per second: lockstep, plain loops, DDP, and the limit of two processes that never talk.
+"""Compare updates per second: lockstep, plain loops, DDP, and the limit of two processes that do not communicate.
 
     python benchmarks/updates.py                      all four workloads, about five minutes on two cores
     python benchmarks/updates.py --workload mlp --rounds 10
-    python benchmarks/updates.py --before ../checkout --contender "lockstep, S=2"     another checkout takes turns too
+    python benchmarks/updates.py --before ../checkout --contender "lockstep, S=2"     include another checkout
 
-All contenders are started at once and take turns in short rounds, so that a machine whose speed drifts
-drifts for all of them. Each gets the same model, the same ready-made batches of 256 samples and the same
-`torch.optim.SGD` with momentum. Hugging Face Accelerate and Lightning Fabric take part where they are
-installed. What is printed is, for each contender, the median over rounds of (time of the limit) / (its
-time) in the same round: 1.00 is as fast as two cores that never wait for each other.
+All contenders are started at once and take turns in short rounds, so that a drift of the machine's speed affects
+all of them. Each gets the same model, the same prepared batches of 256 samples and the same `torch.optim.SGD` with
+momentum. Hugging Face Accelerate and Lightning Fabric take part if they are installed. It prints, for each
+contender, the median over rounds of (time of the limit) / (its time) in the same round: 1.00 is as fast as two
+cores that never wait for each other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peers import Update, ddp, half, installed_peers, loop, meet_at
+from peers import Update, ddp, half, installed_peers, loop, set_environment
 from torch.nn.functional import cross_entropy
 from workloads import BATCH_SIZE, WORKLOADS, Workload
 
@@ -34,11 +34,11 @@ import lockstep as ls
 from lockstep.data import Iterator
 
 BEFORE = "before: "
-ROUND_SECONDS = 0.25  # long beside the hand-over between contenders, short beside the drift of the machine
+ROUND_SECONDS = 0.25  # long compared with a switch between contenders, short compared with the drift of the machine
 
 
 class ReadyBatches(Iterator):
-    """The same few batches for ever, as the plain loops take them."""
+    """An endless iterator over a few prepared batches, which the plain loops use too."""
 
     epoch = 0
     epoch_detail = 0.0
@@ -50,33 +50,33 @@ class ReadyBatches(Iterator):
         self._position = 0
 
     def peek(self, ahead: int = 0) -> Any:
-        """Give a batch of tensors."""
+        """Return a batch of tensors."""
         return self._batches[(self._position + ahead) % len(self._batches)]
 
     def advance(self, num_batches: int = 1) -> None:
-        """Go on."""
+        """Advance past the next batches."""
         self._position += num_batches
 
     def reset(self) -> None:
-        """Begin again."""
+        """Return to the first batch."""
         self._position = 0
 
     def finalize(self) -> None:
-        """Hold nothing."""
+        """Release nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the position."""
+        """Return the position."""
         return {"position": self._position}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the position."""
+        """Restore the position."""
         self._position = state_dict["position"]
 
 
 def lockstep(
     workload: Workload, *, num_shards: int, devices: int = 2, workloads: Literal["auto"] | None = None
 ) -> Update:
-    """Devices of one process under a ParallelUpdater; as in a trainer's run, on one intra-op thread each."""
+    """Return the update of a ParallelUpdater with one intra-op thread per device, as in a trainer's run."""
     torch.set_num_threads(1)
     model = workload.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -97,14 +97,14 @@ def lockstep(
 
 
 def lockstep_rank(workload: Workload, rank: int, port: int, *, num_shards: int) -> Update:
-    """One of two processes under a ParallelUpdater over gloo, with one device each."""
-    meet_at(port, rank)
+    """Return the update of one of two processes with a ParallelUpdater over gloo, with one device each."""
+    set_environment(port, rank)
     return lockstep(workload, num_shards=num_shards, devices=1)
 
 
 PEERS = installed_peers()
-JOINED = (ddp, lockstep_rank, *PEERS.values())
-"""Those whose processes meet at a port."""
+CONNECTED = (ddp, lockstep_rank, *PEERS.values())
+"""The contenders whose processes are connected, and need a port."""
 
 CONTENDERS: Mapping[str, list[tuple[Callable[..., Update], dict[str, int]]]] = {
     "limit": [(half, {"rank": 0}), (half, {"rank": 1})],
@@ -121,7 +121,7 @@ CONTENDERS: Mapping[str, list[tuple[Callable[..., Update], dict[str, int]]]] = {
 
 
 def serve(pipe: Connection, name: str, build: Callable[..., Update], options: dict[str, int]) -> None:
-    """Run as many updates as asked, again and again, and say how long they took."""
+    """Run as many updates as requested, again and again, and send the time that they took."""
     torch.manual_seed(0)
     update = build(WORKLOADS[name], **options)
     step = 0
@@ -143,28 +143,29 @@ class Contender:
         context = get_context("spawn")
         path = [*sys.path]
         if checkout is not None:
-            sys.path.insert(0, str(checkout / "src"))  # a spawned process takes over its parent's path
-        port = {"port": free_port()} if parts[0][0] in JOINED else {}
+            sys.path.insert(0, str(checkout / "src"))  # a spawned process inherits the path of its parent
+        port = {"port": free_port()} if parts[0][0] in CONNECTED else {}
         self._pipes, self._processes = [], []
         for build, options in parts:
             pipe, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, workload, build, {**options, **port}), daemon=True)
             process.start()
-            theirs.close()  # so that the end of a process that fails is the end of the pipe
+            theirs.close()  # so that `recv` raises an error if the process ends
             self._pipes.append(pipe)
             self._processes.append(process)
         sys.path[:] = path
+        # Wait until every process is ready, so that none starts during another's turn.
         for pipe in self._pipes:
             pipe.recv()
 
     def seconds(self, count: int) -> float:
-        """Run some updates and give the seconds one of them took, by the slower process."""
+        """Run some updates and return the seconds per update, by the slower process."""
         for pipe in self._pipes:
             pipe.send(count)
         return max([pipe.recv() for pipe in self._pipes]) / count
 
     def stop(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for pipe in self._pipes:
             pipe.send(0)
         for process in self._processes:
@@ -173,9 +174,9 @@ class Contender:
 
 
 def phases(pipe: Connection, name: str, num_shards: int, devices: int) -> None:
-    """Say how long the phases of an update take, in seconds: the medians over many."""
-    from lockstep.updaters.step.engine import GradientEngine  # noqa: PLC0415 - another checkout may have no such modules
-    from lockstep.updaters.step.optimizer_step import OptimizerStep  # noqa: PLC0415 - so too
+    """Send the median times of the phases of an update, in seconds."""
+    from lockstep.updaters.step.engine import GradientEngine  # noqa: PLC0415 - another checkout may lack these modules
+    from lockstep.updaters.step.optimizer_step import OptimizerStep  # noqa: PLC0415 - see above
 
     timed_methods = (
         (GradientEngine, "compute", "forward and backward of the shards"),
@@ -185,6 +186,7 @@ def phases(pipe: Connection, name: str, num_shards: int, devices: int) -> None:
     )
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {label: [] for _, _, label in timed_methods}
+    # Replaced for good, in a process that ends after this.
     for owner, method, label in timed_methods:
         setattr(owner, method, timed(getattr(owner, method), seconds[label]))
     update = lockstep(WORKLOADS[name], num_shards=num_shards, devices=devices)
@@ -197,7 +199,7 @@ def phases(pipe: Connection, name: str, num_shards: int, devices: int) -> None:
 
 
 def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
-    """Note how long each call of a method takes."""
+    """Return a method that appends the time of each call to a list."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         begin = time.perf_counter()
@@ -209,7 +211,7 @@ def timed(method: Callable[..., Any], seconds: list[float]) -> Callable[..., Any
 
 
 def explain(workload: str, *, num_shards: int, devices: int) -> None:
-    """Print where the time of an update goes."""
+    """Print where the time of an update is spent."""
     context = get_context("spawn")
     pipe, theirs = context.Pipe()
     process = context.Process(target=phases, args=(theirs, workload, num_shards, devices))
@@ -219,18 +221,18 @@ def explain(workload: str, *, num_shards: int, devices: int) -> None:
     whole = medians.pop("whole update")
     medians["batch, plan, streams, counting"] = whole - sum(medians.values())
     shares = ", ".join(f"{label} {value * 1e6:.0f} µs" for label, value in medians.items())
-    print(f"    where {whole * 1e6:.0f} µs go on {devices} devices, S={num_shards}: {shares}")
+    print(f"    the {whole * 1e6:.0f} µs of an update on {devices} devices, S={num_shards}: {shares}")
 
 
 def free_port() -> int:
-    """Find a port nobody listens on."""
+    """Find an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def compare(workload: str, names: list[str], rounds: int, before: Path | None) -> dict[str, list[float]]:
-    """Let the contenders take turns, and give the seconds of one update in each round."""
+def compare(workload: str, names: list[str], rounds: int, before: Path | None = None) -> dict[str, list[float]]:
+    """Run the contenders in turns, and return the seconds per update in each round."""
     contenders = {name: Contender(workload, CONTENDERS[name]) for name in names}
     if before is not None:
         ours = [name for name in names if name.startswith("lockstep")]
@@ -248,14 +250,16 @@ def take_turns(
     warm_up: int = 3,
     round_seconds: float = ROUND_SECONDS,
 ) -> dict[str, list[float]]:
-    """Give the seconds of one update of each contender in each round; each begins a round in turn."""
+    """Return the seconds per update of each contender in each round; each in turn is the first of a round."""
     names = list(contenders)
     counts = {}
     for name, contender in contenders.items():
         contender.seconds(warm_up)
+        # As many updates per turn as take about the same time for every contender.
         counts[name] = max(1, round(round_seconds / contender.seconds(5)))
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):
+        # Rotated, so that no contender always has the same position in a round.
         order = names[turn % len(names) :] + names[: turn % len(names)]
         for name in order:
             seconds[name].append(contenders[name].seconds(counts[name]))
@@ -263,7 +267,7 @@ def take_turns(
 
 
 def report(workload: str, seconds: dict[str, list[float]]) -> bool:
-    """Print a table and what misses its bar; say whether everything reached it."""
+    """Print a table and the missed targets; return whether all targets were met."""
     limit = seconds["limit"]
     print(f"\n{workload}: one update of the limit takes {statistics.median(limit) * 1e3:.2f} ms")
     ratios = {}
@@ -286,36 +290,37 @@ def report(workload: str, seconds: dict[str, list[float]]) -> bool:
 
 
 def check(ratios: dict[str, float], seconds: dict[str, list[float]]) -> list[str]:
-    """Hold the bars against the figures, print what misses its bar, and give it."""
+    """Compare the figures with the targets; print and return those that were missed."""
     misses = []
     peers = {name: ratio for name, ratio in ratios.items() if name.startswith(("loop", "DDP", *PEERS))}
     ours = ratios.get("lockstep, S=2")
     if ours is not None and peers:
         best = max(peers, key=lambda name: peers[name])
+        # The fixed cost of an update weighs less in a longer one.
         bar = 0.95 if statistics.median(seconds["limit"]) >= 0.02 else 0.8
         if ours < bar:
-            misses.append(f"S=2 reaches {ours:.2f} of the limit, bar {bar}")
+            misses.append(f"S=2 reaches {ours:.2f} of the limit, target {bar}")
         if ours <= peers[best]:
-            misses.append(f"S=2 ({ours:.2f}) is not ahead of {best} ({peers[best]:.2f})")
+            misses.append(f"S=2 ({ours:.2f}) is not faster than {best} ({peers[best]:.2f})")
     if "lockstep, 1 device" in seconds and "loop, 1 thread" in seconds:
         pairs = zip(seconds["lockstep, 1 device"], seconds["loop, 1 thread"], strict=True)
         over = statistics.median(one - plain for one, plain in pairs)
         allowed = 50e-6 + 0.02 * statistics.median(seconds["loop, 1 thread"])
-        print(f"  one device costs {over * 1e6:.0f} µs an update over the plain loop (bar {allowed * 1e6:.0f})")
+        print(f"  one device: {over * 1e6:.0f} µs per update more than the plain loop (target {allowed * 1e6:.0f})")
         if over > allowed:
-            misses.append(f"one device costs {over * 1e6:.0f} µs over the plain loop, bar {allowed * 1e6:.0f}")
+            misses.append(f"one device: {over * 1e6:.0f} µs more than the plain loop, target {allowed * 1e6:.0f}")
     for miss in misses:
         print(f"  MISSED: {miss}")
     return misses
 
 
 def main() -> None:
-    """Read the options and run."""
+    """Parse the options and run the comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=[*WORKLOADS, "all"], default="all")
     parser.add_argument("--contender", action="append", choices=list(CONTENDERS), help="repeat; default all")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--before", type=Path, help="another checkout, whose updates take turns with these")
+    parser.add_argument("--before", type=Path, help="another checkout to compare with")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, batch {BATCH_SIZE}, {options.rounds} rounds")
     names = ["limit", *(name for name in options.contender or CONTENDERS if name != "limit")]

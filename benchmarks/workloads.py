@@ -1,4 +1,4 @@
-"""The models and batches that benchmarks of updates run on."""
+"""The models and batches of the benchmarks of updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 BATCH_SIZE = 256
-NUM_BATCHES = 4  # different batches, taken in turn
+NUM_BATCHES = 4  # different batches, which are used in turn
 
 
 class Encoder(nn.Module):
@@ -29,17 +29,17 @@ class Encoder(nn.Module):
 
 
 def tiny() -> nn.Module:
-    """An MLP of 0.1 M parameters."""
+    """Create an MLP of 0.1 M parameters."""
     return nn.Sequential(nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def mlp() -> nn.Module:
-    """An MLP of 1.9 M parameters."""
+    """Create an MLP of 1.9 M parameters."""
     return nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 
 def convnet() -> nn.Module:
-    """Three convolutions with BatchNorm on 32 x 32 images."""
+    """Create three convolutions with BatchNorm for images of 32 x 32."""
     return nn.Sequential(
         *(nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2)),
         *(nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2)),
@@ -50,23 +50,24 @@ def convnet() -> nn.Module:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and the inputs it takes."""
+    """A model and the distribution of its inputs."""
 
     model: Callable[[], nn.Module]
     inputs: Callable[[torch.Generator], torch.Tensor]
 
     def batches(self, part: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Make the batches, or one part of each."""
+        """Create the batches, or one part of each."""
         generator = torch.Generator().manual_seed(0)
         whole = [
             (self.inputs(generator), torch.randint(0, 10, (BATCH_SIZE,), generator=generator))
             for _ in range(NUM_BATCHES)
         ]
+        # Every process draws the whole batches, so that the parts of all contenders are the same samples.
         return [(x[part].clone(), y[part].clone()) for x, y in whole]
 
 
 def floats(*shape: int) -> Callable[[torch.Generator], torch.Tensor]:
-    """Inputs of normal numbers."""
+    """Return a function that draws inputs of normal numbers."""
     return lambda generator: torch.randn(BATCH_SIZE, *shape, generator=generator)
 
 

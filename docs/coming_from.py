@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,73 +24,83 @@ Entry = Mapping[str, Any]
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a file of this kind."""
+    """Read a TOML file."""
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 SYSTEMS = read(FOLDER / "pages.toml")
-"""What each page says beside the list."""
+"""The text of each page beside the list."""
 
 
 def page(name: str) -> str:
-    """Give the page of one system."""
+    """Return the page of one system: its programs before and after."""
     system = SYSTEMS[name]
     title = system["title"]
-    checked = (
-        f"Names without a module are in `lockstep.compat.{name}`. Each line is checked by a test, and "
-        "names one that shows it (below `tests/`). This page is made by `python docs/coming_from.py`."
-    )
+    names = f"[{name}_names.md]({name}_names.md) lists where every name of {title} is in lockstep."
     return "\n".join(
         [
             f"# Coming from {title}",
             "",
-            *wrapped(system["intro"]),
+            *wrapped(f"{system['intro']} {names}"),
             "",
-            *wrapped(f"Peculiar to {title}, and kept: {system['peculiar']}"),
+            *wrapped(f"The following is specific to {title}, and kept. {system['peculiar']}"),
             "",
-            *program("Before", f"{name}_before.txt", system["language"]),
-            *program("After, by the same names", f"{name}_after.py", "python"),
-            *program("After, in lockstep's own words", f"{name}_core.py", "python"),
-            "## Where everything went",
-            "",
-            *wrapped(checked),
-            "",
-            *tables(read(SOURCE)[name]),
+            *program(f"In {title}", f"{name}_before.txt", system["language"]),
+            *program("With the same names", f"{name}_after.py", "python"),
+            *program("With the core of lockstep", f"{name}_core.py", "python"),
         ]
     )
 
 
+def names_page(name: str) -> str:
+    """Return the page with all names of one system."""
+    title = SYSTEMS[name]["title"]
+    intro = (
+        f"Everything that the documentation of {title} mentions, with a test for each (below `tests`). The programs "
+        f"are in [{name}.md]({name}.md). Names without a module are in `lockstep.compat.{name}`, and those of the core "
+        "in `lockstep`. This page is written by `python docs/coming_from.py`."
+    )
+    return "\n".join([f"# The names of {title}", "", *wrapped(intro), "", *tables(read(SOURCE)[name])])
+
+
 def program(title: str, file: str, language: str) -> list[str]:
-    """Show a program that lies beside the page."""
+    """Return a section with a program that lies beside the page."""
     text = (FOLDER / file).read_text(encoding="utf-8").rstrip()
     return [f"## {title}", "", f"```{language}", text, "```", ""]
 
 
 def tables(entries: Iterable[Entry]) -> list[str]:
-    """Give a table for each document, with a line for each thing it speaks of."""
+    """Return a table for each document, with one row for entries of the same meaning."""
     lines = []
-    documents = dict.fromkeys(entry["document"] for entry in entries)
-    for document in documents:
+    for _, listed in groupby(entries, key=lambda entry: entry["document"]):
+        rows: dict[tuple[str, ...], list[Entry]] = {}
+        for entry in listed:
+            rows.setdefault(meaning(entry), []).append(entry)
         lines += [
-            "| there | what it is | here | in the core | different | shown by |",
+            "| original | meaning | here | core | difference | test |",
             "|---|---|---|---|---|---|",
         ]
-        lines += [table_row(entry) for entry in entries if entry["document"] == document]
+        lines += [table_row(row) for row in rows.values()]
         lines += [""]
     return lines
 
 
-def table_row(entry: Entry) -> str:
-    """Give one line of a table."""
-    name = f"*{entry['name']}*" if entry["kind"] == "note" else f"`{entry['name']}`"
-    core = f"`{entry['core'].removeprefix('lockstep.')}`" if "core" in entry else ""
+def meaning(entry: Entry) -> tuple[str, ...]:
+    """Return what has to be equal for entries to share a row."""
+    return entry["kind"], entry["says"], entry.get("core", ""), entry.get("difference", ""), entry["test"]
+
+
+def table_row(entries: list[Entry]) -> str:
+    """Return one row of a table."""
+    first = entries[0]
+    names = [f"*{each['name']}*" if each["kind"] == "note" else f"`{each['name']}`" for each in entries]
     cells = [
-        name,
-        entry["says"],
-        f"`{entry['path']}`",
-        core,
-        entry.get("difference", ""),
-        f"`{entry['test']}`",
+        ", ".join(names),
+        first["says"],
+        ", ".join(dict.fromkeys(f"`{each['path']}`" for each in entries)),
+        f"`{first['core'].removeprefix('lockstep.')}`" if "core" in first else "",
+        first.get("difference", ""),
+        f"`{first['test']}`",
     ]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
@@ -106,6 +117,11 @@ def wrapped(text: str, width: int = 110) -> list[str]:
     return [*lines, line]
 
 
+PAGES = {"{}.md": page, "{}_names.md": names_page}
+"""The function that returns each page of a system."""
+
+
 if __name__ == "__main__":
     for each in SYSTEMS:
-        (FOLDER / f"{each}.md").write_text(page(each), encoding="utf-8")
+        for file_name, text_of in PAGES.items():
+            (FOLDER / file_name.format(each)).write_text(text_of(each), encoding="utf-8")

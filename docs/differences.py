@@ -1,4 +1,4 @@
-"""Write `docs/differences.md` from the list that the replays of the originals' traces are checked against.
+"""Write the pages of differences from the list that the replayed traces of the originals are checked against.
 
 python docs/differences.py
 """
@@ -16,44 +16,60 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "tests" / "reference" / "differences.toml"
-PAGE = ROOT / "docs" / "differences.md"
+DOCS = ROOT / "docs"
 
-HEAD = """# Where lockstep differs from the originals on purpose
+PAGES = {"differences.md": "chainer-cunn", "differences-mxnet-nnabla.md": "mxnet-nnabla"}
+"""The folder of traces that each page is about."""
 
-`tests/reference` replays traces recorded by running Chainer 7.8.1, Torch7's cunn, MXNet and NNabla.
-Everything agrees within the stated tolerances, except what stands here. The tests check each entry: our
-value must be the one listed, and must differ from the original's. This page is made by
-`python docs/differences.py`.
+TITLES = {"chainer-cunn": "Chainer and Torch7", "mxnet-nnabla": "MXNet and NNabla"}
+
+HEAD = """# Deliberate differences from {title}
+
+`tests/reference` replays traces that were recorded by running Chainer 7.8.1, cunn of Torch7, MXNet and NNabla.
+lockstep agrees with all of them within the stated tolerances, except for the differences on this page and on that of
+[{other_title}]({other}). `tests/reference/differences.toml` lists them, and the tests check each of them: the value of
+lockstep must be the listed one, and must differ from that of the original. After each reason, this page names the cases
+of the trace and their fields. `python docs/differences.py` writes it.
 """
 
 THROUGH = {"core": "but not through `lockstep.compat`", "compat": "through `lockstep.compat` only"}
-"""An entry may be for one of two replays of a trace."""
+"""An entry may apply to one of two replays of a trace."""
+
+Entry = dict[str, Any]
 
 
-def page(source: Path = SOURCE) -> str:
-    """Give the page: for each trace file the reasons, and the cases and fields they are about."""
-    entries: list[dict[str, Any]] = tomllib.loads(source.read_text(encoding="utf-8"))["difference"]
-    lines = [HEAD]
-    for file in sorted({entry["file"] for entry in entries}):
+def page(name: str, source: Path = SOURCE) -> str:
+    """Return a page: for each trace file the reasons, with their cases and fields."""
+    entries: list[Entry] = tomllib.loads(source.read_text(encoding="utf-8"))["difference"]
+    folder = PAGES[name]
+    ((other, other_folder),) = [each for each in PAGES.items() if each[0] != name]
+    lines = [HEAD.format(title=TITLES[folder], other_title=TITLES[other_folder], other=other)]
+    for file in sorted({entry["file"] for entry in entries if entry["file"].startswith(f"{folder}/")}):
         lines += [f"## `{file}`", ""]
-        reasons: dict[str, list[str]] = {}
+        reasons: dict[str, list[Entry]] = {}
         for entry in entries:
             if entry["file"] == file:
-                only = f", {THROUGH[entry['through']]}" if "through" in entry else ""
-                place = f"{cases_of(entry)}: `{entry['field']}`{only}"
-                reasons.setdefault(entry["reason"].strip(), []).append(place)
-        for reason, places in reasons.items():
-            shown = "; ".join(dict.fromkeys(places))
-            lines += [f"* {reason} ({shown})"]
+                reasons.setdefault(entry["reason"].strip(), []).append(entry)
+        lines += [f"* {reason} ({places_of(listed)})" for reason, listed in reasons.items()]
         lines += [""]
     return "\n".join(lines)
 
 
-def cases_of(entry: dict[str, Any]) -> str:
-    """Say which cases an entry is for: their name, or what they hold."""
+def places_of(entries: list[Entry]) -> str:
+    """Return the cases of some entries, each with its fields."""
+    fields: dict[str, list[str]] = {}
+    for entry in entries:
+        only = f", {THROUGH[entry['through']]}" if "through" in entry else ""
+        fields.setdefault(cases_of(entry), []).append(f"`{entry['field']}`{only}")
+    return "; ".join(f"{cases}: {', '.join(dict.fromkeys(named))}" for cases, named in fields.items())
+
+
+def cases_of(entry: Entry) -> str:
+    """Return the cases of an entry: their name, or the values that they contain."""
     held = [f"`{place} = {value}`" for place, value in entry.get("where", {}).items()]
     return " and ".join([f"`{entry['case']}`", *held] if "case" in entry else held)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for each in PAGES:
+        (DOCS / each).write_text(page(each), encoding="utf-8")

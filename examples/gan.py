@@ -1,7 +1,7 @@
-"""Two networks against each other, on any number of devices: points on a circle, learnt by a GAN.
+"""Train a GAN on any number of devices, to generate points on a circle.
 
-An update is two computations and two steps, so a `step_fn` says what it does. The noise is drawn inside the
-loss functions, from the stream of the shard, and so does not depend on the number of devices.
+An update consists of two computations and two steps, which a `step_fn` defines. The noise is drawn inside the
+loss functions, from the random stream of the shard, and therefore does not depend on the number of devices.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 
-LATENT = 4  # numbers of noise to a point
+LATENT = 4  # the number of noise values per point
 BATCH_SIZE = 64
 Networks = dict[str, nn.Module]
 
 
 def circle(num_points: int) -> TensorDataset:
-    """Draw points on a circle of radius 1."""
+    """Sample points on a circle of radius 1."""
     angles = 2 * math.pi * torch.rand(num_points, generator=torch.Generator().manual_seed(0))
     return TensorDataset(torch.stack([angles.cos(), angles.sin()], dim=1))
 
 
 def networks() -> Networks:
-    """Build a generator of points and a judge of them."""
+    """Create the generator and the discriminator."""
     torch.manual_seed(0)
     return {
         "gen": nn.Sequential(
@@ -46,28 +46,29 @@ def networks() -> Networks:
     }
 
 
-def judge_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:
-    """Tell real points from made ones."""
+def discriminator_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:
+    """Compute the loss of classifying real and generated points."""
     fake = nets["gen"](torch.randn(len(real), LATENT, device=real.device))
     return softplus(-nets["dis"](real)).mean() + softplus(nets["dis"](fake)).mean()
 
 
 def generator_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:
-    """Make points that pass for real ones."""
+    """Compute the loss of generated points that are not classified as real."""
     fake = nets["gen"](torch.randn(len(real), LATENT, device=real.device))
     return softplus(-nets["dis"](fake)).mean()
 
 
 def step(updater: ls.ParallelUpdater, batch: Any) -> None:
-    """Do one update: the judge's step, then the generator's against the new judge."""
-    updater.compute_gradients(batch, loss_fn=judge_loss, optimizer="dis")
+    """Run one update: a step of the discriminator, then one of the generator with the new discriminator."""
+    # The discriminator's loss also reaches the generator, whose gradients this call leaves untouched.
+    updater.compute_gradients(batch, loss_fn=discriminator_loss, optimizer="dis")
     updater.apply_gradients("dis")
     updater.compute_gradients(batch, loss_fn=generator_loss, optimizer="gen")
     updater.apply_gradients("gen")
 
 
 def build(devices: list[str], *, num_shards: int = 4) -> ls.ParallelUpdater:
-    """Put a run together."""
+    """Create the updater."""
     nets = networks()
     optimizers = {name: torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.999)) for name, net in nets.items()}
     batches = ls.BatchIterator(circle(1024), BATCH_SIZE, shuffle=True, seed=0)
@@ -75,7 +76,7 @@ def build(devices: list[str], *, num_shards: int = 4) -> ls.ParallelUpdater:
 
 
 def main() -> None:
-    """Train and say how round the circle is."""
+    """Train, and print the mean radius of generated points."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", nargs="+", default=["cpu", "cpu"])
     parser.add_argument("--updates", type=int, default=1200)

@@ -1,10 +1,10 @@
-"""Train on batches 16 times as large, with and without the recipe that makes up for it.
+"""Train with batches 16 times as large, with and without the recipe that compensates for it.
 
     python examples/large_batch.py [--seeds 8] [--plot large-batch.png]
 
-A small network learns handwritten digits in 90 epochs: on batches of 32, and on batches of 512 with more
-and more of the recipe of Goyal et al. (2017, arXiv:1706.02677): the learning rate scaled by 16, the rise
-to it over 5 epochs, momentum that follows the rate at once. Prints the accuracy on samples held out.
+A small network is trained on handwritten digits for 90 epochs: with batches of 32, and with batches of 512 and
+more and more of the recipe of Goyal et al. (2017, arXiv:1706.02677): the learning rate multiplied by 16, a warmup
+over 5 epochs, and momentum correction. Prints the accuracy on samples held out.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import nn
 from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks, large_batch_schedule
 
 EPOCHS = 90
-MILESTONES = (30, 60, 80)  # in epochs; the rate falls to a tenth at each
-SMALL, LARGE = 32, 512  # samples in a batch
-BASE_LR = 0.04  # right for SMALL
+MILESTONES = (30, 60, 80)  # in epochs; the learning rate is divided by 10 at each
+SMALL, LARGE = 32, 512  # samples per batch
+BASE_LR = 0.04  # tuned for SMALL
 MOMENTUM = 0.9
 WEIGHT_DECAY = 1e-4
 NUM_TRAIN = 1536  # of 1797 samples; 3 batches of LARGE
@@ -31,16 +31,16 @@ NUM_TRAIN = 1536  # of 1797 samples; 3 batches of LARGE
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to train."""
+    """The settings of one training run."""
 
     name: str
     batch_size: int
-    scaled: bool  # whether the rate grows with the batch
+    scaled: bool  # whether the learning rate is scaled with the batch size
     warmup: int  # in epochs
-    corrected: bool  # whether a change of the rate reaches the momentum at once
+    corrected: bool  # whether a change of the learning rate applies to the momentum at once
 
     def optimizer(self, model: nn.Module) -> HookedOptimizer:
-        """Make the optimizer."""
+        """Create the optimizer."""
         rule = CorrectedMomentumSGD if self.corrected else MomentumSGD
         optimizer = rule(model.parameters(), lr=BASE_LR, momentum=MOMENTUM)
         optimizer.add_hook(hooks.WeightDecay(WEIGHT_DECAY))
@@ -57,14 +57,17 @@ RECIPES = [
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """Load the images, 64 numbers each from 0 to 1, and their labels, in an order of our own."""
+    """Load the images, as 64 numbers in 0..1 each, and their labels, in a fixed random order."""
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
     return torch.tensor(data.data, dtype=torch.float32)[order] / 16, torch.tensor(data.target)[order]
 
 
 def network() -> nn.Module:
-    """Make a network that starts steep: its first weights are three times as large as torch makes them."""
+    """Create a network whose initial weights are three times as large as torch's default.
+
+    Large initial weights make the first updates unstable at a high learning rate, which is what a warmup is for.
+    """
     layers = [nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 128), nn.Tanh(), nn.Linear(128, 10)]
     with torch.no_grad():
         for layer in layers:
@@ -74,7 +77,7 @@ def network() -> nn.Module:
 
 
 def train(recipe: Recipe, seed: int, images: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Train once; return the accuracy on the samples held out after each epoch, in percent."""
+    """Train once, and return the accuracy on the held-out samples after each epoch, in percent."""
     torch.manual_seed(seed)
     model = network()
     optimizer = recipe.optimizer(model)
@@ -90,20 +93,21 @@ def train(recipe: Recipe, seed: int, images: torch.Tensor, labels: torch.Tensor)
     )
     accuracies = []
     for _ in range(EPOCHS):
+        # Both batch sizes divide NUM_TRAIN, so that no batch is smaller than the schedule assumes.
         for batch in torch.split(torch.randperm(NUM_TRAIN), recipe.batch_size):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
-            schedule.step()
+            schedule.step()  # after every update, not every epoch
         with torch.no_grad():
-            right = model(images[NUM_TRAIN:]).argmax(dim=1) == labels[NUM_TRAIN:]
-        accuracies.append(100 * right.float().mean().item())
+            correct = model(images[NUM_TRAIN:]).argmax(dim=1) == labels[NUM_TRAIN:]
+        accuracies.append(100 * correct.float().mean().item())
     return accuracies
 
 
 def plot(runs: dict[str, list[list[float]]], path: Path) -> None:
-    """Draw the error of each recipe over the epochs: the median over the seeds, and their range."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only whoever plots needs it
+    """Plot the error of each recipe over the epochs: the median over the seeds, and the range."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - needed for plots only
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
@@ -127,12 +131,12 @@ def plot(runs: dict[str, list[list[float]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Train every recipe from every seed."""
+    """Train with every recipe and every seed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=8, help="how many")
-    parser.add_argument("--plot", type=Path, help="where to draw the error over the epochs")
+    parser.add_argument("--seeds", type=int, default=8, help="the number of seeds")
+    parser.add_argument("--plot", type=Path, help="the file to plot the error over the epochs to")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the tensors are too small to share
+    torch.set_num_threads(1)  # the tensors are too small for several threads
     images, labels = digits()
     runs: dict[str, list[list[float]]] = {}
     print(f"| {'recipe':50} | updates | accuracy: mean | least | most |")

@@ -13,10 +13,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support.rank_pool import POOL
+from tests.support.settings import differences, environment, new_threads, process_settings, random_kernels_are_ours
 from tests.support.tiers import has_no_unit_tests, sort_into_tiers
 from tests.support.waiting import LONG
-
-SMALLEST_DENORMAL = 5e-324
 
 # A commit passes or fails whenever and wherever it is tested: no clock judges an example, and the examples
 # are the same each time. `--hypothesis-profile=search` draws others.
@@ -45,21 +45,26 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def pooled_ranks() -> Iterator[None]:
+    """End the processes that tests share as ranks."""
+    yield
+    POOL.close()
+
+
 @pytest.fixture(autouse=True)
 def hygiene() -> Iterator[None]:
     """Fail a test that leaves something changed."""
-    before = _traces()
+    before = {**process_settings(), **environment()}
     threads = set(threading.enumerate())
     yield
-    if _new_threads(threads) or _random_kernels_are_ours():
+    if new_threads(threads) or random_kernels_are_ours():
         gc.collect()  # an updater or group in a cycle is no leak
-    for thread in _new_threads(threads):
+    for thread in new_threads(threads):
         thread.join(LONG)  # told to end already; give it the time
-    lingering = [thread.name for thread in _new_threads(threads)]
+    lingering = [thread.name for thread in new_threads(threads)]
     assert not lingering, f"the test left threads behind: {lingering}"
-    after = _traces()
-    names = before.keys() | after.keys()
-    changed = {name: (before.get(name), after.get(name)) for name in names if before.get(name) != after.get(name)}
+    changed = differences(before, {**process_settings(), **environment()})
     assert not changed, f"the test left changes behind: {changed}"
 
 
@@ -93,35 +98,3 @@ def _seconds_of_children() -> float:
     """Return the processor time of all processes that this one has started and waited for."""
     times = os.times()
     return times.children_user + times.children_system
-
-
-def _traces() -> dict[str, object]:
-    return {
-        **_environment(),
-        "intra-op threads": torch.get_num_threads(),
-        "default dtype": torch.get_default_dtype(),
-        "default device": torch.get_default_device(),
-        "grad mode": torch.is_grad_enabled(),
-        "inference mode": torch.is_inference_mode_enabled(),
-        "autocast": (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
-        "denormals flushed": SMALLEST_DENORMAL * 1.0 == 0.0,
-        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "memory filled": torch.utils.deterministic.fill_uninitialized_memory,
-        "SIGINT handler": signal.getsignal(signal.SIGINT),
-        "random kernels overridden": _random_kernels_are_ours(),
-    }
-
-
-def _environment() -> dict[str, str]:
-    """List the variables, but pytest's own and those that scikit-learn and torch's compiler set on import."""
-    foreign = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")
-    return {f"${name}": value for name, value in os.environ.items() if not name.startswith(foreign)}
-
-
-def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
-    """List threads that would keep the process alive; a daemon (tqdm has one) would not."""
-    return [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
-
-
-def _random_kernels_are_ours() -> bool:
-    return torch.random.default_generator is not torch.default_generator

@@ -13,15 +13,16 @@ PAGES = DOCS / "coming-from"
 GENERATOR: dict[str, Any] = runpy.run_path(str(DOCS / "coming_from.py"))
 
 
+@pytest.mark.parametrize("file", GENERATOR["PAGES"])
 @pytest.mark.parametrize("system", GENERATOR["SYSTEMS"])
-def test_a_page_is_made_of_the_list_and_its_programs(system: str) -> None:
-    made = GENERATOR["page"](system)
-    written = (PAGES / f"{system}.md").read_text(encoding="utf-8")
+def test_a_page_is_made_of_the_list_and_its_programs(system: str, file: str) -> None:
+    made = GENERATOR["PAGES"][file](system)
+    written = (PAGES / file.format(system)).read_text(encoding="utf-8")
     assert written == made, "run `python docs/coming_from.py`"
 
 
 def test_there_is_no_other_page_or_program() -> None:
-    kinds = ["{}.md", "{}_before.txt", "{}_after.py", "{}_core.py"]
+    kinds = ["{}.md", "{}_names.md", "{}_before.txt", "{}_after.py", "{}_core.py"]
     wanted = {kind.format(system) for system in GENERATOR["SYSTEMS"] for kind in kinds}
     wanted |= {"pages.toml"}
     assert {path.name for path in PAGES.iterdir() if path.is_file()} == wanted

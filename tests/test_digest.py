@@ -244,7 +244,7 @@ def test_a_digest_is_assembled_from_the_digests_of_tensors() -> None:
     about = [Entry((0,), "mapping", len(known)), *known.values()]
     assert combine(about) == combine(reversed(about)) == ls.digest(model)
     moved = known["0.weight"]._replace(path=(0, "0.bias"))
-    with pytest.raises(ValueError, match=r'`found` must hold one entry a path, got two for \[0,"0.bias"\]'):
+    with pytest.raises(ValueError, match=r'`found` must hold one entry per path, got two for \[0,"0.bias"\]'):
         combine([*about, moved])
 
 
@@ -304,7 +304,7 @@ def test_the_meaning_of_a_quantized_tensor_counts() -> None:
         ls.digest(ints),
     }
     assert len(named) == 6
-    with pytest.raises(TypeError, match=r"`states` must hold .*, got a quantized tensor\. Give its"):
+    with pytest.raises(TypeError, match=r"`states` must hold .*, got a quantized tensor\. Pass its"):
         tensor_digest(torch._make_per_tensor_quantized_tensor(ints, 0.5, 0))
 
 

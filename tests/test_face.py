@@ -15,6 +15,7 @@ PUBLIC = [
     "DataParallel",
     "DisagreementError",
     "DynamicLossScale",
+    "EndOfDataError",
     "Extension",
     "IterableBatches",
     "LocalCommunicator",
@@ -55,6 +56,7 @@ PUBLIC = [
     "optim",
     "report",
     "supervised",
+    "token_mean",
     "triggers",
 ]
 """To take a name away breaks those who use it; to add one is a promise. Both are decided here."""
@@ -142,5 +144,5 @@ def test_to_import_it_takes_a_small_part_of_what_torch_takes() -> None:
         done = subprocess.run(timed, capture_output=True, check=True, timeout=240, env=environment)
         return float(done.stdout)
 
-    # The least of four, in time of the processor, for the machine may have other work; about 0.13 without.
-    assert min(ratio() for _ in range(4)) < 0.25
+    # The least of up to four, in time of the processor, for the machine may have other work; about 0.13 without.
+    assert any(ratio() < 0.25 for _ in range(4))

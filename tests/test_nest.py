@@ -126,5 +126,5 @@ def test_disagreement_is_refused_by_name(nest: Any, message: str) -> None:
 
 @pytest.mark.parametrize("part", [range(-1, 2), range(2, 5), range(0, 4, 2), range(3, 2)])
 def test_a_run_outside_is_refused(part: range) -> None:
-    with pytest.raises(ValueError, match=r"`part` must be a run of neighbours within range\(0, 4\), got"):
+    with pytest.raises(ValueError, match=r"`part` must be a range with step 1 within range\(0, 4\), got"):
         narrow(torch.zeros(4), part)

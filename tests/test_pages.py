@@ -31,11 +31,91 @@ def test_the_programs_of_a_page_run(page: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out
 
 
-def test_the_pages_point_to_what_is_there() -> None:
-    for page in PAGES:
-        text = (DOCS / page).read_text(encoding="utf-8")
-        links = re.findall(r"\]\(([^)#:]+)\)", text)
-        assert [link for link in links if not (DOCS / link).exists()] == []
+ALL_PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+WORDS_OF_A_PAGE = 2_000
+KINDS = r"py|toml|md|txt|json|sh|sbatch|yaml|svg|png"
+NOT_OURS = {"train.py"}
+"""Files of the reader."""
+STARTS = [ROOT, ROOT / "src" / "lockstep", ROOT / "docs", ROOT / "tests"]
+"""Where a path on a page may begin."""
+
+pages = pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor of a heading.
+
+    >>> anchor("## Where `shards` are cut, and why")
+    'where-shards-are-cut-and-why'
+    """
+    return re.sub(r"[^\w\- ]", "", heading.lstrip("# ").lower()).replace(" ", "-")
+
+
+@pages
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        file, _, section = link.partition("#")
+        if ":" not in link:
+            target = page.parent / file if file else page
+            assert target.exists(), link
+            headings = re.findall(r"^#+ .*$", target.read_text(encoding="utf-8"), re.MULTILINE) if section else []
+            assert not section or section in map(anchor, headings), link
+
+
+def named_paths(text: str) -> set[str]:
+    """Find the paths that a text names: in its code and its commands.
+
+    >>> sorted(named_paths("See `updaters/step`, `tree.py`, `a/b.py::test_c`, `/etc/hosts` and `1/2`."))
+    ['a/b.py', 'tree.py', 'updaters/step']
+    >>> named_paths("    python benchmarks/updates.py --rounds 8")
+    {'benchmarks/updates.py'}
+    """
+    code = " ".join(re.findall(r"`([^`\n]+)`", text))
+    files = re.findall(rf"(?<![\w./-])[\w-][\w./-]*\.(?:{KINDS})\b", code)
+    folders = re.findall(r"(?<!\S)[a-z_]+(?:/[a-z_]+)+(?!\S)", code)
+    folders = [path for path in folders if is_there(path.split("/")[0])]  # others are names of values
+    commands = re.findall(rf"\b(?:benchmarks|docs|examples|src|tests)/[\w/.-]+\.(?:{KINDS})\b", text)
+    return {*files, *folders, *commands}
+
+
+def is_there(path: str) -> bool:
+    """Return whether a path is one of the project's; a bare name may be in any folder of the source or the tests."""
+    if any((start / path).exists() for start in STARTS):
+        return True
+    return "/" not in path and any(list((ROOT / folder).rglob(path)) for folder in ("src", "tests"))
+
+
+@pages
+def test_the_paths_that_a_page_names_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    if page.name.startswith("differences"):  # traces lie outside of the repository
+        text = re.sub(r"^## .*$|\(`.*`.*\)$", "", text, flags=re.MULTILINE)
+    assert [path for path in sorted(named_paths(text) - NOT_OURS) if not is_there(path)] == []
+
+
+def test_a_path_that_is_not_there_is_noticed() -> None:
+    text = "`updaters/step/nothing.py`, `tests/updaters/nothing.py`, `nothing.py`, `replicas/nothing` and `tree.py`"
+    assert [path for path in sorted(named_paths(text)) if not is_there(path)] == [
+        "nothing.py",
+        "replicas/nothing",
+        "tests/updaters/nothing.py",
+        "updaters/step/nothing.py",
+    ]
+
+
+@pages
+def test_a_page_is_short(page: Path) -> None:
+    assert len(page.read_text(encoding="utf-8").split()) <= WORDS_OF_A_PAGE
+
+
+def test_every_page_is_linked_from_another() -> None:
+    linked = {
+        (page.parent / link.partition("#")[0]).resolve()
+        for page in ALL_PAGES
+        for link in re.findall(r"\]\(([^)\s:]+)\)", page.read_text(encoding="utf-8"))
+    }
+    folders = [path for path in linked if path.is_dir()]
+    assert [page for page in DOCS.rglob("*.md") if page not in linked and page.parent not in folders] == []
 
 
 TWO_DEVICES = 'devices=["cpu", "cpu"]'

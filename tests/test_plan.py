@@ -48,13 +48,6 @@ def test_equal_loads_make_the_first_runs_one_longer(num_shards: int, num_devices
     assert [len(run) for run in runs] == [size + 1] * longer + [size] * (num_devices - longer)
 
 
-@given(st.integers(1, 500))
-def test_merges_add_every_other_shard_exactly_once(num_shards: int) -> None:
-    levels = plan.merges(num_shards)
-    assert sorted(other for level in levels for _, other in level) == list(range(1, num_shards))
-    assert len(levels) == (num_shards - 1).bit_length()
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -67,7 +60,6 @@ def test_merges_add_every_other_shard_exactly_once(num_shards: int) -> None:
         (lambda: plan.assign(3, [1, -2.0]), "`workloads[1]` must be positive and finite, got -2.0."),
         (lambda: plan.assign(3, [float("nan")]), "`workloads[0]` must be positive and finite, got nan."),
         (lambda: plan.assign(3, [1, float("inf")]), "`workloads[1]` must be positive and finite, got inf."),
-        (lambda: plan.merges(0), "`num_shards` must be at least 1, got 0."),
     ],
 )
 def test_counts_out_of_range_are_refused(call, message: str) -> None:
@@ -88,7 +80,7 @@ def test_dealt_shards_hold_every_sample_once_and_are_as_long_as_runs(num_samples
 def test_a_dealt_schedule_holds_every_sample_once(
     batch_sizes: list[int], num_shards: int | None, num_devices: int
 ) -> None:
-    runs = plan.schedule(batch_sizes, num_shards, [1.0] * num_devices, strided=True)
+    runs = plan.shards_by_device(batch_sizes, num_shards, [1.0] * num_devices, strided=True)
     shards = list(itertools.chain(*runs))
     indices = [shard.index for shard in shards]
     assert indices == sorted(set(indices))

@@ -9,7 +9,26 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from lockstep import plan, tree
+from lockstep import tree
+
+
+def merges(num_shards: int) -> list[list[tuple[int, int]]]:
+    """List the additions that sum all shards into shard 0, level by level: the specification of the tree.
+
+    A pair ``(into, other)`` means "add ``other`` to ``into``".
+
+    >>> merges(5)
+    [[(0, 1), (2, 3)], [(0, 2)], [(0, 4)]]
+    """
+    strides = [2**level for level in range((num_shards - 1).bit_length())]
+    return [[(into, into + stride) for into in range(0, num_shards - stride, 2 * stride)] for stride in strides]
+
+
+@given(st.integers(1, 500))
+def test_merges_add_every_other_shard_exactly_once(num_shards: int) -> None:
+    levels = merges(num_shards)
+    assert sorted(other for level in levels for _, other in level) == list(range(1, num_shards))
+    assert len(levels) == (num_shards - 1).bit_length()
 
 
 def leaves(num_shards: int, *, absent: frozenset[int] = frozenset()) -> dict[int, list[torch.Tensor | None]]:
@@ -24,10 +43,10 @@ def leaves(num_shards: int, *, absent: frozenset[int] = frozenset()) -> dict[int
 
 
 def by_plan(num_shards: int, absent: frozenset[int] = frozenset()) -> list[torch.Tensor | None]:
-    """The specification: the additions that `plan.merges` lists, absent ones passed over."""
+    """The specification: the additions that `merges` lists, absent ones passed over."""
     values = leaves(num_shards, absent=absent)
     sums = [values.get(shard) for shard in range(num_shards)]
-    for into, other in itertools.chain.from_iterable(plan.merges(num_shards)):
+    for into, other in itertools.chain.from_iterable(merges(num_shards)):
         left, right = sums[into], sums[other]
         if left is None or right is None:
             sums[into] = right if left is None else left
@@ -73,7 +92,7 @@ def test_any_cut_over_places_gives_the_planned_sum(case: tuple[int, list[int], f
 @given(st.integers(1, 64), st.randoms(use_true_random=False))
 def test_any_interleaving_of_the_plan_gives_the_same_sum(num_shards: int, rng: random.Random) -> None:
     values = leaves(num_shards)
-    for level in plan.merges(num_shards):
+    for level in merges(num_shards):
         for into, other in rng.sample(level, len(level)):
             tree.add_into(values[into], values[other])
     assert same(values[0], by_plan(num_shards))
@@ -116,5 +135,5 @@ def test_a_gradient_that_no_shard_has_stays_absent() -> None:
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 5, 8, 13])
 def test_merge_order_of_single_shards_is_the_plan(num_shards: int) -> None:
-    planned = set(itertools.chain.from_iterable(plan.merges(num_shards)))
+    planned = set(itertools.chain.from_iterable(merges(num_shards)))
     assert set(tree.merge_order(range(num_shards))) == planned

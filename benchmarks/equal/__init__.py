@@ -1,1 +1,1 @@
-"""What `equal_digests.py` runs on each checkout."""
+"""The recipes that `equal_digests.py` runs on each checkout."""

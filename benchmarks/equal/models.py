@@ -1,4 +1,4 @@
-"""The models and data of the recipes: small ones, of every kind that updates treat in a way of its own."""
+"""The models and the data of the recipes: small ones of every kind that an updater treats specially."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 
-NUM_SAMPLES = 29  # with batches of 11 an epoch is 11 + 11 + 7 samples, and few numbers of shards cut these evenly
+NUM_SAMPLES = 29  # with batches of 11, an epoch has 11 + 11 + 7 samples, which few numbers of shards divide evenly
 NUM_CLASSES = 4
 NUM_WORDS = 19
 FEATURES = 7
 
 
 class Reader(nn.Module):
-    """An encoder over tokens, with dropout inside of the attention's kernel and around it."""
+    """A transformer encoder over tokens, with dropout inside and outside of the attention kernel."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Reader(nn.Module):
 
 
 class BagOfWords(nn.Module):
-    """Embeds by rows, most of which have no gradient in an update."""
+    """A model with sparse embeddings, most of whose rows have no gradient in an update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,13 +57,13 @@ class Recurrent(nn.Module):
         self.classes = nn.Linear(9, NUM_CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Classify by the last step."""
+        """Classify from the last step."""
         logits: torch.Tensor = self.classes(self.gru(x.unsqueeze(2))[0][:, -1])
         return logits
 
 
 class Recomputed(nn.Module):
-    """Two blocks with dropout whose forward is run once more in backward, one of each kind."""
+    """Two blocks with dropout under activation checkpointing, one of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,13 +74,14 @@ class Recomputed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Classify."""
+        # The dropout of the second forward must draw the same numbers as that of the first.
         hidden = checkpoint(self.first, self.stem(x), use_reentrant=False)
         logits: torch.Tensor = self.classes(checkpoint(self.second, hidden, use_reentrant=True))
         return logits
 
 
 class Noisy(nn.Module):
-    """Draws in its forward, from the default generator and from a distribution, and counts its calls."""
+    """A model that draws random numbers in its forward, and counts its calls in a buffer."""
 
     calls: torch.Tensor
 
@@ -92,13 +93,14 @@ class Noisy(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Classify with noise."""
         self.calls += 1
+        # Distributions call other random operators than the functions of torch.
         kept = torch.distributions.Bernoulli(0.8).sample(x.shape)
         logits: torch.Tensor = self.body((x + 0.05 * torch.randn_like(x)) * kept)
         return logits
 
 
 class OwnLoss(nn.Module):
-    """Takes a dict batch and returns its loss; one weight is used twice, one never."""
+    """A model that takes a dict and returns its loss; one weight is used twice, another never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,6 +108,7 @@ class OwnLoss(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))
         self.classes = nn.Linear(FEATURES, NUM_CLASSES, bias=False)
         self.again = nn.Linear(FEATURES, NUM_CLASSES)
+        # A tied weight gets the sum of two gradients.
         self.again.weight = self.classes.weight
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -114,8 +117,8 @@ class OwnLoss(nn.Module):
         return nn.functional.cross_entropy(self.classes(hidden) + self.again(x), target)
 
 
-class HeldIn(nn.Module):
-    """Rounds inputs to the format that a model is held in."""
+class InDtype(nn.Module):
+    """A model in a given dtype, whose inputs are converted."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -123,12 +126,12 @@ class HeldIn(nn.Module):
         self.dtype = dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the model does."""
+        """Return the output of the model."""
         return self.model(x.to(self.dtype))  # type: ignore[no-any-return]  # a module's result has no type
 
 
 def perceptron() -> nn.Module:
-    """Return three layers with dropout."""
+    """Create three layers with dropout."""
     return nn.Sequential(
         *(nn.Linear(FEATURES, 20), nn.GELU(), nn.Dropout(0.1)),
         *(nn.Linear(20, 15), nn.Softplus(), nn.Linear(15, NUM_CLASSES)),
@@ -136,7 +139,7 @@ def perceptron() -> nn.Module:
 
 
 def images() -> nn.Module:
-    """Return convolutions with batch statistics of both kinds; takes samples as 1 x 4 x 7 images."""
+    """Create convolutions with both kinds of batch statistics, for images of 1 x 4 x 7."""
     return nn.Sequential(
         *(nn.Conv2d(1, 5, 3, padding=1), nn.BatchNorm2d(5), nn.LeakyReLU()),
         *(nn.Conv2d(5, 6, 3, stride=2), nn.BatchNorm2d(6, momentum=None), nn.Dropout2d(0.1)),
@@ -145,14 +148,14 @@ def images() -> nn.Module:
 
 
 def lazy() -> nn.Module:
-    """Return layers that get their shapes from the first batch."""
+    """Create layers that get their shapes from the first batch."""
     return nn.Sequential(
         *(nn.LazyLinear(16), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Dropout(0.1)), nn.LazyLinear(NUM_CLASSES)
     )
 
 
 def wide() -> nn.Module:
-    """Return more parameters than are summed by one thread, or sent with a message."""
+    """Create a model with more parameters than one thread sums, or one control message contains."""
     return nn.Sequential(
         *(nn.Linear(FEATURES, 523), nn.Tanh(), nn.Linear(523, 811), nn.Dropout(0.1), nn.ReLU()),
         nn.Linear(811, NUM_CLASSES),
@@ -160,7 +163,7 @@ def wide() -> nn.Module:
 
 
 def split_inside() -> nn.Module:
-    """Return a network with a part that cuts its batch once more."""
+    """Create a network with a part that splits its batch again."""
     part = nn.Sequential(nn.Linear(12, 12), nn.LayerNorm(12), nn.ReLU(), nn.Dropout(0.1))
     return nn.Sequential(
         nn.Linear(FEATURES, 12),
@@ -170,7 +173,7 @@ def split_inside() -> nn.Module:
 
 
 def frozen_stem() -> nn.Module:
-    """Return a model whose first layer is fixed, and one of whose parameters has a hook."""
+    """Create a model whose first layer is frozen, with a hook on one of its parameters."""
     model = perceptron()
     model[0].requires_grad_(False)
     model[3].weight.register_hook(_halved)
@@ -182,19 +185,19 @@ def _halved(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def half(build: Callable[[], nn.Module], dtype: torch.dtype) -> Callable[[], nn.Module]:
-    """Return what makes a model held in a format."""
-    return lambda: HeldIn(build(), dtype)
+    """Return a function that creates a model in a dtype."""
+    return lambda: InDtype(build(), dtype)
 
 
-def made(build: Callable[[], nn.Module]) -> nn.Module:
-    """Make a model, always with the same weights."""
+def build_seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    """Create a model, always with the same weights."""
     with torch.random.fork_rng():
         torch.manual_seed(11)
         return build()
 
 
 class DictSamples(torch.utils.data.Dataset[Mapping[str, torch.Tensor]]):
-    """Samples by name."""
+    """A dataset whose samples are dicts."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -207,8 +210,8 @@ class DictSamples(torch.utils.data.Dataset[Mapping[str, torch.Tensor]]):
         return {"x": x, "target": target}
 
 
-def numbers(*shape: int) -> Callable[[], TensorDataset]:
-    """Return what draws samples of normal numbers, and classes."""
+def normal_samples(*shape: int) -> Callable[[], TensorDataset]:
+    """Return a function that draws samples of normal numbers, and classes."""
 
     def draw() -> TensorDataset:
         generator = torch.Generator().manual_seed(12)
@@ -217,8 +220,8 @@ def numbers(*shape: int) -> Callable[[], TensorDataset]:
     return draw
 
 
-vectors = numbers(FEATURES)
-pixels = numbers(1, 4, 7)
+vectors = normal_samples(FEATURES)
+pixels = normal_samples(1, 4, 7)
 
 
 def sentences() -> TensorDataset:
@@ -228,7 +231,7 @@ def sentences() -> TensorDataset:
     return TensorDataset(tokens, _classes(generator))
 
 
-def by_name() -> DictSamples:
+def dicts() -> DictSamples:
     """Draw samples as dicts."""
     return DictSamples(vectors())
 

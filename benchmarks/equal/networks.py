@@ -1,4 +1,4 @@
-"""Updates of several computations for several networks."""
+"""Recipes with several computations and several networks per update."""
 
 from __future__ import annotations
 
@@ -9,51 +9,56 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from equal.models import made
-from equal.runs import Place, Run, follow
-from equal.trail import Trail
+from equal.digest_log import DigestLog
+from equal.models import build_seeded
+from equal.runs import Placement, Run, run_updates
 
 Networks = Any
-"""Networks by name."""
+"""The networks by name."""
 
 
 def _painter() -> nn.Module:
+    """Create the generator."""
     return nn.Sequential(nn.Linear(3, 10), nn.BatchNorm1d(10), nn.SiLU(), nn.Linear(10, 4))
 
 
 def _critic() -> nn.Module:
+    """Create the discriminator."""
     return nn.Sequential(nn.Linear(4, 11), nn.Dropout(0.25), nn.LeakyReLU(0.1), nn.Linear(11, 1))
 
 
 def _samples(count: int, seed: int) -> TensorDataset:
+    """Draw real samples."""
     return TensorDataset(torch.randn(count, 4, generator=torch.Generator().manual_seed(seed)))
 
 
 def _painted(nets: Networks, like: torch.Tensor) -> torch.Tensor:
+    """Generate as many samples as there are real ones."""
     painted: torch.Tensor = nets["painter"](torch.rand(len(like), 3) - 0.5)
     return painted
 
 
 def critic_loss(nets: Networks, real: torch.Tensor) -> ls.Loss:
-    """Return what the critic makes of both kinds, by least squares."""
-    told = nets["critic"](real)
-    value = (told - 1).square().mean() + nets["critic"](_painted(nets, real)).square().mean()
-    return ls.Loss(value, metrics={"told": (told.detach().sum(), len(real))})
+    """Return the least-squares loss of the critic on real and painted samples."""
+    scores = nets["critic"](real)
+    value = (scores - 1).square().mean() + nets["critic"](_painted(nets, real)).square().mean()
+    return ls.Loss(value, metrics={"scores": (scores.detach().sum(), len(real))})
 
 
 def painter_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:
-    """Return how far the critic is from taking what was painted for real."""
+    """Return the least-squares loss of painted samples that the critic takes for real."""
     loss: torch.Tensor = (nets["critic"](_painted(nets, real)) - 1).square().mean()
     return loss
 
 
 def joint_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:
-    """Return a loss by which both move at once."""
+    """Return a loss that trains both networks at once."""
     return painter_loss(nets, real) + nets["critic"](real).abs().mean()
 
 
 def step(updater: ls.ParallelUpdater, batch: Any) -> None:
-    """Move the critic on two batches, the second one from another iterator, and the painter on the first."""
+    """Step the critic on two batches, the second from another iterator, and the painter on the first."""
+    # A step function may change weights, and draw random numbers, before and between its computations.
     with torch.no_grad():
         for parameter in updater.get_all_models()["critic"].parameters():
             parameter.add_(1e-3 * torch.randn(parameter.shape)).clamp_(-0.6, 0.6)
@@ -65,7 +70,7 @@ def step(updater: ls.ParallelUpdater, batch: Any) -> None:
 
 
 class Painting(ls.ParallelUpdater):
-    """Says in a method what an update does: both gradients first, then both steps."""
+    """An updater whose update is defined by a method: both gradients first, then both steps."""
 
     def update_core(self, batch: Any) -> None:
         """Compute both gradients with the same weights."""
@@ -82,11 +87,11 @@ def painted(
     fused: bool = False,
     **options: Any,
 ) -> Run:
-    """Return a run over two networks, each with an optimizer and a scheduler of its own."""
+    """Return a run of two networks, each with its own optimizer and scheduler."""
 
-    def run(place: Place) -> list[str]:
-        trail = Trail()
-        nets = {"painter": made(_painter), "critic": made(_critic)}
+    def run(placement: Placement) -> list[str]:
+        log = DigestLog()
+        nets = {"painter": build_seeded(_painter), "critic": build_seeded(_critic)}
         optimizers: dict[str, torch.optim.Optimizer] = {
             "painter": torch.optim.AdamW(nets["painter"].parameters(), lr=0.01, fused=fused),
             "critic": torch.optim.SGD(nets["critic"].parameters(), lr=0.05, fused=True)
@@ -105,13 +110,13 @@ def painted(
             },
             optimizers,
             nets,
-            devices=["cpu"] * place.devices,
+            devices=["cpu"] * placement.devices,
             **{"num_shards": 4, **placed},
         )
         try:
-            follow(updater, trail, updates)
+            run_updates(updater, log, updates)
         finally:
             updater.finalize()
-        return trail.digests
+        return log.digests
 
     return run

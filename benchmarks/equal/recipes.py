@@ -1,4 +1,4 @@
-"""The table of `equal_digests.py`."""
+"""The recipes of `equal_digests.py`, by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 import lockstep as ls
 from equal.losses import (
     in_float32,
-    of_tokens,
+    large_gradients,
     overflowing,
     partly_reached,
     partly_weightless,
     spoiled,
-    steep,
-    weighed_on_device,
+    weighted_by_tokens,
+    weighted_on_device,
 )
 from equal.models import (
     BagOfWords,
@@ -26,7 +26,7 @@ from equal.models import (
     Reader,
     Recomputed,
     Recurrent,
-    by_name,
+    dicts,
     frozen_stem,
     half,
     images,
@@ -53,37 +53,38 @@ from equal.optimizers import (
     sgdw,
 )
 from equal.runs import (
-    Place,
+    Placement,
     Run,
     by_halves,
+    custom_loop,
     from_a_list,
     grouped,
     halves_of_two_optimizers,
     module,
     nonfinite,
-    own_loop,
     resumed,
     standard,
     summed,
     trained,
 )
 
-ALONE = (Place(1, 1),)
-HERE = (*ALONE, Place(1, 2))
-PAIR = Place(2, 1)
-USUAL = (*HERE, PAIR)
-EVERYWHERE = (*USUAL, Place(1, 3), Place(2, 2), Place(3, 1))
-BETWEEN = (PAIR, Place(3, 1))
+ONE_DEVICE = (Placement(1, 1),)
+ONE_RANK = (*ONE_DEVICE, Placement(1, 2))
+TWO_RANKS = Placement(2, 1)
+USUAL = (*ONE_RANK, TWO_RANKS)
+EVERYWHERE = (*USUAL, Placement(1, 3), Placement(2, 2), Placement(3, 1))
+SEVERAL_RANKS = (TWO_RANKS, Placement(3, 1))
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is run, and at which places."""
+    """A run, and the placements to run it at."""
 
     run: Run
-    places: tuple[Place, ...] = USUAL
+    placements: tuple[Placement, ...] = USUAL
 
 
+# Scales that overflow in the first updates, and fit after a few reductions.
 TOO_HIGH: Mapping[str, tuple[torch.dtype, ls.LossScale]] = {
     "bf16-true": (
         torch.bfloat16,
@@ -94,7 +95,7 @@ TOO_HIGH: Mapping[str, tuple[torch.dtype, ls.LossScale]] = {
 
 
 def _overflows() -> dict[str, Recipe]:
-    """Return recipes whose gradients overflow at first, with each rule for it."""
+    """Return recipes whose gradients overflow at first, for each value of ``on_overflow``."""
     found = {}
     for rule in ("retry", "next", "skip"):
         scale = ls.DynamicLossScale(2.0**21, backoff=0.25, interval=2)
@@ -107,7 +108,7 @@ def _overflows() -> dict[str, Recipe]:
                     half(perceptron, dtype),
                     fused_sgd,
                     precision=precision,
-                    loss_fn=steep,
+                    loss_fn=large_gradients,
                     loss_scale=high,
                     on_overflow=rule,
                 )
@@ -116,6 +117,7 @@ def _overflows() -> dict[str, Recipe]:
 
 
 def _fp16(**options: Any) -> dict[str, Any]:
+    """Return options of an updater in fp16 with dynamic loss scaling."""
     return {"precision": "fp16", "loss_scale": ls.DynamicLossScale(2.0**10, interval=3), **options}
 
 
@@ -149,39 +151,39 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "reader, adamw": Recipe(trained(Reader, adamw, data=sentences), EVERYWHERE),
     "reader, lamb, bf16": Recipe(trained(Reader, lamb, data=sentences, precision="bf16")),
-    "reader, tokens as weights": Recipe(trained(Reader, adamw, data=sentences, loss_fn=of_tokens)),
+    "reader, tokens as weights": Recipe(trained(Reader, adamw, data=sentences, loss_fn=weighted_by_tokens)),
     "recurrent": Recipe(trained(Recurrent, adamw)),
     "recomputed in backward": Recipe(trained(Recomputed, sgd)),
     "noisy": Recipe(trained(Noisy, sgd), EVERYWHERE),
     "lazy": Recipe(trained(lazy, adamw, num_shards=3)),
     "sparse rows": Recipe(trained(BagOfWords, plain_sgd, data=sentences)),
     "sparse rows and the rest": Recipe(trained(BagOfWords, rows_and_rest, data=sentences), EVERYWHERE),
-    "a model with its own loss, dicts": Recipe(trained(OwnLoss, adamw, data=by_name, loss_fn=None)),
+    "a model with its own loss, dicts": Recipe(trained(OwnLoss, adamw, data=dicts, loss_fn=None)),
     "fixed parameters and a hook of a tensor": Recipe(trained(frozen_stem, corrected)),
     "wide": Recipe(trained(wide, updates=4), EVERYWHERE),
-    "wide, a shard a place": Recipe(trained(wide, fused_sgd, num_shards=None, updates=9), EVERYWHERE),
-    "wide, a shard a place, batches of one size": Recipe(
+    "wide, one shard per device": Recipe(trained(wide, fused_sgd, num_shards=None, updates=9), EVERYWHERE),
+    "wide, one shard per device, batches of one size": Recipe(
         trained(wide, fused_sgd, num_shards=None, last_batch="wrap", updates=9), EVERYWHERE
     ),
     "wide, batches of one size": Recipe(trained(wide, last_batch="wrap", updates=14)),
     "wide, bf16, eight shards": Recipe(trained(wide, adamw, num_shards=8, precision="bf16", updates=4)),
-    # what an update is
+    # options of an update
     "one shard": Recipe(trained(images, data=pixels, num_shards=1)),
     "eight shards": Recipe(trained(images, adamw, data=pixels, num_shards=8), EVERYWHERE),
-    "a shard a place": Recipe(trained(images, data=pixels, num_shards=None), EVERYWHERE),
+    "one shard per device": Recipe(trained(images, data=pixels, num_shards=None), EVERYWHERE),
     "strided": Recipe(trained(Reader, adamw, data=sentences, split="strided"), EVERYWHERE),
     "accumulated": Recipe(trained(images, data=pixels, accumulate=2, num_shards=3), EVERYWHERE),
     "summed and not divided": Recipe(trained(perceptron, reduction="sum")),
     "uneven devices": Recipe(trained(images, data=pixels, uneven=True, num_shards=7), EVERYWHERE),
-    "weights on the device": Recipe(trained(perceptron, loss_fn=weighed_on_device)),
+    "weights on the device": Recipe(trained(perceptron, loss_fn=weighted_on_device)),
     "weightless shards": Recipe(trained(perceptron, loss_fn=partly_weightless, num_shards=6)),
     "layers reached in some shards": Recipe(trained(perceptron, adamw, loss_fn=partly_reached)),
     "a watched first device": Recipe(trained(images, data=pixels, timeout=120.0)),
     "everything compared at every update": Recipe(trained(images, adamw, data=pixels, check_every=1)),
     "resumed": Recipe(resumed),
-    "batches of a list": Recipe(from_a_list, HERE),
-    "standard": Recipe(standard, ALONE),
-    "a loop of one's own": Recipe(own_loop, ALONE),
+    "batches of a list": Recipe(from_a_list, ONE_RANK),
+    "standard": Recipe(standard, ONE_DEVICE),
+    "a custom loop": Recipe(custom_loop, ONE_DEVICE),
     # overflows
     **_overflows(),
     "spoiled losses, skipped on the device": Recipe(
@@ -200,7 +202,7 @@ RECIPES: Mapping[str, Recipe] = {
     "spoiled losses, next": Recipe(
         trained(perceptron, loss_fn=spoiled, on_overflow="next", loss_scale=ls.DynamicLossScale(interval=2))
     ),
-    "spoiled losses, tries exhausted": Recipe(
+    "spoiled losses, attempts exhausted": Recipe(
         trained(perceptron, loss_fn=spoiled, max_tries=3, loss_scale=ls.DynamicLossScale(2.0**9, interval=1))
     ),
     "overflow, accumulated": Recipe(
@@ -213,7 +215,7 @@ RECIPES: Mapping[str, Recipe] = {
         )
     ),
     "shards that are not finite": Recipe(nonfinite),
-    # steps of the user's own
+    # custom steps
     "two networks, a step function": Recipe(painted(step_fn=step), EVERYWHERE),
     "two networks, a step function, bf16": Recipe(
         painted(step_fn=step, precision="bf16", loss_scale=ls.DynamicLossScale(interval=3))
@@ -229,18 +231,18 @@ RECIPES: Mapping[str, Recipe] = {
     "by halves": Recipe(by_halves, EVERYWHERE),
     "by halves, two optimizers": Recipe(halves_of_two_optimizers),
     # groups and modules
-    "group": Recipe(grouped(perceptron, (7,)), HERE),
-    "group, buffers, uneven": Recipe(grouped(images, (1, 4, 7), uneven=True), HERE),
+    "group": Recipe(grouped(perceptron, (7,)), ONE_RANK),
+    "group, buffers, uneven": Recipe(grouped(images, (1, 4, 7), uneven=True), ONE_RANK),
     "group, four shards, gradients added": Recipe(
-        grouped(images, (1, 4, 7), num_shards=4, grad_mode="add", input_grads=True, buffers="first"), HERE
+        grouped(images, (1, 4, 7), num_shards=4, grad_mode="add", input_grads=True, buffers="first"), ONE_RANK
     ),
-    "group, a model with its own loss": Recipe(grouped(OwnLoss, (7,), one_loss=True, num_shards=3), HERE),
-    "group, wide": Recipe(grouped(wide, (7,), num_shards=6, fixed=["0.bias"]), HERE),
-    "module": Recipe(module(), HERE),
-    "module, flat, one backward": Recipe(module(flatten_parameters=True, parallel_backward=False), HERE),
-    "module, first buffers": Recipe(module(buffers="first", workloads=None), HERE),
+    "group, a model with its own loss": Recipe(grouped(OwnLoss, (7,), one_loss=True, num_shards=3), ONE_RANK),
+    "group, wide": Recipe(grouped(wide, (7,), num_shards=6, fixed=["0.bias"]), ONE_RANK),
+    "module": Recipe(module(), ONE_RANK),
+    "module, flat, one backward": Recipe(module(flatten_parameters=True, parallel_backward=False), ONE_RANK),
+    "module, first buffers": Recipe(module(buffers="first", workloads=None), ONE_RANK),
     "module within replicas": Recipe(trained(split_inside, adamw)),
-    # ranks alone
-    "sums over ranks": Recipe(summed, BETWEEN),
-    "sums rounded on their way": Recipe(trained(wide, compression="bf16", updates=4), BETWEEN),
+    # communicators
+    "sums over ranks": Recipe(summed, SEVERAL_RANKS),
+    "sums rounded on their way": Recipe(trained(wide, compression="bf16", updates=4), SEVERAL_RANKS),
 }

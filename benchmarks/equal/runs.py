@@ -1,7 +1,7 @@
-"""How the recipes of `equal_digests.py` are run, by the public face of lockstep alone.
+"""The runs of the recipes of `equal_digests.py`, which use only the public API of lockstep.
 
-A recipe runs at a place (so many devices of so many processes) and gives one SHA-256 for each update, over
-the bytes of weights, buffers, gradients, optimizer state and all that the update measured.
+A recipe runs at a placement (a number of ranks with a number of devices each) and yields one SHA-256 per update,
+over the bytes of weights, buffers, gradients, optimizer state and everything that the update measured.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from equal.losses import of_tokens, overflowing, supervised
+from equal.digest_log import DigestLog
+from equal.losses import overflowing, supervised, weighted_by_tokens
 from equal.models import (
     FEATURES,
     NUM_CLASSES,
     BagOfWords,
+    build_seeded,
     images,
-    made,
     perceptron,
     pixels,
     sentences,
     vectors,
 )
 from equal.optimizers import adamw, fused_adamw, rows_and_rest, sgd
-from equal.trail import Trail
 
 Builder = Callable[[], nn.Module]
 Optimizers = Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True)
-class Place:
+class Placement:
     """Where a recipe runs.
 
     Attributes:
-        ranks: Processes.
-        devices: CPU devices of each.
+        ranks: The number of processes.
+        devices: The number of CPU devices per process.
     """
 
     ranks: int
@@ -50,7 +50,7 @@ class Place:
         return f"{self.ranks}x{self.devices}"
 
 
-Run = Callable[[Place], list[str]]
+Run = Callable[[Placement], list[str]]
 
 
 def updater_of(
@@ -63,8 +63,8 @@ def updater_of(
     schedule: bool = False,
     **options: Any,
 ) -> ls.ParallelUpdater:
-    """Make an updater of one model."""
-    model = made(build)
+    """Create an updater of one model."""
+    model = build_seeded(build)
     optimizers = optimizer(model)
     if schedule:
         options["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizers, 2, gamma=0.5)
@@ -78,55 +78,55 @@ def updater_of(
     )
 
 
-def follow(updater: ls.ParallelUpdater, trail: Trail, updates: int) -> None:
-    """Make updates and note each."""
+def run_updates(updater: ls.ParallelUpdater, log: DigestLog, updates: int) -> None:
+    """Run updates and record each."""
     for _ in range(updates):
-        trail.note_update(updater, updater.update())
+        log.record_update(updater, updater.update())
 
 
 def trained(*built: Any, updates: int = 7, uneven: bool = False, compression: str | None = None, **options: Any) -> Run:
     """Return a run of some updates of one model; see `updater_of`."""
 
-    def run(place: Place) -> list[str]:
-        trail = Trail()
-        placed: dict[str, Any] = {"devices": place.devices}
+    def run(placement: Placement) -> list[str]:
+        log = DigestLog()
+        placed: dict[str, Any] = {"devices": placement.devices}
         if uneven:
-            placed["workloads"] = [3.0 + 2 * ls.find_communicator().rank, *range(1, place.devices)]
+            placed["workloads"] = [3.0 + 2 * ls.find_communicator().rank, *range(1, placement.devices)]
         if compression is not None:
             placed["communicator"] = ls.ProcessCommunicator(compression=compression)
         updater = updater_of(*built, **placed, **options)
         try:
-            follow(updater, trail, updates)
+            run_updates(updater, log, updates)
         finally:
             updater.finalize()
-        return trail.digests
+        return log.digests
 
     return run
 
 
-def resumed(place: Place) -> list[str]:
-    """Train, and go on from the saved state in another updater."""
-    trail = Trail()
+def resumed(placement: Placement) -> list[str]:
+    """Train, and continue from the saved state in another updater."""
+    log = DigestLog()
     options: dict[str, Any] = {"precision": "bf16", "loss_scale": ls.DynamicLossScale(interval=3)}
-    first = updater_of(images, adamw, data=pixels, devices=place.devices, **options)
+    first = updater_of(images, adamw, data=pixels, devices=placement.devices, **options)
     try:
-        follow(first, trail, 4)
+        run_updates(first, log, 4)
         state = first.state_dict()
     finally:
         first.finalize()
-    second = updater_of(images, adamw, data=pixels, devices=place.devices, **options)
+    second = updater_of(images, adamw, data=pixels, devices=placement.devices, **options)
     try:
         second.load_state_dict(state)
-        follow(second, trail, 4)
+        run_updates(second, log, 4)
     finally:
         second.finalize()
-    return trail.digests
+    return log.digests
 
 
-def from_a_list(place: Place) -> list[str]:
-    """Train on ready batches, each of another size, by an iterable."""
-    trail = Trail()
-    model = made(perceptron)
+def from_a_list(placement: Placement) -> list[str]:
+    """Train on a list of batches of different sizes."""
+    log = DigestLog()
+    model = build_seeded(perceptron)
     generator = torch.Generator().manual_seed(21)
     batches = [
         (
@@ -136,79 +136,80 @@ def from_a_list(place: Place) -> list[str]:
         for size in (9, 6, 12)
     ]
     updater = ls.ParallelUpdater(
-        batches, adamw(model), model, devices=["cpu"] * place.devices, num_shards=4, loss_fn=supervised
+        batches, adamw(model), model, devices=["cpu"] * placement.devices, num_shards=4, loss_fn=supervised
     )
     try:
-        follow(updater, trail, 6)
+        run_updates(updater, log, 6)
     finally:
         updater.finalize()
-    return trail.digests
+    return log.digests
 
 
-def standard(place: Place) -> list[str]:  # noqa: ARG001 - has one device
-    """Train on one device."""
-    trail = Trail()
-    model = made(images)
+def standard(placement: Placement) -> list[str]:  # noqa: ARG001 - always one device
+    """Train with a `StandardUpdater`."""
+    log = DigestLog()
+    model = build_seeded(images)
     updater = ls.StandardUpdater(
         ls.BatchIterator(pixels(), 11, seed=4), sgd(model), model, device="cpu", loss_fn=supervised
     )
     try:
-        follow(updater, trail, 6)
+        run_updates(updater, log, 6)
     finally:
         updater.finalize()
-    return trail.digests
+    return log.digests
 
 
-def by_halves(place: Place) -> list[str]:
-    """Compute and apply gradients by hand, change them between, and give one batch up."""
-    trail = Trail()
+def by_halves(placement: Placement) -> list[str]:
+    """Compute and apply gradients separately, change them in between, and discard one batch."""
+    log = DigestLog()
     generator = torch.Generator().manual_seed(22)
-    updater = updater_of(images, adamw, data=pixels, devices=place.devices)
+    updater = updater_of(images, adamw, data=pixels, devices=placement.devices)
     try:
         for step in range(5):
             x = torch.randn(8 + step, 1, 4, 7, generator=generator)
             target = torch.randint(NUM_CLASSES, (8 + step,), generator=generator)
-            trail.note_update(updater, updater.compute_gradients((x, target)))
+            log.record_update(updater, updater.compute_gradients((x, target)))
             for parameter in updater.get_all_models()["main"].parameters():
                 if parameter.grad is not None:
                     parameter.grad.clamp_(-0.2, 0.2)
+            # The gradients of one batch are computed but never applied.
             if step != 2:
-                trail.note_update(updater, updater.apply_gradients())
+                log.record_update(updater, updater.apply_gradients())
     finally:
         updater.finalize()
-    return trail.digests
+    return log.digests
 
 
-def halves_of_two_optimizers(place: Place) -> list[str]:
-    """Compute gradients for two optimizers in turn, with loss functions of their own, and apply both."""
-    trail = Trail()
-    updater = updater_of(BagOfWords, rows_and_rest, data=sentences, devices=place.devices)
+def halves_of_two_optimizers(placement: Placement) -> list[str]:
+    """Compute gradients for two optimizers in turn, with different loss functions, and apply both."""
+    log = DigestLog()
+    updater = updater_of(BagOfWords, rows_and_rest, data=sentences, devices=placement.devices)
     iterator = updater.get_iterator()
     try:
         for _ in range(4):
             batch = iterator.peek()
-            for name, loss in (("rows", supervised), ("rest", of_tokens)):
-                trail.note_update(updater, updater.compute_gradients(batch, loss_fn=loss, optimizer=name))
+            for name, loss in (("rows", supervised), ("rest", weighted_by_tokens)):
+                log.record_update(updater, updater.compute_gradients(batch, loss_fn=loss, optimizer=name))
             for name in ("rows", "rest"):
-                trail.note_update(updater, updater.apply_gradients(name))
+                log.record_update(updater, updater.apply_gradients(name))
             iterator.advance()
     finally:
         updater.finalize()
-    return trail.digests
+    return log.digests
 
 
-def nonfinite(place: Place) -> list[str]:
-    """Look for the shards whose gradients are not finite, and go on."""
-    trail = Trail()
-    updater = updater_of(perceptron, devices=place.devices, loss_fn=overflowing, loss_scale=2.0**24, max_tries=3)
+def nonfinite(placement: Placement) -> list[str]:
+    """Find the shards whose gradients are not finite, and continue training."""
+    log = DigestLog()
+    updater = updater_of(perceptron, devices=placement.devices, loss_fn=overflowing, loss_scale=2.0**24, max_tries=3)
     try:
         for _ in range(3):
             found = updater.find_nonfinite()
-            trail.note([[each.shard, each.batch, list(each.samples), each.loss, each.parameter] for each in found])
-            follow(updater, trail, 1)
+            log.record([[each.shard, each.batch, list(each.samples), each.loss, each.parameter] for each in found])
+            run_updates(updater, log, 1)
     finally:
         updater.finalize()
-    return trail.digests
+    return log.digests
 
 
 def grouped(
@@ -216,13 +217,14 @@ def grouped(
 ) -> Run:
     """Return a run of forwards and backwards of a group."""
 
-    def run(place: Place) -> list[str]:
-        trail = Trail()
+    def run(placement: Placement) -> list[str]:
+        log = DigestLog()
         generator = torch.Generator().manual_seed(23)
-        model = made(build)
-        workloads = range(1, place.devices + 1) if uneven else None
-        devices = ["cpu"] * place.devices
+        model = build_seeded(build)
+        workloads = range(1, placement.devices + 1) if uneven else None
+        devices = ["cpu"] * placement.devices
         with closing(ls.ReplicaGroup(model, devices, workloads=workloads, **options)) as group:
+            # Another size changes the lengths of the shards.
             for size in (9, 9, 6):
                 x = torch.randn(size, *shape, generator=generator)
                 target = torch.randint(NUM_CLASSES, (size,), generator=generator)
@@ -232,22 +234,24 @@ def grouped(
                 else:
                     group.backward(torch.randn(output.shape, generator=generator))
                 inputs = group.input_grads() if options.get("input_grads") else None
-                trail.note(output, inputs, group.gradients(), group.gradients(merge=False))
-                trail.note(group.get_parameters())
-            trail.note(group.forward({"x": x, "target": target} if one_loss else x, training=False))
-        return trail.digests
+                log.record(output, inputs, group.gradients(), group.gradients(merge=False))
+                log.record(group.get_parameters())
+            log.record(group.forward({"x": x, "target": target} if one_loss else x, training=False))
+        return log.digests
 
     return run
 
 
 def module(**options: Any) -> Run:
-    """Return a plain loop over a network with a part on several devices."""
+    """Return a plain training loop over a network of which one part runs on several devices."""
 
-    def run(place: Place) -> list[str]:
-        trail = Trail()
-        body = made(lambda: nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9), nn.ELU(), nn.Dropout(0.2)))
-        part = ls.DataParallel(body, devices=["cpu"] * place.devices, num_shards=4, **options)
-        network = nn.Sequential(made(lambda: nn.Linear(FEATURES, 9)), part, made(lambda: nn.Linear(9, 3)))
+    def run(placement: Placement) -> list[str]:
+        log = DigestLog()
+        body = build_seeded(lambda: nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9), nn.ELU(), nn.Dropout(0.2)))
+        part = ls.DataParallel(body, devices=["cpu"] * placement.devices, num_shards=4, **options)
+        network = nn.Sequential(
+            build_seeded(lambda: nn.Linear(FEATURES, 9)), part, build_seeded(lambda: nn.Linear(9, 3))
+        )
         optimizer = adamw(network)
         generator = torch.Generator().manual_seed(24)
         try:
@@ -258,21 +262,21 @@ def module(**options: Any) -> Run:
                 torch.logsumexp(output, 0).square().sum().backward()
                 optimizer.step()
                 grads = [parameter.grad for parameter in network.parameters()]
-                trail.note(output, x.grad, grads, network.state_dict(), optimizer.state_dict())
+                log.record(output, x.grad, grads, network.state_dict(), optimizer.state_dict())
         finally:
             part.release()
-        return trail.digests
+        return log.digests
 
     return run
 
 
-def own_loop(place: Place) -> list[str]:  # noqa: ARG001 - has one device
-    """Scale losses in a loop of one's own, and let an optimizer do its whole cycle."""
-    trail = Trail()
-    model = made(perceptron)
+def custom_loop(placement: Placement) -> list[str]:  # noqa: ARG001 - always one device
+    """Scale losses in a custom loop, and run the complete training step of an optimizer."""
+    log = DigestLog()
+    model = build_seeded(perceptron)
     optimizer = fused_adamw(model)
     scaler = ls.LossScaler(ls.DynamicLossScale(2.0**24, interval=2))
-    cycled = made(perceptron)
+    cycled = build_seeded(perceptron)
     cycle = ls.CorrectedMomentumSGD(cycled.parameters(), lr=0.05, momentum=0.9)
     cycle.loss_scaling(interval=2, scale=2.0**20)
     for x, target in torch.utils.data.DataLoader(vectors(), 11):
@@ -281,25 +285,26 @@ def own_loop(place: Place) -> list[str]:  # noqa: ARG001 - has one device
         scaler.step(optimizer)
         scaler.update()
         cycle.update(overflowing, cycled, x, target)
-        trail.note(model.state_dict(), optimizer.state_dict(), scaler.factor)
-        trail.note(cycled.state_dict(), cycle.state_dict())
-    return trail.digests
+        log.record(model.state_dict(), optimizer.state_dict(), scaler.factor)
+        log.record(cycled.state_dict(), cycle.state_dict())
+    return log.digests
 
 
-def summed(place: Place) -> list[str]:
-    """Add up tensors of several formats over ranks."""
-    trail = Trail()
+def summed(placement: Placement) -> list[str]:
+    """Sum tensors of several dtypes over ranks."""
+    log = DigestLog()
     communicator = ls.find_communicator()
     generator = torch.Generator().manual_seed(25 + communicator.rank)
     try:
+        # Small tensors and large ones, and each dtype, are sent in different ways.
         for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float16):
             for sizes in ((5, 700), (300_000, 3, 64)):
                 tensors = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
                 communicator.all_reduce(tensors)
-                trail.note(tensors)
+                log.record(tensors)
         tensors = [torch.randn(17, generator=generator)]
-        communicator.broadcast(tensors, source=place.ranks - 1)
-        trail.note(tensors)
+        communicator.broadcast(tensors, source=placement.ranks - 1)
+        log.record(tensors)
     finally:
         communicator.close()
-    return trail.digests
+    return log.digests

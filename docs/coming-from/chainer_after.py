@@ -6,7 +6,7 @@ from lockstep.compat import chainer
 
 
 class Classifier(nn.Module):
-    """Returns its own loss, as Chainer's did."""
+    """A network that returns its loss, as in Chainer."""
 
     def __init__(self) -> None:
         super().__init__()

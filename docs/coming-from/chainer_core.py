@@ -8,7 +8,7 @@ inputs = torch.randn(96, 8)
 train = torch.utils.data.TensorDataset(inputs, (inputs.sum(dim=1) > 0).long())
 
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2))
-# Twice the rate: the gradient is a mean over the batch, no longer a sum over two devices.
+# Twice the learning rate: the gradient is a mean over the batch, and not a sum over two devices.
 optimizer = ls.CorrectedMomentumSGD(model.parameters(), lr=0.1, momentum=0.9)
 optimizer.add_hook(ls.optim.hooks.WeightDecay(0.5e-4))
 

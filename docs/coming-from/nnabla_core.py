@@ -16,7 +16,7 @@ updater = ls.ParallelUpdater(
     loss_fn=ls.supervised(nn.functional.cross_entropy),
     precision="fp16",
     loss_scale=ls.DynamicLossScale(factor=2.0**16, interval=10),
-    on_overflow="retry",  # the same batch again, in the same random streams; no batch is lost
+    on_overflow="retry",  # the same batch with the same random streams, so no batch is lost
 )
 for _ in range(20):
     updater.update()

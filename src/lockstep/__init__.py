@@ -2,7 +2,7 @@
 
     import lockstep as ls
 
-The names below are the public face; `docs/` says how they fit together.
+The names below are the public interface. `docs/` explains how they fit together.
 """
 
 from lockstep import data as data, extensions as extensions, metrics as metrics, optim as optim, triggers as triggers
@@ -22,6 +22,7 @@ from lockstep.data import (
 from lockstep.digest import digest as digest
 from lockstep.errors import (
     DisagreementError as DisagreementError,
+    EndOfDataError as EndOfDataError,
     LockstepError as LockstepError,
     NonFiniteError as NonFiniteError,
     OrderError as OrderError,
@@ -58,4 +59,5 @@ from lockstep.updaters import (
     Updater as Updater,
     UpdateResult as UpdateResult,
     supervised as supervised,
+    token_mean as token_mean,
 )

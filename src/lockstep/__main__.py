@@ -1,4 +1,4 @@
-"""`python -m lockstep` is the `lockstep` command."""
+"""Run the `lockstep` command by `python -m lockstep`."""
 
 import sys
 

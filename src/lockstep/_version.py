@@ -1,3 +1,3 @@
-"""The version of the library, which is part of what makes a run's result."""
+"""The version of the library. The result of a run depends on it."""
 
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
-"""Name a state by its bits: equal digests mean equal weights, on whatever machine and devices they lie.
+"""Compute digests of states: equal digests mean equal bits, no matter on which machine and devices the state is.
 
-A digest is made of the digests of its tensors, so who has those need not read the tensors again.
+The digest of a state is computed from the digests of its tensors. If you have those, you need not read the tensors
+again.
 """
 
 from __future__ import annotations
@@ -16,23 +17,25 @@ import torch
 from torch.nn.parameter import is_lazy
 
 Path: TypeAlias = tuple[Any, ...]
-"""Where something is: the number of the state it is in, then the keys and indices that lead to it."""
+"""The place of an entry: the index of the state it is in, then the keys and indices that lead to it."""
 
 PIECE: Final = 1 << 22
-"""Bytes that are copied at once where a tensor cannot be read in its place."""
+"""Bytes that are copied at once if a tensor cannot be read in place."""
 
 RULE: Final = "`states` must hold tensors, numbers, text and None"
+"""The rule that errors about unsupported states begin with."""
 
 
 class Entry(NamedTuple):
     """One line of a digest: a tensor, another value, or a container.
 
     Attributes:
-        path: Where it is.
-        kind: "tensor", "value", "mapping", "sequence" or "quantized".
-        about: Of a tensor ``(dtype, shape, SHA-256)``, the first without "torch." and the last from
-            `tensor_digest`; of a value the name of its type and the value as text; of a mapping or a sequence
-            how many it holds; of a quantized tensor its scheme and dtype (its parts follow as a mapping's).
+        path: The place of the entry.
+        kind: The kind of the entry: "tensor", "value", "mapping", "sequence" or "quantized".
+        about: The content. For a tensor it is ``(dtype, shape, SHA-256)``, with the dtype without "torch." and the
+            hash from `tensor_digest`. For a value it is the name of the type and the value as text, for a mapping
+            or a sequence the number of its items, and for a quantized tensor its scheme and dtype (its parts follow
+            like those of a mapping).
     """
 
     path: Path
@@ -41,22 +44,22 @@ class Entry(NamedTuple):
 
 
 def digest(*states: Any) -> str:
-    """Compute the SHA-256 over names, shapes, dtypes and bits of what is given.
+    """Compute the SHA-256 over the names, shapes, dtypes and bits of states.
 
-    It is `combine` of the `entries`, in which `tensor_digest` stands for the bits of a tensor.
+    The digest is `combine` of the `entries`, in which `tensor_digest` represents the bits of a tensor.
 
     Args:
-        *states: Modules (their parameters and persistent buffers), optimizers (their state and settings),
-            anything else with a `state_dict`, and mappings, sequences, tensors, numbers, text and None.
+        *states: The states: modules (their parameters and persistent buffers), optimizers (their state and
+            settings), other objects with a `state_dict`, and mappings, sequences, tensors, numbers, text and None.
 
     Returns:
-        64 hexadecimal digits.
+        The digest as 64 hexadecimal digits.
 
     Raises:
-        TypeError: Something in it has no bits that mean the same everywhere.
+        TypeError: If a state holds something whose bits do not mean the same on every machine.
 
-    Determinism: independent of devices, of memory layout, of the order of mappings' keys and of the byte
-    order of the machine; -0.0 and 0.0 differ, and so do NaNs of different bits.
+    Determinism: independent of devices, of memory layout, of the order of the keys of mappings and of the byte
+    order of the machine. -0.0 and 0.0 have different digests, and so have NaNs with different bits.
 
     Example:
         >>> zeros = torch.zeros(2)
@@ -67,22 +70,23 @@ def digest(*states: Any) -> str:
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Compute the SHA-256 over the elements of a tensor; neither its shape nor its dtype counts.
+    """Compute the SHA-256 over the elements of a tensor, without its shape and dtype.
 
-    The bytes are those of a safetensors file: the elements in row-major order without gaps, each of them
-    in little-endian order. A complex element is its real and then its imaginary part, a bool one byte of
-    0 or 1. A sparse tensor has the bytes of the dense one, a conjugated or negated view those of its values,
-    an empty tensor none.
+    The bytes are those of a safetensors file: the elements in row-major order without gaps, each of them in
+    little-endian order. A complex element consists of its real and its imaginary part, a bool of one byte that is 0
+    or 1. A sparse tensor has the bytes of the dense one, and a conjugated or negated view those of its values. An
+    empty tensor has none.
 
     Args:
-        tensor: On any device and in any layout. What does not lie in order on the CPU is copied there
-            in pieces of at most 4 MiB.
+        tensor: The tensor, on any device and in any layout. Elements that are not in order on the CPU are copied
+            there in pieces of at most 4 MiB.
 
     Returns:
-        64 hexadecimal digits.
+        The digest as 64 hexadecimal digits.
 
     Raises:
-        TypeError: The tensor has no elements to read, as on the meta device, or they do not say all of it.
+        TypeError: If the tensor has no elements to read (on the meta device), or if they do not fully describe it
+            (a quantized tensor).
 
     Example:
         >>> two = torch.tensor([1, 256], dtype=torch.int16)
@@ -98,25 +102,25 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 def combine(found: Iterable[Entry]) -> str:
     """Compute the digest of a state from its entries.
 
-    Each entry is a line of JSON, ``[path, kind, about]`` in ASCII without spaces, ended by a newline. The
-    digest is the SHA-256 over the lines, sorted by their bytes. A module of one weight of 2 x 3 zeros,
-    given alone, has two lines::
+    Each entry is a line of JSON, ``[path, kind, about]`` in ASCII without spaces, followed by a newline. The digest
+    is the SHA-256 over the lines, sorted by their bytes. A single module with a weight of 2 x 3 zeros has two
+    lines::
 
         [[0,"weight"],"tensor",["float32",[2,3],"9d908ecfb6b256def8b49a7c504e6c889c4b0e41fe6ce3e01863dd7b61a20aa0"]]
         [[0],"mapping",1]
 
-    In a path, text, integers, booleans and None are as JSON has them; another key is an object of its
-    type's name and its `repr`. The text of a value is that of `float.hex`, for text itself, and otherwise
-    its `repr`: ``["float","0x1.0p+0"]``, ``["str","sgd"]``, ``["int","3"]``, ``["NoneType","None"]``.
+    In a path, text, integers, booleans and None are written as in JSON. Any other key is an object with the name of
+    its type and its `repr`. A number is written as by `float.hex`, text as it is, and any other value as its
+    `repr`: ``["float","0x1.0p+0"]``, ``["str","sgd"]``, ``["int","3"]``, ``["NoneType","None"]``.
 
     Args:
-        found: In any order.
+        found: The entries, in any order.
 
     Returns:
-        64 hexadecimal digits.
+        The digest as 64 hexadecimal digits.
 
     Raises:
-        ValueError: Two entries have one path.
+        ValueError: If two entries have the same path.
 
     Example:
         >>> weight = torch.zeros(2, 3)
@@ -128,29 +132,32 @@ def combine(found: Iterable[Entry]) -> str:
     for path, kind, about in found:
         where = _json([_key(key) for key in path])
         if where in lines:
-            raise ValueError(f"`found` must hold one entry a path, got two for {where}.")
+            raise ValueError(f"`found` must hold one entry per path, got two for {where}.")
         lines[where] = f"[{where},{_json(kind)},{_json(about)}]\n".encode("ascii")
+    # The lines are sorted, so that the order in which mappings were filled does not count.
     return hashlib.sha256(b"".join(sorted(lines.values()))).hexdigest()
 
 
 def entries(*states: Any) -> Iterator[Entry]:
-    """Yield containers and values with the path that leads to them, tensors by their digests.
+    """Yield the entries of states: containers, values, and tensors with their digests.
 
     Args:
-        *states: As `digest` takes them.
+        *states: The states, as for `digest`.
 
     Raises:
-        TypeError: Something in them has no bits that mean the same everywhere.
+        TypeError: If a state holds something whose bits do not mean the same on every machine.
     """
     for index, state in enumerate(states):
         yield from _walk(state.state_dict() if isinstance(state, _Stateful) else state, (index,))
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> bytes:
-    """Compute 128 bits over the bits of some tensors, quickly: nothing else of them counts.
+    """Compute a digest of 128 bits over the bits of tensors, without their shapes, dtypes and boundaries.
+
+    It costs less than `digest`. Compare it only between tensors that have the same sizes.
 
     Args:
-        tensors: On any devices; equal numbers of elements lie in equal order wherever this is compared.
+        tensors: The tensors, on any devices.
 
     >>> fingerprint([torch.zeros(2)]) == fingerprint([torch.zeros(1), torch.zeros(1)])
     True
@@ -163,13 +170,13 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> bytes:
 
 @runtime_checkable
 class _Stateful(Protocol):
-    """What says its state as numbers and tensors, as modules, optimizers and schedulers do."""
+    """An object with a state of numbers and tensors, such as a module, an optimizer or a scheduler."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
 
 
 def _walk(state: Any, path: Path) -> Iterator[Entry]:
-    """Yield the entry of a part of a state, and those of its parts."""
+    """Yield the entry of a state or of a part of it, followed by the entries of its parts."""
     if isinstance(state, torch.Tensor):
         yield from _walk_tensor(state, path)
     elif isinstance(state, Mapping):
@@ -185,7 +192,7 @@ def _walk(state: Any, path: Path) -> Iterator[Entry]:
 
 
 def _walk_tensor(tensor: torch.Tensor, path: Path) -> Iterator[Entry]:
-    """Yield the entry of a tensor, or of the parts that give its numbers their meaning."""
+    """Yield the entry of a tensor, and for a quantized tensor the entries of its parts."""
     _check_readable(tensor, f" at {_dotted(path)}", quantized=True)
     dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.is_quantized:
@@ -197,7 +204,7 @@ def _walk_tensor(tensor: torch.Tensor, path: Path) -> Iterator[Entry]:
 
 
 def _quantized_parts(tensor: torch.Tensor) -> dict[str, Any]:
-    """Take a quantized tensor apart: integers alone do not say which numbers they stand for."""
+    """Return the integers of a quantized tensor, and the numbers that define which values they represent."""
     integers = tensor.int_repr()
     if tensor.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}:
         return {"int_repr": integers, "scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
@@ -210,24 +217,32 @@ def _quantized_parts(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _check_readable(tensor: torch.Tensor, where: str, *, quantized: bool = False) -> None:
-    """Refuse a tensor whose elements cannot be read, or do not say everything about it."""
+    """Check that the elements of a tensor can be read, and that they fully describe it.
+
+    Args:
+        tensor: The tensor to check.
+        where: The place of the tensor, as an error names it.
+        quantized: Whether a quantized tensor is allowed.
+    """
     if is_lazy(tensor):
-        raise TypeError(f"{RULE}, got a parameter without a shape{where}. Run the model once before.")
+        raise TypeError(f"{RULE}, got a parameter without a shape{where}. Run the model once first.")
     if tensor.is_meta:
         raise TypeError(f"{RULE}, got a tensor on the meta device{where}, which has no values.")
     if tensor.is_nested:
-        raise TypeError(f"{RULE}, got a nested tensor{where}. Give its `unbind()`.")
+        raise TypeError(f"{RULE}, got a nested tensor{where}. Pass its `unbind()`.")
     if tensor.is_quantized and not quantized:
-        raise TypeError(f"{RULE}, got a quantized tensor{where}. Give its `int_repr()`, scale and zero point.")
+        raise TypeError(f"{RULE}, got a quantized tensor{where}. Pass its `int_repr()`, scale and zero point.")
 
 
 def _type_name(value: Any) -> str:
+    # A subclass of float, such as one of NumPy's, is the same number.
     return "float" if isinstance(value, float) else type(value).__name__
 
 
 def _text(value: Any, path: Path) -> str:
-    """Write down a value so that another text means another value."""
+    """Return a value as text that differs for different values."""
     if isinstance(value, float):
+        # Hexadecimal digits are exact, while decimal ones would depend on rounding.
         return value.hex()
     if type(value) is str:
         return value
@@ -241,7 +256,8 @@ def _dotted(path: Path) -> str:
 
 
 def _key(key: Any) -> Any:
-    """Give a key as JSON has it; others of JSON's own types would lose what sets them apart."""
+    """Return a key of a path as a JSON value."""
+    # JSON would write an IntEnum like an int and a tuple like a list, so keys of such types are marked by their type.
     return key if key is None or type(key) in {str, int, bool} else {type(key).__name__: repr(key)}
 
 
@@ -250,17 +266,18 @@ def _json(value: Any) -> str:
 
 
 def _update(sha: hashlib._Hash, tensor: torch.Tensor) -> None:
-    """Feed a tensor's elements in row-major order, without a copy where they lie so already."""
+    """Hash the elements of a tensor in row-major order, without a copy if they are stored in that order."""
     tensor = tensor.detach()
     for piece in _pieces(tensor if tensor.layout is torch.strided else tensor.to_dense()):
         size = piece.numel() * piece.element_size()
         if size:
+            # The memory is hashed directly, because NumPy has no arrays of bfloat16.
             sha.update((ctypes.c_char * size).from_address(piece.data_ptr()))
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the elements in row-major order as tensors on the CPU that are little-endian and have no gaps."""
-    # A conjugate or a negative may be a mere flag on memory that holds something else.
+    """Yield the elements in row-major order, as contiguous little-endian tensors on the CPU."""
+    # The memory of a view that is marked as conjugate or negative holds other numbers.
     flagged = tensor.is_conj() or tensor.is_neg() or sys.byteorder == "big"
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not flagged:
         yield tensor
@@ -268,6 +285,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         whole = tensor.resolve_conj().resolve_neg().cpu().contiguous()
         yield little_endian(whole) if sys.byteorder == "big" else whole
     elif tensor.is_contiguous() and tensor.dim() > 1:
+        # A flat view can be cut anywhere, and not only between rows.
         yield from _pieces(tensor.view(-1))
     elif len(tensor) == 1:
         yield from _pieces(tensor[0])
@@ -278,10 +296,12 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def little_endian(tensor: torch.Tensor) -> torch.Tensor:
-    """Turn the bytes of every number around; a complex number is two of them.
+    """Return the bytes of a tensor with the bytes of every number in reverse order, one row per number.
+
+    A complex number counts as two numbers.
 
     Args:
-        tensor: Without gaps.
+        tensor: A contiguous tensor.
 
     >>> little_endian(torch.tensor([1, 256], dtype=torch.int16)).tolist()
     [[0, 1], [1, 0]]

@@ -1,25 +1,29 @@
-"""What only this library can know went wrong.
+"""Errors and warnings for what only this library can know.
 
-Bad arguments raise `ValueError` or `TypeError`, as everywhere in Python. The classes here are for
-what no argument check can see: a replica or another process that failed at work, processes that
-disagree, a gradient that stayed non-finite, calls out of order, a state that does not fit.
+Invalid arguments raise `ValueError` or `TypeError`, as everywhere in Python. The classes here are for what no check
+of arguments can find: a replica or another process that failed, processes that disagree, a gradient that stayed
+non-finite, calls out of order, and a saved state that does not fit.
 """
 
 
 class LockstepError(Exception):
-    """The base of the errors below, for those who want to catch them all."""
+    """The base class of the errors below, by which you can catch all of them."""
 
 
 class OrderError(LockstepError, RuntimeError):
-    """A call came before the one it builds on, or after the end."""
+    """A method was called before another one that it depends on, or after the end."""
+
+
+class EndOfDataError(LockstepError, RuntimeError):
+    """The iterator ended before the run; the state is that after the last update."""
 
 
 class ReplicaError(LockstepError, RuntimeError):
-    """The work of one shard raised, and the original error is the ``__cause__``; or its thread hung.
+    """The computation of a shard raised an error, which is the ``__cause__``, or its thread did not end in time.
 
     Attributes:
         device: The device of the replica that failed, as text.
-        shard: The index of the shard it was working on; None where that is not known.
+        shard: The index of the shard that it was computing; None if that is not known.
     """
 
     def __init__(self, message: str, *, device: str, shard: int | None) -> None:
@@ -29,10 +33,10 @@ class ReplicaError(LockstepError, RuntimeError):
 
 
 class ReplicaInterrupt(KeyboardInterrupt):
-    """Ctrl-C came while devices were at work; whoever catches `KeyboardInterrupt` catches it.
+    """Ctrl-C was pressed while devices were computing. Code that catches `KeyboardInterrupt` catches it as well.
 
     Attributes:
-        devices: The devices that were at work, as text.
+        devices: The devices that were computing, as text.
     """
 
     def __init__(self, message: str, *, devices: list[str]) -> None:
@@ -41,11 +45,11 @@ class ReplicaInterrupt(KeyboardInterrupt):
 
 
 class NonFiniteError(LockstepError, ArithmeticError):
-    """The gradient of a batch was not finite and nothing was left to try; the weights are unchanged.
+    """The gradient of a batch was not finite, and no further attempt was possible. The weights are unchanged.
 
     Attributes:
         parameter: The name of the first parameter whose gradient is not finite.
-        tries: How many times the batch was tried.
+        tries: The number of attempts for this batch.
     """
 
     def __init__(self, message: str, *, parameter: str, tries: int) -> None:
@@ -55,12 +59,12 @@ class NonFiniteError(LockstepError, ArithmeticError):
 
 
 class DisagreementError(LockstepError, RuntimeError):
-    """Ranks that must be alike are not.
+    """Ranks differ in something that must be the same on all of them.
 
     Attributes:
         rank: The first rank that differs from rank 0.
         subject: What differs: the name of a tensor, or of a field of the configuration.
-        update: After how many updates that was seen; None where no update is meant.
+        update: The number of updates after which the difference was found; None if it does not depend on updates.
     """
 
     def __init__(self, message: str, *, rank: int, subject: str, update: int | None = None) -> None:
@@ -71,12 +75,12 @@ class DisagreementError(LockstepError, RuntimeError):
 
 
 class PeerError(LockstepError, RuntimeError):
-    """Another rank failed; here everything is as it was after the last update.
+    """Another rank failed. The state of this rank is that after the last update.
 
     Attributes:
-        rank: The rank that failed; None where only the connection tells that one did.
-        phase: What it was doing, as far as is known.
-        traceback: Its own traceback as text; empty where it could not send one.
+        rank: The rank that failed; None if only a broken connection shows that one did.
+        phase: What that rank was doing, if that is known.
+        traceback: The traceback of that rank as text; empty if it could not send one.
     """
 
     def __init__(self, message: str, *, rank: int | None, phase: str = "", traceback: str = "") -> None:
@@ -87,9 +91,9 @@ class PeerError(LockstepError, RuntimeError):
 
 
 class PeerInterrupt(KeyboardInterrupt):
-    """Ctrl-C came to another rank, and this one stops with it, where everything is as after the last update.
+    """Ctrl-C was pressed on another rank, so this rank stops as well, in its state after the last update.
 
-    Whoever catches `KeyboardInterrupt` catches it.
+    Code that catches `KeyboardInterrupt` catches it as well.
 
     Attributes:
         rank: The rank that was interrupted.
@@ -101,12 +105,16 @@ class PeerInterrupt(KeyboardInterrupt):
 
 
 class StateError(LockstepError, ValueError):
-    """A saved state does not fit what it is loaded into; nothing has been changed."""
+    """A saved state does not fit the object that it is loaded into. Nothing has been changed."""
 
 
 class RandomStreamWarning(UserWarning):
-    """Something drew from a random source that belongs to no shard, so shards now run one at a time."""
+    """Random numbers were drawn from a source that belongs to no shard.
+
+    If the source is torch's default generator, shards run one after the other from then on, with the same result. If it
+    is Python's `random` or ``numpy.random``, the result depends on where shards are computed.
+    """
 
 
 class ReplayWarning(UserWarning):
-    """Batches are loaded once more and dropped, because their source cannot begin in the middle."""
+    """Batches are loaded again and discarded, because their source cannot start in the middle."""

@@ -1,13 +1,14 @@
-"""Refuse whole numbers that are none, or too small ones.
+"""Check arguments that must be whole numbers.
 
-``True`` is an ``int`` for Python; as a count it is a mistake, an option that went to the wrong place.
+In Python ``True`` is an ``int``. Where a count is expected it is most likely an option passed to the wrong argument, so
+it is rejected.
 """
 
 from __future__ import annotations
 
 
 def check_integer(name: str, value: object, *, minimum: int | None = None) -> None:
-    """Refuse what is no whole number, or too small a one.
+    """Check that an argument is a whole number, and not smaller than a minimum.
 
     >>> check_integer("num_shards", 8, minimum=1)
     >>> check_integer("num_shards", True, minimum=1)
@@ -15,13 +16,13 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> No
     TypeError: `num_shards` must be an integer, got True.
 
     Args:
-        name: What the argument is called.
-        value: What was given.
-        minimum: The least it may be; None for any.
+        name: The name of the argument in error messages.
+        value: The value to check.
+        minimum: The smallest value that is allowed, or None for no limit.
 
     Raises:
-        TypeError: It is no ``int``, or is a ``bool``.
-        ValueError: It is below the minimum.
+        TypeError: If the value is not an ``int``, or is a ``bool``.
+        ValueError: If the value is less than `minimum`.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"`{name}` must be an integer, got {value!r}.")

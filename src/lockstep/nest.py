@@ -1,8 +1,8 @@
-"""Walk nested batches: tuples, lists, dicts, named tuples and dataclasses with tensors at their ends.
+"""Traverse nested batches: tuples, lists, dicts, named tuples and dataclasses that contain tensors.
 
-Models take and give such nests, and whoever cuts or moves a batch must reach every tensor in it.
-Containers keep their type; whatever is neither a container nor a tensor is passed on as it is.
-A tensor is called by the path that leads to it, written as Python would: ``batch['image'][0]``.
+Models accept and return such nests, and code that splits or moves a batch must reach every tensor in it. Containers
+keep their types. A value that is neither a container nor a tensor is passed through unchanged. A tensor is named by the
+Python expression that leads to it, such as ``batch['image'][0]``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,18 @@ import torch
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
-    """Call a function on every tensor and put what it returns into containers of the same kind.
+    """Apply a function to every tensor and return the results in containers of the same types.
+
+    Args:
+        function: The function to call with each tensor.
+        nest: The nest to traverse. It is not modified.
 
     >>> map_tensors(len, {"x": torch.zeros(3, 2), "pair": (torch.zeros(4), "a name")})
     {'x': 3, 'pair': (4, 'a name')}
     """
     if isinstance(nest, torch.Tensor):
         return function(nest)
+    # Mappings and tuples come before dataclasses: a subclass of dict or tuple may also be decorated as a dataclass.
     if isinstance(nest, Mapping):
         return rebuild(nest, [map_tensors(function, part) for part in nest.values()])
     if isinstance(nest, tuple | list):
@@ -35,6 +40,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
 def tensors(nest: Any) -> list[torch.Tensor]:
     """List every tensor, in the order in which the containers hold them.
 
+    Args:
+        nest: The nest to traverse.
+
     >>> [len(tensor) for tensor in tensors({"x": torch.zeros(3), "pair": (torch.zeros(4), "a name")})]
     [3, 4]
     """
@@ -44,7 +52,11 @@ def tensors(nest: Any) -> list[torch.Tensor]:
 
 
 def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor with its path, which starts with ``name``.
+    """Yield every tensor together with its path.
+
+    Args:
+        nest: The nest to traverse.
+        name: The name of the nest, with which every path starts.
 
     >>> [path for path, _ in named_tensors({"x": torch.zeros(3), "pair": (torch.zeros(4), "a name")})]
     ["batch['x']", "batch['pair'][0]"]
@@ -63,26 +75,35 @@ def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.T
 
 
 def is_record(nest: Any) -> bool:
-    """Tell an object of a dataclass, which is a container by the names of its fields."""
+    """Return whether an object is an instance of a dataclass, which is treated as a container of its fields.
+
+    Args:
+        nest: The object.
+    """
     return dataclasses.is_dataclass(nest) and not isinstance(nest, type)
 
 
 def record_parts(record: Any) -> dict[str, Any]:
-    """Give what the fields of such an object hold; one that was never set is left out."""
+    """Return the fields of an instance of a dataclass by name, without fields that were never set.
+
+    Args:
+        record: The instance.
+    """
     names = [each.name for each in dataclasses.fields(record)]
     return {name: getattr(record, name) for name in names if hasattr(record, name)}
 
 
 def rows(nest: Any, dim: int = 0, *, name: str = "batch") -> int:
-    """Say how long all tensors are along one dimension: the number of samples they hold.
+    """Return the common length of all tensors along one dimension, which is the number of samples.
 
     Args:
         nest: A nest with at least one tensor.
-        dim: The dimension that counts samples; negative ones count from the end.
-        name: What errors call the nest.
+        dim: The dimension that counts samples. A negative dimension counts from the end.
+        name: The name of the nest in error messages.
 
     Raises:
-        ValueError: There is no tensor, one lacks the dimension, or two differ in length; both are named.
+        ValueError: If there is no tensor, a tensor lacks the dimension, or two tensors differ in length. The message
+            names them.
 
     >>> rows((torch.zeros(4, 2), {"y": torch.zeros(4)}))
     4
@@ -104,36 +125,40 @@ def rows(nest: Any, dim: int = 0, *, name: str = "batch") -> int:
 
 
 def narrow(nest: Any, part: range, dim: int = 0, *, name: str = "batch") -> Any:
-    """Cut the same run of samples out of every tensor; the pieces are views, nothing is copied.
+    """Return the same run of samples of every tensor, as views that copy nothing.
 
     Args:
-        nest: A nest with at least one tensor, all of one length along ``dim``.
-        part: The samples to keep, a run without gaps.
+        nest: A nest with at least one tensor, all of the same length along ``dim``.
+        part: The samples to keep, with a step of 1.
         dim: The dimension that counts samples.
-        name: What errors call the nest.
+        name: The name of the nest in error messages.
 
     Raises:
-        ValueError: The tensors differ in length, or the run has gaps or leaves them.
+        ValueError: If the tensors differ in length, or if the range has gaps or reaches beyond them.
 
     >>> narrow({"x": torch.arange(5), "name": "five"}, range(1, 3))
     {'x': tensor([1, 2]), 'name': 'five'}
     """
     length = rows(nest, dim, name=name)
     if part.step != 1 or not 0 <= part.start <= part.stop <= length:
-        raise ValueError(f"`part` must be a run of neighbours within range(0, {length}), got {part}.")
+        raise ValueError(f"`part` must be a range with step 1 within range(0, {length}), got {part}.")
     return map_tensors(lambda tensor: tensor.narrow(dim, part.start, len(part)), nest)
 
 
 def rebuild(container: Any, parts: Iterable[Any]) -> Any:
-    """Make a container like the given one, of any kind, around other parts in the same order.
+    """Create a container of the same type as the given one, with other contents in the same order.
+
+    Args:
+        container: The container to imitate. It is not modified.
+        parts: The new contents, one for each entry of the container.
 
     >>> rebuild({"x": 1, "y": 2}, [10, 20])
     {'x': 10, 'y': 20}
     """
     if type(container) is tuple or type(container) is list:
         return type(container)(parts)
+    # A copy keeps what a call of the constructor would lose, such as the default of a defaultdict.
     if isinstance(container, MutableMapping):
-        # A copy keeps what a constructor call would lose, such as the default of a defaultdict.
         result = copy.copy(container)
         result.update(zip(container, parts, strict=True))
         return result
@@ -142,7 +167,8 @@ def rebuild(container: Any, parts: Iterable[Any]) -> Any:
     if is_record(container):
         result = copy.copy(container)
         for name, part in zip(record_parts(container), parts, strict=True):
-            object.__setattr__(result, name, part)  # a frozen one, too
+            # `setattr` would fail for a frozen dataclass.
+            object.__setattr__(result, name, part)
         return result
     if isinstance(container, _NamedTuple):
         return container._make(parts)
@@ -151,6 +177,6 @@ def rebuild(container: Any, parts: Iterable[Any]) -> Any:
 
 @runtime_checkable
 class _NamedTuple(Protocol):
-    """What tells a named tuple from a tuple: its constructor takes the fields one by one."""
+    """The interface that distinguishes a named tuple from a tuple: its constructor takes the fields one by one."""
 
     def _make(self, iterable: Iterable[Any], /) -> Any: ...

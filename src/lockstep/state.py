@@ -1,4 +1,4 @@
-"""Save and load what objects hold, and refuse a saved state with missing or unknown keys by their names."""
+"""Save and load the state of objects, with errors that name missing and unknown keys."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lockstep.errors import StateError
 
 
 def check_keys(state: Mapping[str, object], keys: Iterable[str], *, of: str) -> None:
-    """Check that a saved state holds exactly the keys its owner knows.
+    """Check that a saved state holds exactly the keys that its owner reads.
 
     Args:
-        state: What is about to be loaded; left untouched.
-        keys: The keys the owner reads.
-        of: The owner, as the error names it.
+        state: The saved state. It is not changed.
+        keys: The keys that the owner reads.
+        of: The name of the owner in the error message.
 
     Raises:
-        StateError: A key is missing or unknown; the message lists all of them.
+        StateError: If keys are missing or unknown. The message lists all of them.
 
     >>> check_keys({"count": 1}, ["count"], of="a counter")
     >>> check_keys({"cuont": 1}, ["count"], of="a counter")
@@ -40,10 +40,10 @@ def _quoted(keys: list[str]) -> str:
 
 
 class Stateful:
-    """A class whose state is the attributes that it names.
+    """The base class of objects whose state consists of some of their attributes.
 
-    A subclass lists in `_saved` the keys of its state; the value of a key is the attribute of that name with
-    an underscore in front. An attribute that is `Stateful` itself is saved as its own state.
+    A subclass lists the keys of its state in `_saved`. The value of a key is the attribute with that name after an
+    underscore. An attribute that is `Stateful` itself is saved as its own state.
 
     >>> class Counter(Stateful):
     ...     _saved = ("count",)
@@ -57,17 +57,21 @@ class Stateful:
     _saved: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, object]:
-        """Return what it holds, as numbers, text, None, tensors, and lists and dicts of these."""
+        """Return the state as numbers, text, None and tensors, and lists and dicts of these."""
         values = {key: getattr(self, f"_{key}") for key in self._saved}
         return {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state; all of it or, after an error, nothing.
+        """Load a saved state. After an error nothing has been changed.
+
+        Args:
+            state: A state that `state_dict` returned.
 
         Raises:
-            StateError: A key is missing or unknown, here or in a part.
+            StateError: If a key is missing or unknown, here or in a part.
         """
         check_keys(state, self._saved, of=type(self).__name__)
+        # Parts are loaded into copies, and assigned only after all of them have accepted their state.
         loaded: dict[str, Any] = {}
         for key in self._saved:
             part = getattr(self, f"_{key}")

@@ -1,7 +1,7 @@
-"""Compare how tensors lie in memory, for kernels that read it without looking at strides.
+"""Compare the memory layouts of tensors, for kernels that read memory without looking at strides.
 
-Fused optimizers walk over a weight, its gradient and what they remember for it as if each were one run of
-numbers. So all of them must be dense, and have the same strides.
+Fused optimizers process a weight, its gradient and its optimizer state as if each were one run of numbers in memory.
+This is correct only if all of them are dense and have the same strides.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Tell whether the elements fill one block of memory, each once, in whatever order of dimensions.
+    """Return whether the elements fill one block of memory, each exactly once, for any order of the dimensions.
+
+    Args:
+        tensor: The tensor to check, of any layout.
 
     >>> weight = torch.zeros(4, 3)
     >>> is_dense(weight.t()), is_dense(weight[:, 0]), is_dense(torch.zeros(1).expand(3))
@@ -22,6 +25,8 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     expected = 1
+    # In ascending order of strides, each stride of a dense tensor is the product of all smaller dimensions. A dimension
+    # of size 1 can have any stride.
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
             if stride != expected:
@@ -31,7 +36,11 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def has_strides(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Tell whether a strided tensor lies in memory by these strides; those of dimensions of 1 say nothing.
+    """Return whether a strided tensor has the given strides, ignoring dimensions of size 1.
+
+    Args:
+        tensor: The tensor to check.
+        strides: The expected strides, one per dimension.
 
     >>> has_strides(torch.zeros(1, 3), (7, 1)), has_strides(torch.zeros(2, 3), (1, 2))
     (True, False)
@@ -43,7 +52,10 @@ def has_strides(tensor: Tensor, strides: tuple[int, ...]) -> bool:
 
 
 def gradient_strides(weight: Tensor) -> tuple[int, ...]:
-    """Give the strides that autograd gives a gradient: a dense weight's own, else those of row after row.
+    """Return the strides that autograd chooses for a gradient: those of a dense weight, or else contiguous ones.
+
+    Args:
+        weight: The parameter that the gradient belongs to.
 
     >>> gradient_strides(torch.zeros(4, 3).t()), gradient_strides(torch.zeros(4, 3)[:, ::2])
     ((1, 3), (2, 1))
@@ -57,11 +69,11 @@ def gradient_strides(weight: Tensor) -> tuple[int, ...]:
 
 
 def laid_out_for(weight: Tensor, tensor: Tensor) -> Tensor:
-    """Give a tensor the strides that autograd gives a gradient of the weight, by a copy where it has others.
+    """Return a tensor with the strides that autograd chooses for a gradient of the weight, copied if necessary.
 
     Args:
-        weight: Of the same shape; left untouched.
-        tensor: A gradient, or what an optimizer remembers; sparse ones stay as they are.
+        weight: A parameter of the same shape. It is not modified.
+        tensor: A gradient or an optimizer state. A tensor that is not strided is returned as it is.
 
     >>> weight = torch.zeros(4, 3).t()
     >>> laid_out_for(weight, torch.ones(3, 4)).stride()

@@ -1,12 +1,12 @@
-"""Sum tensors over shards in one fixed binary tree, whoever made them and in however many places.
+"""Sum tensors over shards in one fixed binary tree, independently of which device or process computed them.
 
-Floating-point addition rounds, so another order gives other bits. The order here is that of
-`lockstep.plan.merges`: shard numbers are the leaves of a binary tree, and two sums are added when the
-subtree that holds them both is complete. What is absent (a shard without samples, a parameter that a
-shard did not reach) is passed over and never added as zeros.
+Floating-point addition rounds, so a different order gives different bits. Here shard numbers are the leaves of a binary
+tree: at level k, shard i + 2**k is added to shard i for every multiple i of 2**(k + 1). Five shards, for example, are
+summed as ((0 + 1) + (2 + 3)) + 4. Two sums are added as soon as the subtree that contains both is complete. An absent
+entry (a shard without samples, or a parameter that a shard did not reach) is skipped and never added as zeros.
 
-Additions are explicit and pairwise, the left one in place. A reduction over a stack of tensors would
-round by its own order, which depends on sizes.
+All additions are explicit and pairwise, and write to the left operand in place. A reduction over a stack of tensors
+would round in an order of its own that depends on the sizes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from typing import TypeAlias
 import torch
 
 Tensors: TypeAlias = list["torch.Tensor | None"]
-"""One tensor for each of P parameters or buffers, or None where there is none."""
+"""One tensor for each of P parameters or buffers, or None where there is no tensor."""
 
 
 @dataclass(slots=True)
 class PartialSum:
-    """A sum over some shards that form part of one subtree.
+    """A sum over some of the shards in one subtree.
 
     Attributes:
-        shard: The first shard in it; with the shards of other sums this fixes its place in the tree.
-        tensors: The sum, one entry a parameter; None where no shard had one.
+        shard: The number of the first shard in the sum. Together with the first shards of the other sums it determines
+            the position in the tree.
+        tensors: The sum, with one entry per parameter, which is None if no shard had a tensor for it.
     """
 
     shard: int
@@ -36,43 +37,48 @@ class PartialSum:
 
 @dataclass(slots=True)
 class ShardSum:
-    """Sum the shards of one place as they come, holding few partial sums at a time.
+    """Sum the shards of one device as they arrive, holding few partial sums at a time.
 
-    A run of R shards starting at a multiple of a power of two above R holds at most log2(R) + 1
-    partial sums; any other run at most twice that.
+    A run of R shards that starts at a multiple of a power of two above R holds at most log2(R) + 1 partial sums, and
+    any other run at most twice as many.
 
     Attributes:
-        first: The first shard of this place. Subtrees that begin before it are shared with other
-            places and left open for `total`.
-        partials: The sums made so far, in order of shards.
+        first: The number of the first shard of this device. Subtrees that begin before it are shared with other devices
+            and are left open for `total`.
+        partials: The sums so far, in ascending order of shards.
     """
 
     first: int = 0
     partials: list[PartialSum] = field(default_factory=list)
 
     def push(self, shard: int, tensors: Tensors) -> None:
-        """Add the tensors of one shard; shards come in ascending order, absent ones not at all.
+        """Add the tensors of one shard.
+
+        Shards must be pushed in ascending order. A shard that is absent is not pushed.
 
         Args:
-            shard: The shard's number.
-            tensors: Owned by the sum from now on, which adds to them in place.
+            shard: The number of the shard.
+            tensors: The tensors of the shard. The sum takes ownership of them and adds to them in place.
         """
+        # Merging before the push keeps few tensors alive. It cannot change the bits: this shard is the lowest that is
+        # still to come, so every subtree that ends before it is complete.
         if len(self.partials) > 1:
-            self.settle(shard)
+            self.merge_complete(shard)
         self.partials.append(PartialSum(shard, tensors))
         if len(self.partials) > 1:
-            self.settle(shard + 1)
+            self.merge_complete(shard + 1)
 
-    def settle(self, following: int) -> None:
-        """Add the last two sums while their subtree ends before `following` and begins in this place.
+    def merge_complete(self, following: int) -> None:
+        """Add the last two sums as long as their subtree ends before `following` and begins on this device.
 
         Args:
-            following: No shard before it is still to come, here or elsewhere.
+            following: The lowest number of a shard that may still arrive, here or on another device.
         """
         partials = self.partials
         while len(partials) > 1:
             left, right = partials[-2].shard, partials[-1].shard
             height = subtree_height(left, right)
+            # A subtree that begins before `first` also contains shards of another device, so only `total` may add it.
             begins_here = (left >> height) << height >= self.first
             if not begins_here or height >= subtree_height(right, following):
                 return
@@ -80,7 +86,11 @@ class ShardSum:
 
 
 def subtree_height(left: int, right: int) -> int:
-    """Give the height of the smallest subtree that holds two shards.
+    """Return the height of the smallest subtree that contains both shards.
+
+    Args:
+        left: The number of one shard.
+        right: The number of the other shard.
 
     >>> subtree_height(2, 3), subtree_height(3, 4)
     (1, 3)
@@ -89,18 +99,21 @@ def subtree_height(left: int, right: int) -> int:
 
 
 def merge_order(shards: Sequence[int]) -> list[tuple[int, int]]:
-    """List the additions that sum partial sums into the first of them.
+    """List the additions that sum several partial sums into the first of them.
 
     Args:
-        shards: The first shard of each partial sum, ascending; their subtrees do not overlap.
+        shards: The number of the first shard of each partial sum, in ascending order. The subtrees of the sums must not
+            overlap.
 
     Returns:
-        Pairs ``(into, other)`` of indices into `shards`, to be added one after another.
+        Pairs ``(into, other)`` of indices into `shards`, in the order in which to add them.
 
     >>> merge_order([0, 4, 6])
     [(1, 2), (0, 1)]
     """
     order: list[tuple[int, int]] = []
+    # A stack of the sums whose subtree is not complete yet. A sum is added to its left neighbor only once their common
+    # subtree is lower than the one that the next shard would join, that is, when it is complete.
     open_sums: list[int] = []
     for index, shard in enumerate(shards):
         while len(open_sums) > 1:
@@ -115,15 +128,16 @@ def merge_order(shards: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def total(partials: Sequence[PartialSum]) -> Tensors:
-    """Sum partial sums of all places in the tree's order.
+    """Sum the partial sums of all devices in the order of the tree.
 
     Args:
-        partials: In ascending order of shards, all on one device; the left ones are added to in place.
+        partials: The partial sums in ascending order of shards, all on one device. The left operand of each addition is
+            changed in place.
 
     Returns:
-        The sum over all shards, one entry a parameter; None where no shard had one.
+        The sum over all shards, with one entry per parameter, which is None if no shard had a tensor for it.
 
-    Determinism: the bits depend on which shards were present, and on nothing else.
+    Determinism: The bits depend only on which shards were present and on their tensors.
     """
     if len(partials) == 1:
         return partials[0].tensors
@@ -133,10 +147,17 @@ def total(partials: Sequence[PartialSum]) -> Tensors:
 
 
 def divide(tensors: Tensors, divisor: float) -> Tensors:
-    """Divide in place the tensors that are there, unless by 1.
+    """Divide the tensors that are present in place, unless the divisor is 1.
 
-    As elsewhere in this library by `torch._foreach_div_`: a GPU's `div_` multiplies by the inverse.
+    Args:
+        tensors: The tensors to divide. None entries are skipped.
+        divisor: The number to divide by.
+
+    Returns:
+        The list that was passed in.
     """
+    # `_foreach_div_`, as in the rest of the library: on a GPU, `div_` multiplies by the reciprocal, which rounds
+    # differently.
     present = [tensor for tensor in tensors if tensor is not None]
     if divisor != 1.0 and present:
         torch._foreach_div_(present, divisor)
@@ -144,15 +165,18 @@ def divide(tensors: Tensors, divisor: float) -> Tensors:
 
 
 def add_into(into: Tensors, other: Tensors) -> None:
-    """Add tensor by tensor, in place where both are present; a lone one is taken over.
+    """Add two lists of tensors entry by entry.
+
+    Where both entries are present, the addition is in place. Where only the right one is, it is taken over as it is.
 
     Args:
-        into: Changed in place.
-        other: Left untouched, but its tensors may be shared with `into` afterwards.
+        into: The tensors to add to. The list and its tensors are changed in place.
+        other: The tensors to add. They are not modified, but `into` may share some of them afterwards.
     """
     pairs = [(left, right) for left, right in zip(into, other, strict=True) if left is not None and right is not None]
     if pairs:
         lefts, rights = zip(*pairs, strict=True)
         torch._foreach_add_(lefts, rights)
+    # Adding zeros for an absent entry instead would turn -0.0 into 0.0.
     if len(pairs) < len(into):
         into[:] = [right if left is None else left for left, right in zip(into, other, strict=True)]

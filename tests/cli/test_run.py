@@ -118,7 +118,7 @@ def test_several_bare_torchruns_say_what_their_restart_lacks(script: Path) -> No
     script.write_text(f"import os\nos.environ['GROUP_WORLD_SIZE'] = '2'\n{SCRIPT}")
     done = finished([*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1", script, "fail-first"])
     assert done.returncode != 0
-    assert "has been started before with the same store of addresses" in done.stderr
+    assert "has been started before with the same rendezvous store" in done.stderr
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in done.stderr
 
 
@@ -162,7 +162,7 @@ def test_a_script_that_comes_after_its_agents_end_says_so(script: Path) -> None:
 
 
 def test_an_agent_must_be_a_process_number() -> None:
-    with pytest.raises(ValueError, match="LOCKSTEP_AGENT must be the number of a process, got 'me'"):
+    with pytest.raises(ValueError, match="LOCKSTEP_AGENT must be a process ID, got 'me'"):
         end_with_agent({"LOCKSTEP_AGENT": "me"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -16,8 +17,9 @@ from lockstep.communicators import Contribution, agreement
 from lockstep.communicators.agreement import Difference, StateComparer, check_fields, first_difference
 from lockstep.communicators.sums import pair
 from lockstep.communicators.transport import packing
-from lockstep.communicators.transport.packing import LONG, plan_packets
+from lockstep.communicators.transport.packing import LONG_TENSOR, plan_packets
 from lockstep.tree import PartialSum
+from lockstep.updaters.ranks import coordinator
 from tests.support.ranks import run_on_ranks
 from tests.support.runs import finalized, updater_for
 from tests.support.workloads import MLP
@@ -51,7 +53,12 @@ def models(communicator: ProcessCommunicator, tensors: dict[str, torch.Tensor]) 
         updater.update()
 
 
-USERS = {"bits": bits, "fields": fields, "state": state, "models": models}
+def positions(communicator: ProcessCommunicator, tensors: dict[str, torch.Tensor]) -> None:
+    said = json.dumps({name: tensor.tolist() for name, tensor in tensors.items()})
+    coordinator._check_positions([json.loads(each) for each in communicator.exchange(said.encode())])
+
+
+USERS = {"bits": bits, "fields": fields, "state": state, "models": models, "positions": positions}
 
 
 def ignores_the_last(said: Sequence[dict[str, Any]]) -> Difference | None:
@@ -60,7 +67,7 @@ def ignores_the_last(said: Sequence[dict[str, Any]]) -> Difference | None:
 
 def names_a_rank_less(said: Sequence[dict[str, Any]]) -> Difference | None:
     found = first_difference(said)
-    return found and Difference(found.rank - 1, found.here, found.first, found.names)
+    return found and Difference(found.rank - 1, found.values, found.rank_0_values, found.names)
 
 
 COMPARISONS = {
@@ -70,26 +77,34 @@ COMPARISONS = {
 }
 
 
-def find(communicator: ProcessCommunicator) -> dict[tuple[str, str], tuple[int | None, str | None]]:
-    """Compare by every user with every comparison; give the rank and the name that is found."""
+Found = tuple[int | None, str | None]
+"""The rank and the name that an error holds; None where there was no error."""
+
+
+def find(communicator: ProcessCommunicator) -> dict[tuple[str, str], Found]:
+    """Compare by every user with every comparison, with one and with two tensors that differ."""
     found = {}
     for comparison, compare in COMPARISONS.items():
         for name, use in USERS.items():
-            tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
-            if communicator.rank == DIFFERING:
-                tensors["b"][1] = 0.5
-            found[comparison, name] = (None, None)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(agreement, "first_difference", compare)
-                try:
-                    use(communicator, tensors)
-                except DisagreementError as error:
-                    found[comparison, name] = (error.rank, error.subject)
+            for differing in ("b", "ba")[: 1 if use is models else 2]:
+                tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
+                if communicator.rank == DIFFERING:
+                    for each in differing:
+                        tensors[each][1] = 0.5
+                key = name if differing == "b" else f"two {name}"
+                found[comparison, key] = (None, None)
+                with pytest.MonkeyPatch.context() as patch:
+                    for module in (agreement, coordinator):
+                        patch.setattr(module, "first_difference", compare)
+                    try:
+                        use(communicator, tensors)
+                    except DisagreementError as error:
+                        found[comparison, key] = (error.rank, error.subject)
     return found
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[tuple[str, str], tuple[int | None, str | None]]]:
+def found() -> list[dict[tuple[str, str], Found]]:
     return run_on_ranks(find, SIZE)
 
 
@@ -97,6 +112,23 @@ def found() -> list[dict[tuple[str, str], tuple[int | None, str | None]]]:
 def test_each_comparison_names_the_rank_and_the_tensor_on_every_rank(found: list[Any], name: str) -> None:
     subject = "0.bias" if name == "models" else "b"
     assert [each["as it is", name] for each in found] == [(DIFFERING, subject)] * SIZE
+
+
+@pytest.mark.parametrize("name", [name for name, use in USERS.items() if use is not models])
+def test_of_two_tensors_that_differ_every_rank_names_the_first(found: list[Any], name: str) -> None:
+    assert [each["as it is", f"two {name}"] for each in found] == [(DIFFERING, "a")] * SIZE
+
+
+def test_positions_that_differ_are_listed_in_the_order_of_rank_0() -> None:
+    first = {"update": 3, "loss scale": None, "batch sizes": [4]}
+    coordinator._check_positions([first, dict(reversed(first.items()))])
+    with pytest.raises(DisagreementError) as raised:
+        coordinator._check_positions([first, first, {"batch sizes": [5], "update": 3}])
+    assert (raised.value.rank, raised.value.subject, raised.value.update) == (2, "loss scale", 3)
+    assert str(raised.value) == (
+        "Rank 2 must have rank 0's position, but on it loss scale is nothing, not None; batch sizes is [5], not [4]. "
+        "Run the same code with the same batches on every rank."
+    )
 
 
 @pytest.mark.parametrize("name", USERS)
@@ -221,10 +253,10 @@ def test_tensors_reach_all_ranks_whole_and_a_fault_in_the_plan_shows() -> None:
     assert {name: first[name] | second[name] for name in PLANNERS} == wanted
 
 
-SHAPES = st.lists(st.tuples(st.integers(0, 3 * LONG // 8), st.booleans()), max_size=24)
+SHAPES = st.lists(st.tuples(st.integers(0, 3 * LONG_TENSOR // 8), st.booleans()), max_size=24)
 
 
-@given(SHAPES, st.integers(1, 4 * LONG), st.integers(1, 2 * LONG), st.randoms(use_true_random=False))
+@given(SHAPES, st.integers(1, 4 * LONG_TENSOR), st.integers(1, 2 * LONG_TENSOR), st.randoms(use_true_random=False))
 def test_every_tensor_is_in_one_packet_in_order_and_no_packet_is_too_long(
     described: list[tuple[int, bool]], limit: int, alone: int, random: Any
 ) -> None:

@@ -33,7 +33,7 @@ SRUN = {
 
 
 def test_the_words_of_torchrun() -> None:
-    expected = RunEnvironment(3, 4, 1, 2, "node0", 29400, attempt=1, agents=2, agent_store=True)
+    expected = RunEnvironment(3, 4, 1, 2, "node0", 29400, restarts=1, agents=2, agent_store=True)
     assert read_environment(TORCHRUN) == expected
 
 

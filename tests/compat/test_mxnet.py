@@ -296,11 +296,11 @@ def test_a_monitor_sees_every_device(groups: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workload": [1, 2, 3]}, "must hold one load a device"),
+        ({"workload": [1, 2, 3]}, "must hold one workload per device"),
         ({"workload": [0, 0]}, "finite sum other than 0"),
         ({"num_devices": 7}, "by which device 6 has none"),
         ({"grad_req": "foo"}, "must be 'write', 'add' or 'null'"),
-        ({"grad_req": ["write"]}, "got 1 words"),
+        ({"grad_req": ["write"]}, "hold one mode for each of .*, got 1"),
         ({"grad_req": {"nope": "write"}}, "must name some of"),
         (
             {"grad_req": {"data": "sum"}},
@@ -333,7 +333,7 @@ def test_the_cut_is_logged(groups: Any, caplog: pytest.LogCaptureFixture) -> Non
     logger = logging.getLogger("lockstep.test")
     with caplog.at_level(logging.DEBUG, logger.name):
         groups(logger=logger)
-    assert "A batch of 6 is cut into [slice(0, 3, None), slice(3, 6, None)]." in caplog.text
+    assert "A batch of 6 samples is split into [slice(0, 3, None), slice(3, 6, None)]." in caplog.text
 
 
 def test_descriptions_are_equal_by_name_and_shape() -> None:

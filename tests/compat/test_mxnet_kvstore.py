@@ -10,7 +10,7 @@ import torch
 
 import lockstep as ls
 from lockstep.compat.mxnet import KVStore, kvstore
-from lockstep.compat.mxnet.two_bits import TwoBits
+from lockstep.compat.mxnet.two_bit_compression import TwoBitCompression
 from tests.support.ranks import run_on_ranks
 
 
@@ -169,15 +169,15 @@ def test_calls_that_do_not_fit_are_refused_and_change_nothing() -> None:
         store.pull("w", torch.ones(3))
     with pytest.raises(ValueError, match="`value` must hold a tensor for each key, and 'w' has none"):
         store.push("w", [])
-    with pytest.raises(ls.OrderError, match="`init` must be called once a key, got 'w' again"):
+    with pytest.raises(ls.OrderError, match="`init` must be called once per key, got 'w' again"):
         store.init(["v", "w"], [torch.ones(2)] * 2)
-    with pytest.raises(TypeError, match="all numbers or all words, got 3"):
+    with pytest.raises(TypeError, match="all integers or all strings, got 3"):
         store.init(3, torch.ones(2))
-    with pytest.raises(ls.OrderError, match="`init` must be called once a key, got 'v' again"):
+    with pytest.raises(ls.OrderError, match="`init` must be called once per key, got 'v' again"):
         store.init(["v", "v"], [torch.ones(2)] * 2)
-    with pytest.raises(TypeError, match="all numbers or all words, got 3"):
+    with pytest.raises(TypeError, match="all integers or all strings, got 3"):
         store.init(["v", 3], [torch.ones(2)] * 2)
-    with pytest.raises(ValueError, match=r"as many as there are values \(1\), got 2"):
+    with pytest.raises(ValueError, match=r"as many keys as there are values \(1\), got 2"):
         store.init(["a", "b"], [torch.ones(2)])
     with pytest.raises(ValueError, match="'a' has none"):
         store.init("a", [])
@@ -196,7 +196,7 @@ def test_stores_and_compressions_that_there_are_not_are_refused() -> None:
     with pytest.raises(ValueError, match=r"with a 'threshold' at most, got .*'bits': 2"):
         KVStore("device").set_gradient_compression({"type": "2bit", "bits": 2})
     with pytest.raises(ValueError, match="`threshold` must be finite and above 0, got 0"):
-        TwoBits(0)
+        TwoBitCompression(0)
 
 
 def on_a_rank(communicator: ls.Communicator) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from torch.utils.data import IterableDataset
 
 from lockstep.data import BatchIterator
-from lockstep.data.cursor import shuffled
+from lockstep.data.cursor import shuffled_order
 from lockstep.errors import StateError
 
 SETTINGS = st.fixed_dictionaries(
@@ -53,7 +53,7 @@ def steps(batches: BatchIterator, count: int) -> list[tuple[object, ...]]:
 def expected_epochs(length: int, settings: dict[str, Any]) -> Iterator[list[int]]:
     epoch = 0
     while True:
-        own = shuffled(length, seed=settings["seed"], epoch=epoch).tolist()
+        own = shuffled_order(length, seed=settings["seed"], epoch=epoch).tolist()
         yield own if settings["shuffle"] else list(range(length))
         epoch += 1
 
@@ -245,7 +245,7 @@ class FailingSampler:
 
 
 def test_an_error_leaves_the_iterator_where_it_was() -> None:
-    batches = BatchIterator(range(3), 2, order_sampler=FailingSampler())
+    batches = BatchIterator(range(3), 2, order_sampler=FailingSampler(), last_batch="wrap")
     next(batches)
     before = progress(batches)
     with pytest.raises(RuntimeError, match="no order today"):
@@ -351,7 +351,7 @@ def test_bad_counts_are_refused(call: Any) -> None:
         ({"extra": 1}, r"unknown: \['extra'\], missing: \[\]"),
         ({"seed": None}, "`seed` must be an integer, got None"),
         ({"epoch": -1}, "`epoch` must be at least 0, got -1"),
-        ({"position": 5}, r"`position` must lie in 0\.\.4, for there are 5 samples and .*, got 5\."),
+        ({"position": 5}, r"`position` must lie in 0\.\.4, because there are 5 samples and .*, got 5\."),
         ({"position": 1.0}, "`position` must be an integer"),
         ({"previous_epoch_detail": "0"}, "`previous_epoch_detail` must be a float or None, got '0'"),
         ({"is_new_epoch": 1}, "`is_new_epoch` must be a bool, got 1"),

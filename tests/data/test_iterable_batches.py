@@ -232,7 +232,7 @@ def test_samples_go_through_the_converter() -> None:
 def test_a_batch_that_is_no_list_of_samples_stays_the_next() -> None:
     batches = IterableBatches([torch.zeros(2)], batches_of="samples")
     for _ in range(2):
-        with pytest.raises(TypeError, match="`source` must give lists of samples, got a Tensor"):
+        with pytest.raises(TypeError, match="`source` must yield lists of samples, got a Tensor"):
             next(batches)
     assert progress(batches) == (0, 0.0, None, False)
 
@@ -272,7 +272,7 @@ def test_an_error_of_an_iterator_is_no_quiet_end() -> None:
     next(batches)
     with pytest.raises(OSError, match="batch 2"):
         next(batches)
-    with pytest.raises(OrderError, match="`source` raised, and an iterator cannot be begun again"):
+    with pytest.raises(OrderError, match="`source` raised an error, and an iterator cannot be restarted"):
         next(batches)
     assert batches.epoch == 0
 
@@ -286,9 +286,9 @@ def test_an_iterator_does_not_go_back(kind: str) -> None:
     state = batches.state_dict()
     next(batches)
     after = batches.state_dict()
-    with pytest.raises(OrderError, match="`reset` must not follow a batch where `source` is an iterator"):
+    with pytest.raises(OrderError, match="`reset` must not follow a batch if `source` is an iterator"):
         batches.reset()
-    with pytest.raises(StateError, match="`source` is an iterator that has begun"):
+    with pytest.raises(StateError, match="`source` is an iterator that has been started"):
         batches.load_state_dict(state)
     batches.load_state_dict(after)
     assert batches.state_dict() == after
@@ -309,8 +309,8 @@ def test_after_finalize_it_goes_on(kind: str, passed: int) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (Sized(BATCHES, 4), r"`source` must hold as many batches .* `len\(\)` says \(4\), got 3\."),
-        (Sized(BATCHES, 2), r"`source` must hold as many batches .* `len\(\)` says \(2\), got more\."),
+        (Sized(BATCHES, 4), r"`source` must hold as many batches .* `len\(\)` \(4\), got 3\."),
+        (Sized(BATCHES, 2), r"`source` must hold as many batches .* `len\(\)` \(2\), got more\."),
         (Unsized([]), "`source` must hold at least 1 batches in epoch 0, got 0"),
         (lambda: iter(()), "`source` must hold at least 1 batches in epoch 0, got 0"),
     ],
@@ -342,9 +342,9 @@ def test_a_source_that_cannot_be_iterated_over_again_although_it_seems_so() -> N
         (nn.Sequential(), {}, TypeError, "got a Sequential"),
         (Unsized, {}, TypeError, "got a type"),
         (3, {}, TypeError, "got a int"),
-        (BatchIterator("abc", 2), {}, TypeError, "must be no lockstep Iterator, .*, got a BatchIterator"),
+        (BatchIterator("abc", 2), {}, TypeError, "must not be a lockstep Iterator, .*, got a BatchIterator"),
         ([], {}, ValueError, "`source` must hold at least one batch, got none"),
-        (iter(BATCHES), {"repeat": True}, ValueError, "`repeat` must be None or False where"),
+        (iter(BATCHES), {"repeat": True}, ValueError, "`repeat` must be None or False if"),
         (BATCHES, {"batches_of": "rows"}, ValueError, "must be 'tensors' or 'samples', got 'rows'"),
     ],
 )
@@ -365,7 +365,7 @@ def test_bad_counts_are_refused(call: Any) -> None:
         ({"extra": 1}, "unknown: 'extra'"),
         ({"epoch": -1}, "`epoch` must be an integer of at least 0, got -1"),
         ({"position": 1.0}, "`position` must be an integer of at least 0, got 1.0"),
-        ({"position": 3}, r"`position` must lie in 0\.\.2, for `source` holds 3 batches, got 3"),
+        ({"position": 3}, r"`position` must lie in 0\.\.2, because `source` holds 3 batches, got 3"),
         ({"previous_epoch_detail": 0}, "`previous_epoch_detail` must be a float or None, got 0"),
         ({"is_new_epoch": 0}, "`is_new_epoch` must be a bool, got 0"),
         ({"source": {"position": 1}}, "`source` must have `load_state_dict`"),

@@ -285,7 +285,7 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
         (
             lambda: Evaluator([]),
             ValueError,
-            "`metrics` must hold at least one metric where there is no `loss_fn`",
+            "`metrics` must hold at least one metric if there is no `loss_fn`",
         ),
         (
             lambda: Evaluator([], {"loss": Average()}, loss_fn=supervised),
@@ -295,7 +295,7 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
         (
             lambda: Evaluator([], {"x": Average}),
             TypeError,
-            "must be made metrics, got the class Average as 'x'",
+            "must hold instances, got the class Average as 'x'",
         ),
         (
             lambda: Evaluator([], [Average()]),
@@ -306,7 +306,7 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
         (
             lambda: Evaluator(ForwardBackward([], repeat=True), {"x": Average()}),
             ValueError,
-            "Make it with repeat=False",
+            "Create it with repeat=False",
         ),
         (lambda: Evaluator([], {"x": Average()}).evaluate(), ValueError, "`model` must be given here or"),
         (
@@ -317,7 +317,7 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
         (
             lambda: Evaluator(["ab"], {"x": Average()}).evaluate(net()),
             TypeError,
-            "where there is no `converter`, got str",
+            "if there is no `converter`, got str",
         ),
         (
             lambda: Evaluator([()], {"x": Average()}).evaluate(net()),
@@ -349,7 +349,7 @@ def test_refusals(make: Any, error: type[Exception], message: str) -> None:
 def test_a_generator_is_used_up_and_says_so() -> None:
     evaluator = Evaluator((batch for batch in batches()), {"accuracy": Accuracy()}, model=net())
     evaluator.evaluate()
-    with pytest.raises(ValueError, match="A generator is used up at once"):
+    with pytest.raises(ValueError, match="A generator yields only once"):
         evaluator.evaluate()
 
 

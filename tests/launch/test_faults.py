@@ -93,9 +93,9 @@ class Fault:
     def await_beats(self) -> None:
         """Wait until a beat has told the phase, for only what was heard can be told of a rank that dies."""
         assert isinstance(self.watch, PeerWatch)
-        pulse = self.watch._pulse
-        rounds = pulse.rounds + 2  # the one that goes on now may have told another phase
-        await_true(lambda: pulse.rounds >= rounds)
+        heartbeat = self.watch._heartbeat
+        rounds = heartbeat.rounds + 2  # the one that goes on now may have told another phase
+        await_true(lambda: heartbeat.rounds >= rounds)
 
     def note(self, what: str) -> None:
         """Leave a note that this rank came to something in the update of the fault."""

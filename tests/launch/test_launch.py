@@ -2,55 +2,111 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import lockstep as ls
 from tests.support.processes import listening
 
 
-def rank_and_sum(offset: float) -> tuple[int, int, list[float]]:
+@dataclass(frozen=True)
+class Seen:
+    """What a rank found, before and after it joined the others."""
+
+    threads: int
+    was_initialised: bool
+    address: str
+    place: tuple[int, int]
+    summed: list[float]
+    listened_on: set[str]
+
+
+def look_around(offset: float) -> Seen:
+    before = torch.get_num_threads(), dist.is_initialized(), os.environ["MASTER_ADDR"]
     communicator = ls.find_communicator()
     numbers = torch.full((3,), communicator.rank + offset)
     communicator.all_reduce([numbers])
-    return communicator.rank, communicator.size, numbers.tolist()
+    return Seen(*before, (communicator.rank, communicator.size), numbers.tolist(), listening(os.getpid()))
 
 
-def test_every_rank_returns_its_value() -> None:
-    assert ls.launch(rank_and_sum, 3, args=(0.5,)) == [(rank, 3, [4.5] * 3) for rank in range(3)]
+@dataclass(frozen=True)
+class Launched:
+    """What three ranks found, and what the launching process was before and after."""
+
+    ranks: list[Seen]
+    variables: tuple[dict[str, str], dict[str, str]]
+    listened_on: tuple[set[str], set[str]]
 
 
-def own_conditions() -> tuple[int, bool, str, float]:
-    return torch.get_num_threads(), dist.is_initialized(), os.environ["MASTER_ADDR"], time.monotonic()
+@pytest.fixture(scope="module")
+def launched() -> Launched:
+    variables, listened_on = dict(os.environ), listening(os.getpid())
+    ranks = ls.launch(look_around, 3, args=(0.5,))
+    return Launched(ranks, (variables, dict(os.environ)), (listened_on, listening(os.getpid())))
 
 
-def test_a_rank_computes_on_one_thread_and_joins_nobody_unasked() -> None:
-    before = dict(os.environ)
-    ((threads, initialised, address, _),) = ls.launch(own_conditions, 1)
-    assert (threads, initialised, address) == (1, False, "127.0.0.1")
-    assert dict(os.environ) == before
+def test_every_rank_returns_its_value(launched: Launched) -> None:
+    assert [(seen.place, seen.summed) for seen in launched.ranks] == [((rank, 3), [4.5] * 3) for rank in range(3)]
 
 
-def addresses_listened_on() -> set[str]:
-    ls.find_communicator().barrier()
-    return listening(os.getpid())
+def start_methods() -> tuple[str | None, str]:
+    """Tell the start method that was set, and that of a DataLoader's workers, whose dataset cannot be pickled."""
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    dataset = [lambda: None] * 2
+    loader = DataLoader(dataset, num_workers=1, collate_fn=lambda _: os.getpid())  # type: ignore[arg-type]
+    assert next(iter(loader)) != os.getpid()
+    return chosen, multiprocessing.get_start_method()
 
 
-def test_nothing_listens_beyond_the_loopback() -> None:
-    before = listening(os.getpid())
-    found = ls.launch(addresses_listened_on, 2)
+@pytest.mark.skipif(multiprocessing.get_all_start_methods()[0] != "fork", reason="fork is not this system's default")
+@pytest.mark.parametrize("chosen", [None, "fork"])
+def test_the_start_method_is_the_users_or_the_systems(chosen: str | None) -> None:
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method(chosen, force=True)
+    try:
+        assert ls.launch(start_methods, 1) == [(chosen, "fork")]
+        assert multiprocessing.get_start_method(allow_none=True) == chosen
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+def die_with_workers() -> None:
+    """Die as the out-of-memory killer ends a rank, while a worker that it has forked lives on."""
+    workers = iter(DataLoader([0] * 64, num_workers=1))  # type: ignore[arg-type]
+    next(workers)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_is_noticed_while_its_workers_live() -> None:
+    with pytest.raises(ls.PeerError, match="Rank 0 was killed by SIGKILL"):
+        ls.launch(die_with_workers, 1)
+
+
+def test_a_rank_computes_on_one_thread_and_joins_nobody_unasked(launched: Launched) -> None:
+    for seen in launched.ranks:
+        assert (seen.threads, seen.was_initialised, seen.address) == (1, False, "127.0.0.1")
+    before, after = launched.variables
+    assert after == before
+
+
+def test_nothing_listens_beyond_the_loopback(launched: Launched) -> None:
+    found = [seen.listened_on for seen in launched.ranks]
     assert all(found), "gloo listens somewhere"
     assert {address for each in found for address in each} <= {"127.0.0.1", "::1"}
-    assert listening(os.getpid()) <= before
+    before, after = launched.listened_on
+    assert after <= before
 
 
 def leave(code: int | None) -> None:

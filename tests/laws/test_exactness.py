@@ -91,7 +91,7 @@ def check_splits(devices: int, loss: str, splits: Sequence[tuple[int, ...]]) -> 
     with updater_of(model, devices=devices, loss_fn=LOSSES[loss]) as updater:
         for split in splits:
             # What a device is given is in proportion to its work load, so these are the sizes.
-            updater._engine.group.workloads = [float(size) for size in split]
+            updater._engine.replicas.workloads = [float(size) for size in split]
             check(updater, loss, sum(split))
             assert len(split) == devices
 
@@ -156,7 +156,7 @@ def test_an_update_of_weight_zero_moves_nothing_and_is_counted(devices: int) -> 
 
 def test_the_law_is_not_empty_a_mean_of_means_is_another_gradient() -> None:
     with updater_of(Net(), devices=2, loss_fn=lambda *batch: ls.Loss(mean_loss(*batch), weight=1)) as updater:
-        updater._engine.group.workloads = [20.0, 4.0]
+        updater._engine.replicas.workloads = [20.0, 4.0]
         updater.compute_gradients((X[:24], Y[:24], TOKENS[:24]))
         found = updater.get_all_models()["main"].inner.grad
         wanted = expected("samples", 24)[0]

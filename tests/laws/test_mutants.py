@@ -47,7 +47,7 @@ def test_a_left_fold_is_caught(work: Workload, monkeypatch: pytest.MonkeyPatch) 
     def folded(shards: Sequence[int]) -> list[tuple[int, int]]:
         return [(0, index) for index in range(1, len(shards))]
 
-    monkeypatch.setattr(ShardSum, "settle", fold)
+    monkeypatch.setattr(ShardSum, "merge_complete", fold)
     monkeypatch.setattr(tree, "merge_order", folded)
     assert caught(work)
 
@@ -66,14 +66,14 @@ def test_a_sum_over_a_stack_is_caught(work: Workload, monkeypatch: pytest.Monkey
 
 
 def test_buffers_carried_from_shard_to_shard_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, restore = ReplicaBuffers.begin, ReplicaBuffers.restore
+    begin, restore = ReplicaBuffers.start_shards, ReplicaBuffers.restore
 
-    def restoring_begin(self: ReplicaBuffers, first: int, *, unread: bool = False) -> BufferSum:
-        sums = begin(self, first, unread=unread)
+    def restoring_begin(self: ReplicaBuffers, first: int, *, deferred: bool = False) -> BufferSum:
+        sums = begin(self, first, deferred=deferred)
         restore(self)
         return sums
 
-    monkeypatch.setattr(ReplicaBuffers, "begin", restoring_begin)
+    monkeypatch.setattr(ReplicaBuffers, "start_shards", restoring_begin)
     monkeypatch.setattr(ReplicaBuffers, "restore", lambda _: None)
     assert caught(CONVNET)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import lockstep as ls
 from lockstep import Communicator
 from lockstep.plan import assign
 from tests.support.programs.placement import (
@@ -24,7 +23,7 @@ from tests.support.programs.placement import (
     mutated,
     trained,
 )
-from tests.support.ranks import run_on_ranks
+from tests.support.ranks import launch_on_ranks, run_on_ranks
 from tests.support.workloads import CONVNET
 
 ROOT = Path(__file__).parents[2]
@@ -67,7 +66,7 @@ def four_places(communicator: Communicator) -> str:
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_law_bites_each_way_to_break_it_is_caught(size: int, alone: dict[str, str]) -> None:
     names = [name for name, (_, needed, _) in MUTANTS.items() if needed == size]
-    found, *_ = ls.launch(mutated, size, args=(names,))
+    found, *_ = launch_on_ranks(mutated, size, names)
     assert {name for name, _ in found} == set(names)
     missed = [key for key, digest in found.items() if digest == alone[f"{key[1]}, fp32"]]
     assert not missed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
+@cache
 def gradients(seed: int, num_updates: int = NUM_UPDATES) -> list[torch.Tensor]:
     """Draw gradients, from far too small to far too large, in runs of good and of bad ones."""
     generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 from lockstep.errors import StateError
 from lockstep.metrics import Accuracy, Average, Mean, Metric, as_mean, read
-from lockstep.metrics.average import HELD
+from lockstep.metrics.average import MAX_HELD
 
 # Multiples of 1/8 of moderate size: their products and sums are exact, so the expected mean is too.
 EIGHTHS = st.integers(-8000, 8000).map(lambda eighths: eighths / 8)
@@ -30,9 +30,9 @@ def test_an_average_is_the_sum_over_the_summed_weight(pairs: list[tuple[float, i
 
 def test_an_average_holds_a_bounded_number_of_values_and_loses_none() -> None:
     average = Average()
-    for _ in range(3 * HELD + 5):
+    for _ in range(3 * MAX_HELD + 5):
         average.update(torch.tensor(0.1, dtype=torch.float64))
-        assert len(average.state_dict()["held_totals"]) < HELD
+        assert len(average.state_dict()["held_totals"]) < MAX_HELD
     assert average.compute() == pytest.approx(0.1, rel=1e-15)
 
 
@@ -47,11 +47,11 @@ def test_a_sum_of_many_small_values_is_rounded_once() -> None:
 
 def test_a_save_and_load_anywhere_changes_no_bit() -> None:
     generator = torch.Generator().manual_seed(0)
-    values = torch.rand(2 * HELD + 100, generator=generator)
+    values = torch.rand(2 * MAX_HELD + 100, generator=generator)
     whole = Average()
     for value in values:
         whole.update(value, 3)
-    for cut in (1, HELD - 1, HELD, HELD + 7, 2 * HELD + 99):
+    for cut in (1, MAX_HELD - 1, MAX_HELD, MAX_HELD + 7, 2 * MAX_HELD + 99):
         first, second = Average(), Average()
         for value in values[:cut]:
             first.update(value, 3)
@@ -101,7 +101,7 @@ def test_as_mean_refuses_what_is_no_number(value: Any) -> None:
 
 
 def test_a_mean_brings_its_own_weight() -> None:
-    with pytest.raises(TypeError, match="`weight` must be left out beside a Mean"):
+    with pytest.raises(TypeError, match="`weight` must be omitted for a Mean"):
         Average().update(Mean(1.0, 1), 2)
 
 

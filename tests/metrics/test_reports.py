@@ -227,7 +227,7 @@ def test_a_compiled_model_reports_under_its_own_names() -> None:
 @pytest.mark.parametrize(
     ("values", "options", "error", "message"),
     [
-        ({1: 1.0}, {}, TypeError, "`values` must have names of text, got 1"),
+        ({1: 1.0}, {}, TypeError, "The keys of `values` must be strings, got 1"),
         ({"x": "1"}, {}, TypeError, r"`values\['x'\]` must be a number or a tensor of one element, got '1'"),
         (
             {"x": torch.ones(2)},
@@ -248,7 +248,7 @@ def test_a_compiled_model_reports_under_its_own_names() -> None:
             {"x": 1.0},
             {"observer": nn.MSELoss()},
             ValueError,
-            "`observer` must be a module of the model that runs, got a foreign MSELoss",
+            "`observer` must be a module of the model that runs, got another MSELoss",
         ),
     ],
 )

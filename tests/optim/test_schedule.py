@@ -212,7 +212,7 @@ def test_a_bound_holds_where_powers_have_left_the_format(factor: schedule.Factor
         (lambda: schedule.inverse(1.0, final=-math.inf), "`final` must be finite, got -inf"),
         (lambda: schedule.warmup(-1), "`updates` must be finite and at least 0, got -1"),
         (lambda: schedule.warmup(1, start=-1), "`start` must be finite and at least 0, got -1"),
-        (lambda: schedule.steps([3, 2]), r"`milestones` must rise, got \[3, 2\]"),
+        (lambda: schedule.steps([3, 2]), r"`milestones` must be in ascending order, got \[3, 2\]"),
         (lambda: schedule.steps([3], gamma=-1), "`gamma` must be finite and at least 0, got -1"),
         (lambda: schedule.every(0), "`updates` must be finite and at least 1, got 0"),
         (lambda: schedule.exponential(-0.5), "`rate` must be finite and at least 0, got -0.5"),

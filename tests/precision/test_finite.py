@@ -12,9 +12,9 @@ from lockstep.precision import (
     first_nonfinite,
     nonfinite_flag,
     nonfinite_flags,
-    settled,
+    resolved,
     unscale_,
-    unscale_and_look_,
+    unscale_and_check_,
 )
 from lockstep.precision.finite import gradients_of
 
@@ -49,7 +49,7 @@ NONFINITE = {
 
 
 def divided(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> tuple[list[torch.Tensor], float]:
-    ours = [settled(tensor.clone()) for tensor in tensors]
+    ours = [resolved(tensor.clone()) for tensor in tensors]
     return ours, unscale_(ours, factor).item()
 
 
@@ -59,7 +59,7 @@ def test_finite_tensors_pass(name: str) -> None:
     assert flag == 0.0
     assert nonfinite_flag(ours, CPU).item() == 0.0
     assert nonfinite_flags(ours).tolist() == [0.0]
-    assert unscale_and_look_(ours, 1.0)
+    assert unscale_and_check_(ours, 1.0)
     assert torch.equal(ours[0].to_dense(), FINITE[name].to_dense())
     assert first_nonfinite({name: FINITE[name], "absent": None}) is None
 
@@ -71,13 +71,13 @@ def test_others_are_found_among_finite_ones(name: str) -> None:
     assert flag == 1.0
     assert nonfinite_flag(ours, CPU).item() == 1.0
     assert nonfinite_flags(ours).tolist() == [0.0] * len(FINITE) + [1.0]
-    assert not unscale_and_look_(ours, 1.0)
+    assert not unscale_and_check_(ours, 1.0)
     assert first_nonfinite(tensors) == name
 
 
 def test_nothing_is_finite() -> None:
     assert unscale_([], 3.0).item() == 0.0
-    assert unscale_and_look_([], 3.0)
+    assert unscale_and_check_([], 3.0)
     assert nonfinite_flag([], CPU).item() == 0.0
     assert first_nonfinite({"absent": None}) is None
 
@@ -101,8 +101,8 @@ def test_division_is_rounded_once(make: Callable[[float], float | torch.Tensor],
     tensors.append(torch.tensor([[0.0, 5.0]]).to_sparse())
     ours, flag = divided(tensors, make(factor))
     assert flag == 0.0
-    looked = [settled(tensor.clone()) for tensor in tensors]
-    assert unscale_and_look_(looked, make(factor))
+    looked = [resolved(tensor.clone()) for tensor in tensors]
+    assert unscale_and_check_(looked, make(factor))
     assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(looked, ours, strict=True))
     for quotient, tensor in zip(ours[:-1], tensors[:-1], strict=True):
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -117,7 +117,7 @@ def test_division_is_rounded_once(make: Callable[[float], float | torch.Tensor],
 def test_it_is_the_quotient_that_is_checked(make: Callable[[float], float | torch.Tensor]) -> None:
     assert divided([torch.tensor([1e38])], make(2.0**-14))[1] == 1.0
     assert divided([torch.tensor([1e38])], make(2.0**14))[1] == 0.0
-    assert not unscale_and_look_([torch.tensor([1e38])], make(2.0**-14))
+    assert not unscale_and_check_([torch.tensor([1e38])], make(2.0**-14))
 
 
 def test_gradients_are_settled_where_they_are() -> None:
@@ -151,7 +151,7 @@ def test_a_gpu_says_the_same(name: str) -> None:
         pytest.skip("needs a CUDA device")
     tensors = [tensor for family in (FINITE, NONFINITE) for key, tensor in family.items() if key == name]
     for tensor in tensors:
-        here, there = settled(tensor.clone()), settled(tensor.cuda())
+        here, there = resolved(tensor.clone()), resolved(tensor.cuda())
         assert nonfinite_flags([here]).tolist() == nonfinite_flags([there]).tolist()
         assert unscale_([here], 3.0).item() == unscale_([there], 3.0).item()
 

@@ -158,7 +158,7 @@ def test_groups_added_later_get_masters_and_removed_ones_lose_them() -> None:
     assert masters.of(second).tolist() == [1 - 2.0**-10] * 2
     del optimizer.param_groups[0]
     masters.refresh()
-    with pytest.raises(KeyError, match="`parameter` must be one of the optimizer's in half precision"):
+    with pytest.raises(KeyError, match="`parameter` must be a half-precision parameter of the optimizer"):
         masters.of(first)
 
 
@@ -307,8 +307,8 @@ def test_going_back_keeps_what_is_remembered_in_the_parameters_format() -> None:
     [
         (lambda state: {"optimizer": state["optimizer"]}, "missing: 'masters'"),
         (lambda state: {**state, "scale": 1}, "unknown: 'scale'"),
-        (lambda state: {**state, "masters": {}}, "The masters must be of the shapes"),
-        (lambda state: {**state, "masters": {**state["masters"], 0: torch.ones(1)}}, "must be of the shapes"),
+        (lambda state: {**state, "masters": {}}, "The master weights must have the shapes"),
+        (lambda state: {**state, "masters": {**state["masters"], 0: torch.ones(1)}}, "must have the shapes"),
     ],
 )
 def test_strangers_are_refused(change: Callable[[Any], Any], message: str) -> None:

@@ -274,7 +274,7 @@ def test_several_losses_are_scaled_in_their_containers() -> None:
 
 @pytest.mark.parametrize("loss", [3.0, [], None, {"loss": 1.0}])
 def test_what_holds_no_loss_is_refused(loss: Any) -> None:
-    with pytest.raises(TypeError, match=f"a tensor, or hold some, got a {type(loss).__name__} without"):
+    with pytest.raises(TypeError, match=f"a tensor or hold tensors, got a {type(loss).__name__} without"):
         LossScaler().scale(loss)
 
 
@@ -319,7 +319,7 @@ def test_a_save_and_a_load_in_the_middle_change_nothing(scale: Any, middle: int)
 
 def test_a_state_of_another_kind_is_refused() -> None:
     scaler = LossScaler(8.0)
-    with pytest.raises(StateError, match="must be of a StaticLossScale, got 'DynamicLossScale'"):
+    with pytest.raises(StateError, match="must be that of a StaticLossScale, got 'DynamicLossScale'"):
         scaler.load_state_dict(LossScaler().state_dict())
     with pytest.raises(StateError, match="unknown: 'stage'"):
         scaler.load_state_dict({**scaler.state_dict(), "stage": 1})

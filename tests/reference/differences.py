@@ -54,6 +54,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,10 @@ class Difference:
         """Whether ours is what the original has at another place, or follows from what the case holds."""
         return not (self.as_at is None and self.as_without is None and self.rule is None)
 
-    def is_for(self, name: str, content: Mapping[str, Any]) -> bool:
-        """Say whether this is about a case, by its name and by what it holds."""
+    def is_for(self, name: str, held: Sequence[tuple[str, Any]]) -> bool:
+        """Return whether this is about a case, by its name and by the `leaves` that it holds."""
         return fnmatchcase(name, self.case) and all(
-            any(fnmatchcase(path, place) and fnmatchcase(str(value), wanted) for path, value in leaves(content))
+            any(fnmatchcase(path, place) and fnmatchcase(str(value), wanted) for path, value in held)
             for place, wanted in self.where.items()
         )
 
@@ -126,10 +127,11 @@ class Difference:
         return self.as_at.format(*found.groups())
 
 
-def read_differences(path: Path = DIFFERENCES) -> list[Difference]:
+@cache
+def read_differences(path: Path = DIFFERENCES) -> tuple[Difference, ...]:
     """Read the list of the places where lockstep differs on purpose."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["difference"]
-    return [Difference(**entry) for entry in entries]
+    return tuple(Difference(**entry) for entry in entries)
 
 
 def for_replay(differences: Iterable[Difference], through: str) -> list[Difference]:

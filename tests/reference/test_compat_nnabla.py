@@ -93,12 +93,12 @@ class Updater(DynamicLossScalingUpdater):
             decay = gradient.item() - self.unscaled
             assert decay == pytest.approx(self.weight_decay or 0.0, abs=1e-12)
 
-    def _try(self) -> bool:
+    def _attempt(self) -> bool:
         self.bad = self.script.pop(0) if self.script else False
         self.num_tries += 1
         scale, begun = self.scale, len(self.events)
         try:
-            finite = super()._try()
+            finite = super()._attempt()
         except StopIteration:
             if self.bad:
                 self.script.insert(0, True)  # the answer was not asked for

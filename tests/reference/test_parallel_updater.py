@@ -103,6 +103,7 @@ class Run:
         return ls.BatchIterator(
             self.dataset(),
             case["batch_size"],
+            last_batch="wrap",
             repeat=case["repeat"],
             order_sampler=None if case["orders"] is None else RecordedOrders(case["orders"]),
         )
@@ -119,7 +120,7 @@ class Run:
         if case["updater"] == "StandardUpdater":
             return ls.StandardUpdater(batches, self.optimizer, self.model, **options)
         return ls.ParallelUpdater(
-            batches, self.optimizer, self.model, devices=self.places(), split="strided", **options
+            batches, self.optimizer, self.model, devices=list(self.places().values()), split="strided", **options
         )
 
     def places(self) -> dict[str, str]:
@@ -177,7 +178,7 @@ class Run:
     def replicas_equal_main(self) -> bool:
         return all(
             torch.equal(copied, parameter)
-            for replica in self.updater._engine.group.replicas
+            for replica in self.updater._engine.replicas.replicas
             for copied, parameter in zip(replica.parameters(), self.model.parameters(), strict=True)
         )
 

@@ -15,6 +15,7 @@ from traces import Case, cases
 
 import lockstep as ls
 from lockstep import triggers
+from lockstep.compat import chainer
 from lockstep.optim import schedule
 
 TRACE = "chainer-cunn/trainer.json"
@@ -84,7 +85,9 @@ def calls(out: Path) -> Calls:
         "new_epoch(auto=True) without the flag": lambda: optimizer().new_epoch(auto=True),
         "new_epoch() with the flag": owned,
         "ParallelUpdater(models=None, devices=None)": lambda: updater(model=None, devices=[]),
-        "ParallelUpdater(devices without main)": lambda: updater(devices={"a": "cpu", "b": "cpu"}),
+        "ParallelUpdater(devices without main)": lambda: chainer.ParallelUpdater(
+            [torch.ones(1, 1)], optimizer(), devices={"a": "cpu", "b": "cpu"}
+        ),
         "ParallelUpdater(dict of optimizers, models=None)": lambda: updater(model=None),
         "SerialIterator(shuffle=True, order_sampler=...)": lambda: ls.BatchIterator(
             data, 1, shuffle=True, order_sampler=lambda order, _: order

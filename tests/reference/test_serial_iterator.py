@@ -69,7 +69,9 @@ def replay(case: Case, *, interrupted: bool) -> dict[str, object]:
     sampler = None if case["orders"] is None else RecordedOrders(case["orders"])
 
     def batches_of_case(order_sampler: Any = sampler) -> BatchIterator:
-        return BatchIterator(range(case["n"]), case["batch_size"], repeat=case["repeat"], order_sampler=order_sampler)
+        return BatchIterator(
+            range(case["n"]), case["batch_size"], repeat=case["repeat"], order_sampler=order_sampler, last_batch="wrap"
+        )
 
     def save(batches: BatchIterator) -> BatchIterator:
         """Where the replay is interrupted, go on with another iterator that loads this one's state."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import traces
-from differences import Difference, for_replay, read_differences
+from differences import Difference, for_replay, leaves, read_differences
 from traces import EXACT, Case, Tolerance, equal, read, reference_folder, tensor
 
 FILE = "some-system/some.json"
@@ -242,9 +242,9 @@ def test_a_difference_may_point_to_another_place() -> None:
 
 def test_a_difference_may_say_what_its_cases_hold() -> None:
     listed = Difference(FILE, where={"steps.*.w": "[!1]*", "n": "3"}, ours=4, reason="a test")
-    assert listed.is_for("any", RECORD)
-    assert not listed.is_for("any", {**RECORD, "n": 33})
-    assert not listed.is_for("any", {**RECORD, "steps": RECORD["steps"][:1]})  # type: ignore[index]
+    assert listed.is_for("any", list(leaves(RECORD)))
+    assert not listed.is_for("any", list(leaves({**RECORD, "n": 33})))
+    assert not listed.is_for("any", list(leaves({**RECORD, "steps": RECORD["steps"][:1]})))  # type: ignore[index]
 
 
 def test_in_another_variant_a_listed_place_is_passed_over_and_no_other(folder: Path) -> None:

@@ -41,7 +41,7 @@ from typing import Any, TypeGuard
 import pytest
 import torch
 from difference_rules import RULES
-from differences import Difference, for_replay, look_up, read_differences
+from differences import Difference, for_replay, leaves, look_up, read_differences
 
 _MOST_SHOWN = 10
 _ARRAY_KEYS = {"dtype", "shape", "data"}
@@ -260,7 +260,8 @@ def read(
         plain_name = name(each)
         seen[plain_name] += 1
         unique = plain_name if seen[plain_name] == 1 else f"{plain_name}#{seen[plain_name]}"
-        own = [difference for difference in listed if difference.is_for(unique, each)]
+        held = list(leaves(each)) if listed else []
+        own = [difference for difference in listed if difference.is_for(unique, held)]
         plain = {field: value for field, value in each.items() if field != "name"}
         result.append(Case(unique, plain, content, given, own, others))
         others[unique] = plain

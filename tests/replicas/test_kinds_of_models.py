@@ -215,7 +215,7 @@ class Calling(nn.Module):
 def test_a_model_that_computes_with_its_own_parameters_is_refused(devices: int) -> None:
     """A group lost the gradients of those, and in a `DataParallel` threads added them up as they came."""
     model = Calling()
-    refusal = r"`model` must compute .* uses 'head.weight' of your own model"
+    refusal = r"`model` must compute .* uses 'head.weight' of your original model"
     with ls.ReplicaGroup(model, ["cpu"] * devices, num_shards=3) as group:
         for _ in range(2):
             with pytest.raises(ValueError, match=refusal):

@@ -111,7 +111,7 @@ def test_it_watches_every_so_many_steps(interval: int, events: str, expected: li
 def test_a_watched_step_is_not_begun_twice() -> None:
     monitor = ls.Monitor()
     monitor.tic()
-    with pytest.raises(ls.OrderError, match="must be taken by `toc` before the next `tic`"):
+    with pytest.raises(ls.OrderError, match="must be read by `toc` before the next `tic`"):
         monitor.tic()
 
 
@@ -247,7 +247,7 @@ def test_what_it_refuses() -> None:
     net, monitor = small(1), ls.Monitor(stat=lambda tensor: tensor)
     net.install_monitor(monitor)
     monitor.tic()
-    with pytest.raises(ls.ReplicaError, match=r"`stat` must give one number for a tensor, got shape \(7, 3\)"):
+    with pytest.raises(ls.ReplicaError, match=r"`stat` must return one number for a tensor, got shape \(7, 3\)"):
         net(data())
     with pytest.raises(ls.StateError, match="unknown: 'steps'"):
         monitor.load_state_dict({"steps": 1})

@@ -30,7 +30,7 @@ def _leaves_no_trace() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    guard.put_back()
+    guard.restore()
     assert random_names() == before
     assert "BackendSelect" not in torch._C._dispatch_dump("aten::uniform_")
 
@@ -70,7 +70,7 @@ def _assert_same_as_serial(draw: Callable[[], object]) -> None:
     guard = DefaultGeneratorGuard()
     serial = draw()
     assert guard.moved(), "the sample draws nothing, so it shows nothing"
-    guard.put_back()
+    guard.restore()
     with StreamOverride():
         threaded = _in_threads([lambda: _under_stream(draw, SEED)])
     assert not guard.moved(), "something drew from the default generator"
@@ -88,7 +88,7 @@ def _under_default(draw: Callable[[], Result], seed: int) -> Result:
     try:
         return draw()
     finally:
-        guard.put_back()
+        guard.restore()
 
 
 def _in_threads(functions: list[Callable[[], Result]]) -> list[Result]:

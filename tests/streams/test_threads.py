@@ -162,7 +162,7 @@ def test_the_guard_notices_a_thread_outside_of_any_stream(
     assert not guard.moved()
     in_threads([lambda: torch.empty(3).uniform_()])
     assert guard.moved()
-    guard.put_back()
+    guard.restore()
     assert not guard.moved()
 
 

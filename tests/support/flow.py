@@ -32,6 +32,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from tests.support.ranks import launch_on_ranks
 
 SOURCE = Path(ls.__file__).parent
 _PREFIX = f"{SOURCE}{os.sep}"
@@ -189,7 +190,9 @@ def update_flow(
     """
     recorder = Recorder()
     network = model()
-    data = TensorDataset(torch.randn(8 * BATCHES, 6), torch.randint(3, (8 * BATCHES,)))
+    generator = torch.Generator().manual_seed(0)  # the same data on every rank
+    inputs = torch.randn(8 * BATCHES, 6, generator=generator)
+    data = TensorDataset(inputs, torch.randint(3, (8 * BATCHES,), generator=generator))
     with recorder.installed():
         updater = ls.ParallelUpdater(
             ls.BatchIterator(data, 8, shuffle=True, seed=3),
@@ -240,7 +243,7 @@ def rank_flow() -> Flow:
 
 def ranks_flow() -> Flow:
     """Count one update on the main thread of rank 0 of two ranks."""
-    first: Flow = ls.launch(rank_flow, 2)[0]
+    first: Flow = launch_on_ranks(rank_flow, 2)[0]
     return first
 
 

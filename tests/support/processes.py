@@ -21,9 +21,9 @@ def children(of: int | None = None) -> list[int]:
 
 
 def _counts(pid: int) -> bool:
-    """Leave out Python's own helper, which multiprocessing starts once and keeps."""
+    """Leave out Python's own helper, which multiprocessing starts once and keeps, and the ranks that tests share."""
     command = _read(f"/proc/{pid}/cmdline")
-    return command is not None and b"resource_tracker" not in command
+    return command is not None and b"resource_tracker" not in command and b"rank_pool" not in command
 
 
 def _read(path: str) -> bytes | None:

@@ -1,45 +1,63 @@
-"""Run a function on several ranks: real processes, gloo, the loopback."""
+"""Run a function on several ranks: real processes, gloo, the loopback.
+
+The processes are those of `tests.support.rank_pool`, which tests share. A test of how ranks start or end
+calls `lockstep.launch` instead.
+"""
 
 from __future__ import annotations
 
 import os
-import pickle
 import tempfile
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lockstep import ProcessCommunicator
+from lockstep.communicators import RunEnvironment
 from lockstep.communicators.failures.watch import Watch
+from lockstep.launch.processes import LOOPBACK, _loopback_store
+from lockstep.launch.rank import loopback_interface
+from tests.support.rank_pool import POOL
+
+TIMEOUT = 120.0
+"""Seconds that a rank waits for another."""
 
 
 def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-    """Call `function(communicator, *arguments)` on every rank; give what the ranks returned.
+    """Call `function(communicator, *arguments)` on every rank; return what the ranks returned.
 
-    Nobody watches them: a rank that fails ends the others by `mp.spawn`.
+    The communicator watches no other ranks: one that fails ends the others through the pool.
     """
     # A store that a rank still has open when another failed would hide that failure behind its own removal.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        mp.spawn(_rank_main, (function, size, folder, arguments), nprocs=size, join=True)
-        return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(size)]  # noqa: S301 - our own
+        return POOL.call(_with_communicator, [(rank, size, folder, function, arguments) for rank in range(size)])
 
 
-def _rank_main(rank: int, function: Callable[..., Any], size: int, folder: str, arguments: tuple[Any, ...]) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
+def _with_communicator(
+    rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
     store = dist.FileStore(str(Path(folder) / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
-    group = weakref.ref(dist.group.WORLD)
-    try:
-        result = function(ProcessCommunicator(watch=Watch()), *arguments)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-    assert group() is None, "something still holds the group, whose threads Python's end would meet"
-    (Path(folder) / f"{rank}").write_bytes(pickle.dumps(result))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
+    result = function(ProcessCommunicator(watch=Watch()), *arguments)
+    dist.barrier()
+    return result
+
+
+def launch_on_ranks(main: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
+    """Call `main(*arguments)` on every rank, where `lockstep.find_communicator` joins the others.
+
+    A rank finds what `lockstep.launch` tells a new process, in the same variables.
+    """
+    store = _loopback_store(TIMEOUT)
+    places = [RunEnvironment(rank, size, rank, size, LOOPBACK, store.port, agent_store=True) for rank in range(size)]
+    return POOL.call(_launched, [(place, main, arguments) for place in places])
+
+
+def _launched(place: RunEnvironment, main: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    os.environ.update(place.variables() | {"LOCKSTEP_TIMEOUT": str(TIMEOUT)})
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    return main(*arguments)

@@ -8,6 +8,7 @@ import pytest
 
 import lockstep as ls
 from tests.support.programs.training import fail_between_updates, train
+from tests.support.ranks import launch_on_ranks
 
 pytest.importorskip("matplotlib", reason="the curve is drawn with it")
 
@@ -18,7 +19,7 @@ def test_a_run_logs_what_one_process_logs(tmp_path: Path, size: int) -> None:
     assert alone["files"] == ["curve.png", "log.jsonl"]
     assert alone["bar"]
     assert alone["asked"] == (39, 39)
-    ranks = ls.launch(train, size, args=(str(tmp_path),))
+    ranks = launch_on_ranks(train, size, str(tmp_path))
     for found in ranks:
         assert found["log"] == alone["log"]
         assert found["end"] == alone["end"]

@@ -372,7 +372,7 @@ def test_those_that_were_not_initialized_are_not_finalized(out: Path) -> None:
 )
 def test_what_a_run_under_way_refuses(out: Path, call: Callable[[Trainer], None]) -> None:
     trainer = Trainer(CountingUpdater(), (1, "iteration"), out, extensions=[call])
-    with pytest.raises(OrderError, match="under way"):
+    with pytest.raises(OrderError, match="during a run"):
         trainer.run()
 
 
@@ -395,7 +395,7 @@ def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
 def test_a_trigger_that_two_extensions_would_ask_is_refused(out: Path) -> None:
     trainer, shared = Trainer(CountingUpdater(), out=out), ManualSchedule(3, "iteration")
     trainer.extend(Recorder("x", []), trigger=shared)
-    with pytest.raises(ValueError, match="`trigger` must be no other extension's, got that of x"):
+    with pytest.raises(ValueError, match="`trigger` must not be another extension's, got that of x"):
         trainer.extend(Recorder("y", []), trigger=shared)
 
 

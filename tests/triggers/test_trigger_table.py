@@ -319,21 +319,21 @@ def test_get_until() -> None:
     ("build", "error", "message"),
     [
         (lambda: Interval(1, "day"), ValueError, "`unit` must be one of 'iteration', .* got 'day'"),
-        (lambda: Interval(0, "epoch"), ValueError, "`period` must be more than 0, got 0"),
-        (lambda: Interval(NAN, "epoch"), ValueError, "`period` must be more than 0, got nan"),
+        (lambda: Interval(0, "epoch"), ValueError, "`period` must be above 0, got 0"),
+        (lambda: Interval(NAN, "epoch"), ValueError, "`period` must be above 0, got nan"),
         (
             lambda: Interval(1.5, "iteration"),
             ValueError,
             "`period` must be a whole number of iterations, got 1.5",
         ),
         (lambda: ManualSchedule(1, "day"), ValueError, "`unit` must be one of"),
-        (lambda: ManualSchedule([], "epoch"), ValueError, "`points` must be at least one number more than 0"),
+        (lambda: ManualSchedule([], "epoch"), ValueError, "`points` must be one or more numbers above 0"),
         (
             lambda: ManualSchedule([1, 0], "epoch"),
             ValueError,
-            "`points` must be at least one number more than 0",
+            "`points` must be one or more numbers above 0",
         ),
-        (lambda: Time(0), ValueError, "`seconds` must be more than 0, got 0"),
+        (lambda: Time(0), ValueError, "`seconds` must be above 0, got 0"),
         (lambda: Until(-1, "epoch"), ValueError, "`bound` must be at least 0, got -1"),
         (lambda: EarlyStopping(patience=0), ValueError, "`patience` must be at least 1, got 0"),
         (
@@ -341,9 +341,9 @@ def test_get_until() -> None:
             ValueError,
             "`mode` must be one of 'auto', 'min', 'max', got 'best'",
         ),
-        (lambda: get_trigger((1, 2, 3)), TypeError, r"must be \(number, unit\), got \(1, 2, 3\)"),
-        (lambda: get_trigger(("epoch", 1)), TypeError, r"must be \(number, unit\), got \('epoch', 1\)"),
-        (lambda: get_trigger("epoch"), TypeError, "A trigger must be a Trigger, .* got 'epoch'"),
+        (lambda: get_trigger((1, 2, 3)), TypeError, r"must be a pair .* where it is a tuple, got \(1, 2, 3\)"),
+        (lambda: get_trigger(("epoch", 1)), TypeError, r"must be a pair .* where it is a tuple, got \('epoch', 1\)"),
+        (lambda: get_trigger("epoch"), TypeError, "`trigger` must be a Trigger, .* got 'epoch'"),
     ],
 )
 def test_refusals(build: Callable[[], object], error: type[Exception], message: str) -> None:

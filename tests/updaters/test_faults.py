@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.pool.replica_set import PATIENCE
+from lockstep.replicas.pool.replica_set import AUTO_TIMEOUT_SECONDS
 from tests.support import gan as several
 from tests.support.backward import in_backward
 from tests.support.faults import fail, interrupt
@@ -202,7 +202,7 @@ def test_a_device_that_hangs_is_named_and_leaves_the_last_update(
         shard = NUM_SHARDS // devices * place
         what = rf"The {where} of shard {shard} \(samples .*\)"
         name = rf"cpu \(device {place} of 0..{devices - 1}\)"
-        with pytest.raises(ls.ReplicaError, match=f"^{what} on {name} was not done after 1.5 seconds.") as caught:
+        with pytest.raises(ls.ReplicaError, match=f"^{what} on {name} did not finish within 1.5 seconds.") as caught:
             updater.update()
         assert "in spring" in str(caught.value)
         assert (caught.value.device, caught.value.shard) == ("cpu", shard)
@@ -232,7 +232,7 @@ def test_a_thread_that_comes_back_later_draws_from_no_shard_but_its_own() -> Non
     trap = Trap(fail)
     with finalized(updater_for(MLP, num_shards=2, loss_fn=noise, timeout=1.5)) as updater:
         trap.armed = True
-        with pytest.raises(ls.ReplicaError, match="was not done"):
+        with pytest.raises(ls.ReplicaError, match="did not finish"):
             updater.update()
         updater.update()
         assert drawn.is_set()
@@ -243,7 +243,7 @@ def test_a_thread_that_comes_back_later_draws_from_no_shard_but_its_own() -> Non
 
 def test_nobody_waits_for_ever_by_default() -> None:
     with finalized(updater_for(MLP, Placement(2))) as updater:
-        assert updater._training.group._seconds == PATIENCE
+        assert updater._training.replicas._seconds == AUTO_TIMEOUT_SECONDS
 
 
 def test_a_device_that_is_watched_computes_under_the_settings_of_the_caller() -> None:

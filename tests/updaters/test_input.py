@@ -41,7 +41,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         {"workloads": [1.0, math.inf]},
         "`workloads[1]` must be positive and finite, got inf.",
     ),
-    "too few work loads": ({"workloads": [1.0]}, "`workloads` must hold one number a device (2), got 1."),
+    "too few work loads": ({"workloads": [1.0]}, "`workloads` must hold one number per device (2), got 1."),
     "no work load": ({"workloads": []}, "`workloads` must hold at least one number, got none."),
     "no shard": ({"num_shards": 0}, "`num_shards` must be at least 1, got 0."),
     "no batch": ({"accumulate": 0}, "`accumulate` must be at least 1, got 0."),
@@ -60,7 +60,7 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown buffer rule": ({"buffers": "last"}, "`buffers` must be one of 'mean', 'first', got 'last'."),
     "a stranger's optimizer": (
         {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)},
-        "`optimizer` must hold parameters of `model` only, got one of shape (2, 3) in group 0 that is not.",
+        "`optimizer` must hold parameters of `model` only, got one of shape (2, 3) in group 0 that does not belong to",
     ),
 }
 
@@ -96,7 +96,7 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "a criterion": (
         {"loss_fn": nn.CrossEntropyLoss()},
         (
-            "`loss_fn` must take the model before the batch, got a criterion, CrossEntropyLoss. Give "
+            "`loss_fn` must take the model before the batch, got a criterion, CrossEntropyLoss. Pass "
             "lockstep.supervised(CrossEntropyLoss(...))."
         ),
     ),
@@ -135,14 +135,14 @@ BAD_LOSSES: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]
     "no tensor": (
         lambda out: out.mean().item(),
         TypeError,
-        "`loss_fn` must return a tensor or a Loss, got a float.",
+        "`loss_fn` must return a tensor or a lockstep.Loss, got a float.",
     ),
-    "nothing": (lambda _: None, TypeError, "`loss_fn` must return a tensor or a Loss, got a NoneType."),
+    "nothing": (lambda _: None, TypeError, "`loss_fn` must return a tensor or a lockstep.Loss, got a NoneType."),
     "no gradient": (
         lambda out: out.mean().detach(),
         ValueError,
         (
-            "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "
+            "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from the "
             "output of the model it is given, without detach(), item() or no_grad()."
         ),
     ),
@@ -230,7 +230,7 @@ def test_a_model_without_a_gradient_to_ask_for_is_refused() -> None:
     model = nn.Linear(1, 1).requires_grad_(False)
     with (
         updater_of(model, devices=2) as updater,
-        pytest.raises(ValueError, match="must have a parameter that asks for a gradient"),
+        pytest.raises(ValueError, match="must have a parameter that requires a gradient"),
     ):
         updater.update()
 
@@ -240,7 +240,7 @@ def test_a_parameter_that_no_forward_gives_a_shape_is_refused() -> None:
     model.register_parameter("extra", nn.UninitializedParameter())
     with (
         updater_of(model, devices=2) as updater,
-        pytest.raises(ValueError, match="must have parameters of known shapes, got an uninitialised 'extra'"),
+        pytest.raises(ValueError, match="must have parameters of known shapes, got an uninitialized 'extra'"),
     ):
         updater.update()
 
@@ -252,7 +252,7 @@ def test_a_model_that_writes_its_parameters_in_forward_is_refused() -> None:
     before = ls.digest(model)
     with (
         updater_of(model, tokens, devices=2) as updater,
-        pytest.raises(ValueError, match=r"`model` must leave its parameters alone in forward"),
+        pytest.raises(ValueError, match=r"`model` must not write to its parameters in forward"),
     ):
         updater.update()
     assert ls.digest(model) == before

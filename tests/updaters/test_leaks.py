@@ -49,7 +49,7 @@ def test_a_gradient_past_the_replicas_is_refused_and_nothing_moves(case: str, de
     with updater_of(model, X, devices=devices, num_shards=3, loss_fn=loss_of(model)) as updater:
         before = ls.digest(updater.state_dict())
         for _ in range(2):
-            with pytest.raises(ValueError, match=re.escape(f"also gives {name!r} of your own model")):
+            with pytest.raises(ValueError, match=re.escape(f"also gives {name!r} of your original model")):
                 updater.update()
             assert ls.digest(updater.state_dict()) == before
             assert all(parameter.grad is None for parameter in model.parameters())
@@ -65,6 +65,6 @@ def test_a_step_function_is_told_too_and_other_optimizers_keep_their_gradients()
         updater.compute_gradients(batch, loss_fn=lambda m, x: (m["b"](x) + models["b"](x)).mean(), optimizer="b")
 
     updater = ls.ParallelUpdater([X], optimizers, dict(models), devices=["cpu"], num_shards=2, step_fn=step)
-    with pytest.raises(ValueError, match=re.escape("also gives 'b.weight' of your own model")):
+    with pytest.raises(ValueError, match=re.escape("also gives 'b.weight' of your original model")):
         updater.update()
     assert models["a"].weight.grad is not None

@@ -118,7 +118,7 @@ def test_a_target_that_is_not_in_the_batch_is_named() -> None:
     loss_fn = ls.supervised(nn.functional.mse_loss, target="label")
     with pytest.raises(ValueError, match=r"`target` must name a key of the batch \(x, y\), got 'label'"):
         loss_fn(nn.Identity(), x=X, y=X)
-    with pytest.raises(ValueError, match=r"`target` must be None where a batch is no dict, got 'label'"):
+    with pytest.raises(ValueError, match=r"`target` must be None for batches that are not dicts, got 'label'"):
         loss_fn(nn.Identity(), X, X)
 
 

@@ -121,7 +121,7 @@ def test_a_save_and_a_load_elsewhere_change_no_bit(precision: str, optimizer: st
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_masters_of_an_optimizer_itself_are_moved_too(side_by_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if side_by_side:
-        monkeypatch.setattr("lockstep.replicas.passes.summing.SIDE_BY_SIDE", 1)
+        monkeypatch.setattr("lockstep.replicas.passes.summing.MIN_PARALLEL_ELEMENTS", 1)
     model = half(MLP, "bf16-true")
     optimizer = ls.CorrectedMomentumSGD(model.parameters(), lr=2.0**-20)
     optimizer.use_fp32_update()

@@ -1,4 +1,4 @@
-"""Read the command line, and hand it to the part it names."""
+"""Parse the command line, and call the function of the command."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lockstep._version import __version__
 from lockstep.cli import run
 
 COMMANDS = (run,)
-"""Each adds its parser, which sets `call`: a function of the options that gives the exit code."""
+"""The modules of the commands. Each adds its parser, and sets `call` to a function from options to exit code."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the `lockstep` command.
 
     Args:
-        arguments: By default those of this process.
+        arguments: The command-line arguments; by default those of this process.
 
     Returns:
         The exit code.
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Make the parser of all commands."""
+    """Create the parser of all commands."""
     purpose = "Synchronous data-parallel training, the same bits on any placement."
     made = argparse.ArgumentParser(prog="lockstep", description=purpose)
     made.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

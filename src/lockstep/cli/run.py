@@ -1,4 +1,4 @@
-"""`lockstep run`: a script on several processes."""
+"""The `lockstep run` command, which starts a script on several processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
 
 DESCRIPTION = """
-Start a script on several processes of this machine, or of several machines: say the same command on each.
-torchrun's own agent does it, with what makes its restarts work with gloo, a timeout of a minute where torch's
-is half an hour, and one thread per process. An updater in the script finds the others without another line.
+Start a script on several processes of this machine, or of several machines: run the same command on each.
+It uses torchrun's own agent, with restarts that work with gloo, a timeout of one minute instead of 30, and
+one thread per process. An updater in the script finds the other processes without further code.
 """
 EXAMPLES = """
   lockstep run -n 2 train.py --epochs 3
@@ -22,30 +22,37 @@ EXAMPLES = """
 
 
 def add_parser(commands: Subparsers) -> None:
-    """Describe the options."""
+    """Add the parser of this command.
+
+    Args:
+        commands: The parsers of all commands. Changed in place.
+    """
     parser = commands.add_parser(
         "run",
         help="start a script on several processes",
         description=DESCRIPTION,
         epilog=f"examples:{EXAMPLES}",
+        # This formatter keeps the line breaks of the examples.
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "-n", "--num-processes", default="auto", help="on this machine; auto: one a GPU, else one a core"
+        "-n", "--num-processes", default="auto", help="processes on this machine; auto: one per GPU, else one per core"
     )
-    parser.add_argument("--nnodes", default="1", help="machines; 2:4 for from two to four (default: 1)")
-    parser.add_argument("--rdzv", default="", metavar="HOST:PORT", help="where several machines meet")
-    parser.add_argument("--local-addr", default="", help="where other machines reach this one")
-    parser.add_argument("--rdzv-id", default="lockstep", help="a name that the machines of one run share")
-    parser.add_argument("--max-restarts", type=int, default=0, help="of all processes after a failure (default: 0)")
+    parser.add_argument("--nnodes", default="1", help="number of machines; 2:4 for two to four (default: 1)")
+    parser.add_argument("--rdzv", default="", metavar="HOST:PORT", help="address at which several machines meet")
+    parser.add_argument("--local-addr", default="", help="address by which other machines reach this one")
+    parser.add_argument("--rdzv-id", default="lockstep", help="name that is the same on all machines of one run")
+    parser.add_argument("--max-restarts", type=int, default=0, help="how often to restart after a failure (default: 0)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a rank waits for another (default: 60)")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument("-m", "--module", action="store_true", help="treat the script as the name of a module")
+    parser.add_argument("script", help="path of the script, or name of the module")
+    # All that follows the script belongs to it: its options must not be taken for options of this command.
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(call=lambda options: _call(parser, options))
 
 
 def _call(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """Start the run that the options describe, and return the exit code."""
     try:
         settings = Run(
             options.script,
@@ -60,5 +67,6 @@ def _call(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             as_module=options.module,
         )
     except ValueError as error:
+        # argparse prints the message with the usage and without a traceback.
         parser.error(str(error))
     return run(settings)

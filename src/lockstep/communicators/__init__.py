@@ -1,9 +1,10 @@
-"""What processes tell each other: small messages, weights, and the sum of their gradients."""
+"""Communication between the processes of a run: control messages, weights, and sums of gradients."""
 
 from lockstep.communicators.agreement import (
     StateComparer as StateComparer,
     check_fields as check_fields,
     compare as compare,
+    first_difference as first_difference,
 )
 from lockstep.communicators.communicator import (
     Communicator as Communicator,
@@ -11,12 +12,13 @@ from lockstep.communicators.communicator import (
     PendingSum as PendingSum,
 )
 from lockstep.communicators.environment import (
-    BRIEF as BRIEF,
-    TIMEOUT as TIMEOUT,
+    BRIEF_ENV as BRIEF_ENV,
+    TIMEOUT_ENV as TIMEOUT_ENV,
     RunEnvironment as RunEnvironment,
+    read_environment as read_environment,
     timeout_for as timeout_for,
 )
-from lockstep.communicators.failures import AGENT as AGENT, Watch as Watch, end_with_parent as end_with_parent
+from lockstep.communicators.failures import AGENT_ENV as AGENT_ENV, Watch as Watch, end_with_parent as end_with_parent
 from lockstep.communicators.kernel_class import kernel_class as kernel_class, self_test as self_test
 from lockstep.communicators.local import LocalCommunicator as LocalCommunicator
 from lockstep.communicators.process import (

@@ -1,6 +1,6 @@
-"""The interface between the processes of one run.
+"""The interface by which the processes of a run communicate.
 
-A rank is a process's index in 0..`size`-1.
+A rank is the index of a process, in 0..`size`-1.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from lockstep.tree import PartialSum, Tensors
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one rank brings to a sum over all shards; every rank knows all ranks' contributions.
+    """A description of what one rank contributes to a sum over all shards. Every rank knows that of every other.
 
     Attributes:
-        shards: The first shard of each of its partial sums, ascending, as `PartialSum.shard`.
-        present: For each of them, which of the P tensors it has: bit p stands for tensor p.
-        sparse: Which of the tensors this rank has as sparse ones.
+        shards: The first shard of each partial sum of the rank, ascending, as in `PartialSum.shard`.
+        present: For each partial sum a mask of the P tensors that it has: bit p stands for tensor p.
+        sparse: A mask of the tensors that are sparse on this rank.
 
     >>> partial = PartialSum(4, [torch.ones(2), None, torch.ones(3)])
     >>> Contribution.of([partial])
@@ -39,7 +39,7 @@ class Contribution:
 
     @classmethod
     def of(cls, partials: Sequence[PartialSum]) -> Contribution:
-        """Describe the partial sums of a rank."""
+        """Return the description of the partial sums of a rank."""
         shards: list[int] = []
         present: list[int] = []
         sparse = 0
@@ -56,113 +56,134 @@ class Contribution:
 
 
 class PendingSum(ABC):
-    """A sum over all ranks, of tensors that each rank brings one after the other.
+    """A sum over all ranks of tensors that become available one after the other.
 
-    Every rank brings what its `Contribution` has announced, in any order, and ends with `finish` or
-    `abandon`. The last tensors are best brought first, as backward makes them: they travel first.
+    Every rank calls `bring` for what its `Contribution` has announced, in any order, and ends with `finish` or
+    `abandon`. Bring the last tensors first, in the order in which backward computes gradients: they are sent first.
     """
 
     @abstractmethod
     def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Bring what this rank has of one tensor.
+        """Add this rank's terms of one tensor to the sum.
 
         Args:
-            index: Which tensor.
-            tensors: One for each partial sum of this rank; None where it has none. They may be changed, and
-                the first of them may hold the result.
+            index: The index of the tensor.
+            tensors: One term per partial sum of this rank, or None for a partial sum without this tensor. The
+                terms may be changed in place, and the first one may hold the result.
 
         Raises:
-            OrderError: It differs from what was announced, or has been brought already.
+            OrderError: If the terms are not those that were announced, or were brought before.
         """
 
     @abstractmethod
     def finish(self) -> Tensors:
-        """Give the sums, one entry a tensor, once everything has been brought; None where no rank has any.
+        """Wait for the sums, once all terms have been brought.
+
+        Returns:
+            One sum per tensor; None for a tensor that no rank has.
 
         Raises:
-            OrderError: Something announced has not been brought.
-            PeerError: Another rank is gone.
+            OrderError: If a term that was announced is missing.
+            PeerError: If another rank has failed.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Bring zeros for all that is missing, so that no other rank waits for it, and drop the sums.
+        """Add zeros for all missing terms, so that no other rank waits for them, and discard the sums.
 
-        For a rank that cannot bring what it announced. The others finish, with sums that are worth nothing:
-        it has to tell them.
+        Call this on a rank that cannot bring what it announced. The other ranks finish with meaningless sums, so
+        you must tell them.
         """
 
 
 def check_brought(index: int, tensor: torch.Tensor | None, *, awaited: bool) -> None:
-    """Raise `OrderError` unless a part of a tensor is there just where it was announced, and dense."""
+    """Check that a term is present exactly if it was announced, and is dense.
+
+    Args:
+        index: The index of the tensor.
+        tensor: The term of one partial sum, or None.
+        awaited: Whether the term was announced and has not been brought yet.
+
+    Raises:
+        OrderError: If the term is missing, was not announced, was brought before, or is sparse.
+    """
     if (tensor is not None) != awaited:
-        what = "missing" if tensor is None else "not awaited"
-        raise OrderError(f"`bring` must get what was announced, once, but a part of tensor {index} is {what}.")
+        what = "is missing" if tensor is None else "was not announced, or was brought before"
+        raise OrderError(f"`bring` must get every announced term once, but a term of tensor {index} {what}.")
     if tensor is not None and tensor.is_sparse:
-        raise OrderError(f"`bring` must get dense tensors, but a part of tensor {index} is sparse.")
+        raise OrderError(f"`bring` must get dense tensors, but a term of tensor {index} is sparse.")
 
 
 def check_complete(missing: Collection[int]) -> None:
-    """Raise `OrderError` where tensors that were announced are missing at the end of a sum."""
+    """Check that no tensor is missing at the end of a sum.
+
+    Args:
+        missing: The indices of the tensors that were announced and not brought.
+
+    Raises:
+        OrderError: If a tensor is missing.
+    """
     if missing:
-        rule = "Everything announced must be brought before `finish`"
-        raise OrderError(f"{rule}, but tensor {min(missing)} was not.")
+        rule = "All announced terms must be brought before `finish`"
+        raise OrderError(f"{rule}, but those of tensor {min(missing)} were not.")
 
 
 class Communicator(ABC):
-    """Joins the processes of one run.
+    """The connection between the processes of a run.
 
-    Every method but the properties is collective: all ranks call it, in the same order.
+    Every method except the properties is collective: all ranks must call it, in the same order.
     """
 
     @property
     @abstractmethod
     def rank(self) -> int:
-        """This process's index in 0..`size`-1."""
+        """The index of this process, in 0..`size`-1."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
 
     @property
     @abstractmethod
     def watch(self) -> Watch:
-        """Tells what the other ranks are doing, and whether one has failed."""
+        """The watch that knows what the other ranks are doing, and whether one has failed."""
 
     @property
     def exact(self) -> bool:
-        """Whether sums over shards have the tree's bits, wherever shards are cut over ranks."""
+        """Whether sums over shards have the bits of the tree, no matter how shards are distributed over ranks."""
         return True
 
     @abstractmethod
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Send one small message to every rank, and give those of all ranks in order of ranks.
+        """Send a short message to every rank, and return the messages of all ranks in order of ranks.
 
         Args:
-            payload: Of any length; ranks need not send equally much. Up to 4 KiB it is one message.
+            payload: The message of this rank, of any length; lengths may differ between ranks. Up to 4 KiB it is
+                sent at once.
         """
 
     @abstractmethod
     def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
-        """Exchange messages, as `exchange`, and with each of them numbers, in one journey.
+        """Exchange messages as `exchange` does, and tensors with them at the same time.
 
         Args:
-            payload: The message.
-            table: Of the same size on every rank. The body of this rank is sent, the others' are written to.
+            payload: The message of this rank.
+            table: A table of the same size on every rank. The body of this rank is sent; the bodies of the other
+                ranks are overwritten with theirs.
         """
 
     @abstractmethod
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
-        """Add up tensors over ranks, on every rank and in place.
+        """Sum tensors over ranks, on every rank and in place.
 
         Args:
-            tensors: Of the same shapes and dtypes on every rank; changed in place.
-            ordered: Add in the order of the tree whose leaf r is rank r. Otherwise in whatever order is
-                fastest.
+            tensors: The tensors, of the same shapes and dtypes on every rank. Changed in place.
+            ordered: Whether to add in the order of the tree whose leaf r is rank r. If not, the order is the
+                fastest one.
 
-        Determinism: in order, the bits depend on the ranks' tensors and nothing else. Otherwise they may
-        depend on how many tensors are given at once, and on the transport.
+        Determinism: in order, the bits depend on the tensors of the ranks and nothing else. Otherwise they may
+        depend on how many tensors you pass at once, and on the transport.
         """
 
     @abstractmethod
@@ -175,32 +196,38 @@ class Communicator(ABC):
         divisor: float = 1.0,
         compress: bool = True,
     ) -> Tensors:
-        """Add up the partial sums of all ranks in the tree's order, and divide once.
+        """Sum the partial sums of all ranks in the order of the tree, and divide once.
 
         Args:
-            partials: This rank's, in ascending order of shards, all on one device. What they hold may be
-                changed, and may lie in the result.
-            contributions: What every rank brings, in order of ranks; shards ascend over all of them. The one
-                of this rank describes `partials`.
+            partials: The partial sums of this rank, in ascending order of shards and all on one device. Their
+                tensors may be changed in place, and may be part of the result.
+            contributions: The contributions of all ranks, in order of ranks. Shards must ascend over all of them,
+                and the contribution of this rank must describe `partials`.
             like: P tensors that have the shapes, dtypes and devices of the result.
-            divisor: The sum is divided by it, unless it is 1.
-            compress: Whether numbers may be rounded on their way, if the communicator was made to.
+            divisor: The number by which the sums are divided, unless it is 1.
+            compress: Whether numbers may be rounded when they are sent, if the communicator was created with
+                compression.
 
         Returns:
-            P tensors; None where no rank has one.
+            P sums; None for a tensor that no rank has.
 
-        Determinism: the bits are those of `tree.total` over all partial sums followed by one division. They
-        depend on which shards were present, and not on how they are spread over ranks.
+        Determinism: the bits are those of `tree.total` over all partial sums, followed by one division. They
+        depend on which shards are present, and not on how the shards are distributed over ranks.
         """
 
     @abstractmethod
     def begin_sum(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> PendingSum:
-        """Begin what `sum_partials` does, for tensors that come one after the other.
+        """Start a sum as by `sum_partials` over tensors that become available one after the other.
 
-        On CPUs a thread sends what has been brought while the caller goes on computing, with the same bits.
-        Until its end no other sum may be begun; messages may be exchanged. Sparse tensors are not for it.
+        On CPUs a thread sends tensors while the caller continues; the bits are the same. Start no other sum before
+        this one has ended; exchanging messages is allowed. Sparse tensors are not supported.
+
+        Args:
+            contributions: The contributions of all ranks, as for `sum_partials`.
+            like: P tensors that have the shapes, dtypes and devices of the result.
+            divisor: The number by which the sums are divided, unless it is 1.
         """
 
     @abstractmethod
@@ -208,33 +235,35 @@ class Communicator(ABC):
         """Copy tensors from one rank to all others.
 
         Args:
-            tensors: Of the same shapes and dtypes on every rank; changed in place, but on the source.
-            source: The rank they come from, in 0..`size`-1.
+            tensors: The tensors, of the same shapes and dtypes on every rank. Changed in place except on `source`.
+            source: The rank that the tensors are copied from, in 0..`size`-1.
         """
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
-        """Give every rank the objects of all, in order of ranks.
+        """Return the objects of all ranks, in order of ranks, on every rank.
 
-        Objects travel as torch.distributed sends them, pickled: only between the processes of one run.
+        Args:
+            value: The object of this rank. It is pickled by torch.distributed, so use this only between the
+                processes of one run.
         """
 
     @abstractmethod
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
-        """Refuse to go on unless all ranks hold the same bits.
+        """Check that all ranks hold the same bits.
 
         Args:
-            subject: A module (its parameters and buffers), or tensors with or without names.
+            subject: A module, of which the parameters and buffers are compared, or tensors with or without names.
 
         Raises:
-            DisagreementError: On every rank; it names the first rank that differs from rank 0, and the first
-                tensor in which it does.
+            DisagreementError: On every rank, if the bits differ. It names the first rank that differs from rank 0,
+                and the first tensor in which it does.
         """
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until every rank has come this far."""
+        """Wait until every rank has made this call."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what the communicator itself has opened. Calls after the first do nothing."""
+        """Release what the communicator itself has opened. Calls after the first do nothing."""

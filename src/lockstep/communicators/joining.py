@@ -1,4 +1,4 @@
-"""Join the processes that the environment tells of."""
+"""Join the other processes of a run, which the environment describes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-# Its functions keep the default group of the moment of its import as the default of an argument, for good, so
-# that no one could end that group. Building torch's first optimizer imports it, so it has to come before.
+# This module must be imported before a default group is opened. Its functions have the default group at the time of the
+# import as the default value of an argument, and would keep that group alive for good. Creating the first optimizer of
+# torch imports it.
 import torch.distributed.nn.functional
 
-from lockstep.communicators.environment import BRIEF, RunEnvironment, read_environment
+from lockstep.communicators.environment import BRIEF_ENV, RunEnvironment, read_environment
 from lockstep.communicators.failures import START, Failure, PeerErrorHook, PeerWatch, Watch
 from lockstep.errors import OrderError, PeerError
 
@@ -24,46 +25,47 @@ if TYPE_CHECKING:
 
 
 def join_run(seconds: float) -> Watch:
-    """Open the default process group with the processes that the environment tells of.
+    """Open the default process group with the processes that the environment describes.
 
-    Over gloo, and NCCL where there are GPUs; it stays open until the process ends.
+    The group is opened over gloo, and over NCCL if there are GPUs. It stays open until the process ends.
 
     Args:
-        seconds: That a rank waits for another.
+        seconds: Seconds that a rank waits for another before it raises.
 
     Returns:
-        What watches the others, from now on.
+        The watch over the other ranks, which has started.
 
     Raises:
-        RuntimeError: The environment tells of no run.
-        ValueError: It is incomplete or contradicts itself.
-        PeerError: A rank did not come in time.
-        OrderError: The launcher has started the ranks again, with a store of addresses that still holds those
-            of the dead; the message says what cures it.
+        RuntimeError: If the environment describes no run.
+        ValueError: If the environment is incomplete or contradicts itself.
+        PeerError: If a rank has not joined in time.
+        OrderError: If the launcher has restarted the ranks with a store that still holds the addresses of dead
+            processes; the message names the remedy.
     """
-    found = read_environment(os.environ)
-    if found is None:
+    environment = read_environment(os.environ)
+    if environment is None:
         raise RuntimeError(
-            "There must be other processes to join, but torch.distributed is not initialised and nothing in "
-            "the environment tells of a run. Start the script with `lockstep run`, torchrun or srun, or call "
+            "A ProcessCommunicator needs a run to join, but torch.distributed is not initialized and the environment "
+            "describes no run. Start the script with `lockstep run`, torchrun or srun, or call "
             "torch.distributed.init_process_group first."
         )
-    if found.size == 1:
-        _initialise(found, dist.HashStore(), timedelta(seconds=seconds))  # type: ignore[attr-defined]
+    if environment.size == 1:
+        _initialize(environment, dist.HashStore(), timedelta(seconds=seconds))  # type: ignore[attr-defined]
         return Watch()
-    return _join(found, seconds)
+    return _join(environment, seconds)
 
 
-def _join(found: RunEnvironment, seconds: float) -> Watch:
-    """Meet the other ranks, watch them from then on, and open the group."""
+def _join(environment: RunEnvironment, seconds: float) -> Watch:
+    """Meet the other ranks at the store, start to watch them, and open the group."""
     timeout = timedelta(seconds=seconds)
-    store = _own_part(_store(found, timeout), found)
-    keeper = None if found.agent_store else 0
-    watch = PeerWatch(store, found.rank, found.size, timeout=seconds, keeper=keeper)
-    store.set(f"process/{found.rank}", str(os.getpid()))
+    store = _store_of_start(_open_store(environment, timeout), environment)
+    store_rank = None if environment.agent_store else 0
+    watch = PeerWatch(store, environment.rank, environment.size, timeout=seconds, store_rank=store_rank)
+    store.set(f"process/{environment.rank}", str(os.getpid()))
     try:
-        watch.gather()
-        _initialise(found, store, timeout)
+        # Opening the group would wait for a missing rank as well, but could not name it.
+        watch.wait_for_all()
+        _initialize(environment, store, timeout)
     except PeerError:
         watch.close()
         raise
@@ -71,71 +73,78 @@ def _join(found: RunEnvironment, seconds: float) -> Watch:
         explained = watch.explain()
         watch.close()
         raise (error if explained is None else explained) from error
-    if BRIEF in os.environ:
-        sys.excepthook = PeerErrorHook(found.rank, _processes_here(store, found), watch, sys.excepthook)
+    if BRIEF_ENV in os.environ:
+        sys.excepthook = PeerErrorHook(environment.rank, _local_processes(store, environment), watch, sys.excepthook)
     return watch
 
 
-def _processes_here(store: Store, found: RunEnvironment) -> dict[int, int]:
-    """Give the process numbers of the other ranks of this machine, whose numbers follow each other."""
-    first = found.rank - found.local_rank
-    others = set(range(first, first + found.local_size)) - {found.rank}
+def _local_processes(store: Store, environment: RunEnvironment) -> dict[int, int]:
+    """Return the process IDs of the other ranks of this machine, by rank."""
+    # Launchers give the processes of one machine consecutive ranks.
+    first = environment.rank - environment.local_rank
+    others = set(range(first, first + environment.local_size)) - {environment.rank}
     return {rank: int(store.get(f"process/{rank}")) for rank in sorted(others)}
 
 
-def _initialise(found: RunEnvironment, store: Store, timeout: timedelta) -> None:
+def _initialize(environment: RunEnvironment, store: Store, timeout: timedelta) -> None:
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(found.local_rank % torch.cuda.device_count())
+        # NCCL uses the current device when the group is opened.
+        torch.cuda.set_device(environment.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, store=store, rank=found.rank, world_size=found.size, timeout=timeout)
-    atexit.register(_leave, os.getpid())
+    dist.init_process_group(backend, store=store, rank=environment.rank, world_size=environment.size, timeout=timeout)
+    atexit.register(_destroy_group, os.getpid())
 
 
-def _leave(process: int) -> None:
-    """Destroy the default process group, unless somebody has; a forked process has none of its threads.
+def _destroy_group(process: int) -> None:
+    """Destroy the default process group at the end of the process that opened it, if it still exists.
 
-    To let go of a tensor, a thread of gloo's needs Python. If Python is ending then, the thread is ended in
-    the middle of a destructor and takes the process with it: "terminate called without an active exception",
-    SIGABRT, though the script is through. The end of the group waits for its threads, and comes with the last
-    hold on it, so lockstep keeps none.
+    Args:
+        process: The ID of the process that opened the group. A forked process has none of the group's threads.
     """
+    # A thread of gloo needs the interpreter to release a tensor. If Python is ending at that time, the thread is
+    # ended in the middle of a destructor and takes the process with it, although the script is done: "terminate
+    # called without an active exception", SIGABRT. Destroying the group waits for its threads, but only happens with
+    # the last reference to the group, so lockstep keeps none.
     if process == os.getpid() and dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _store(found: RunEnvironment, timeout: timedelta) -> Store:
-    keeps = found.rank == 0 and not found.agent_store
+def _open_store(environment: RunEnvironment, timeout: timedelta) -> Store:
+    is_host = environment.rank == 0 and not environment.agent_store
     try:
         return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
-            found.address,
-            found.port,
-            found.size,
-            is_master=keeps,
+            environment.address,
+            environment.port,
+            environment.size,
+            is_master=is_host,
             timeout=timeout,
             wait_for_workers=False,
             multi_tenant=True,
         )
     except RuntimeError as error:
-        if keeps:
+        # On the rank that hosts the store the cause is local, such as a port that is in use.
+        if is_host:
             raise
-        keeper = None if found.agent_store else 0
-        what = f"has opened no store at {found.address}:{found.port} within {timeout.total_seconds():g} s"
-        raise Failure(keeper, what, START).error() from error
+        store_rank = None if environment.agent_store else 0
+        what = f"has opened no store at {environment.address}:{environment.port} within {timeout.total_seconds():g} s"
+        raise Failure(store_rank, what, START).error() from error
 
 
-def _own_part(store: Store, found: RunEnvironment) -> Store:
-    """Give the part of the store that belongs to this start of the ranks.
+def _store_of_start(store: Store, environment: RunEnvironment) -> Store:
+    """Return the part of a store that belongs to this start of the ranks.
 
-    A launcher that keeps its store over restarts also keeps the addresses of dead processes, which gloo would
-    wait for. Where one launcher started all ranks they agree on the number of the start; several launchers do
-    not count alike, so a rank there can only notice that it was here before.
+    A launcher that keeps its store over restarts also keeps the addresses of dead processes, for which gloo would
+    wait.
     """
-    part = dist.PrefixStore(f"lockstep/{found.attempt if found.agents == 1 else 0}", store)  # type: ignore[attr-defined]
-    if part.add(f"came/{found.rank}", 1) > 1:
+    # The processes of a single launcher agree on the number of restarts. Several launchers may count differently, so
+    # there a rank can only detect that it has been here before.
+    start = environment.restarts if environment.agents == 1 else 0
+    part = dist.PrefixStore(f"lockstep/{start}", store)  # type: ignore[attr-defined]
+    if part.add(f"came/{environment.rank}", 1) > 1:
         raise OrderError(
-            f"Rank {found.rank} has been started before with the same store of addresses, in which those of "
-            "dead processes would be found. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of "
-            "torchrun, on every machine, or start the script with `lockstep run`, which does."
+            f"Rank {environment.rank} has been started before with the same rendezvous store, which still holds the "
+            "addresses of dead processes. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on "
+            "every machine, or start the script with `lockstep run`, which sets it."
         )
     return part

@@ -1,8 +1,8 @@
-"""Say what must be alike wherever shards are computed: builds, processors, switches; and try it out.
+"""Describe what must be equal wherever shards are computed: builds, processors and settings; and test it.
 
-Equal kernels on equal numbers give equal bits; other builds, processors or vector widths round differently.
-What is listed here decides which kernels run. The self-test computes with a few of them, for what no list can
-know, and tells a wrong number of intra-op threads as well.
+Equal kernels compute equal bits from equal numbers. Other builds, processors or vector widths round differently.
+The description lists what decides which kernels run. The self-test runs a few kernels, to detect differences that
+no list can show, including a wrong number of intra-op threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from lockstep.digest import digest
 
-LIBRARIES: Final = (
+KERNEL_PREFIXES: Final = (
     "ATEN_",
     "CUBLAS_",
     "DNNL_",
@@ -30,9 +30,9 @@ LIBRARIES: Final = (
     "ONEDNN_",
     "OPENBLAS_",
 )
-"""Beginnings of the names of variables that choose kernels."""
+"""Prefixes of environment variables by which libraries choose kernels."""
 
-ABOUT_PLACES: Final = frozenset(
+THREAD_VARIABLES: Final = frozenset(
     {
         "KMP_AFFINITY",
         "KMP_BLOCKTIME",
@@ -44,18 +44,18 @@ ABOUT_PLACES: Final = frozenset(
         "OMP_PROC_BIND",
     }
 )
-"""Variables that may differ without showing in a result: lockstep sets the number of threads itself."""
+"""Variables that may differ without changing a result, because lockstep sets the number of threads itself."""
 
 Fields = dict[str, str]
-"""What was found, by the name that an error gives it."""
+"""Properties as text, by the name that an error uses for them."""
 
 
 def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] | None = None) -> Fields:
-    """List what decides which kernels run.
+    """Return the properties that decide which kernels run.
 
     Args:
-        devices: Of this process.
-        variables: The environment; this process's unless given.
+        devices: The devices of this process.
+        variables: The environment variables; by default those of this process.
 
     >>> fields = kernel_class([torch.device("cpu")])
     >>> fields["torch"].startswith(torch.__version__)
@@ -65,40 +65,38 @@ def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] |
     chosen = {
         f"${name}": value
         for name, value in sorted(variables.items())
-        if name.startswith(LIBRARIES) and name not in ABOUT_PLACES
+        if name.startswith(KERNEL_PREFIXES) and name not in THREAD_VARIABLES
     }
     kinds = sorted({device.type for device in devices})
-    gpus = [_gpu(device) for device in devices if device.type == "cuda"]
+    gpus = [_describe_gpu(device) for device in devices if device.type == "cuda"]
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "vector width": torch.backends.cpu.get_cpu_capability(),
-        "processor": _processor(),
-        "caches": _caches(),
+        "processor": _describe_processor(),
+        "caches": _describe_caches(),
+        # The text is hashed, because it is long and an error prints the values.
         "torch build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
         "kinds of devices": ", ".join(kinds),
-        **_switches(),
+        **_describe_settings(),
         "GPUs": ", ".join(sorted(set(gpus))),
         **chosen,
     }
 
 
-def _switches() -> Fields:
-    """List the switches of torch that choose kernels or formats."""
+def _describe_settings() -> Fields:
+    """Return the settings of torch that choose kernels or number formats."""
     return {
         "default dtype": str(torch.get_default_dtype()),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
-        **_float32_precision(),
+        **_describe_float32_precision(),
         "oneDNN enabled": str(torch.backends.mkldnn.enabled),
     }
 
 
-def _float32_precision() -> Fields:
-    """List the formats in which kernels of CUDA and of oneDNN may multiply float32: "ieee", "tf32" or "bf16".
-
-    ``allow_tf32`` and ``set_float32_matmul_precision`` set these, too, but reading those raises where they
-    cannot say what ``fp32_precision`` was set to. Only "tf32" and "bf16" choose other kernels, so "none"
-    (nothing was set) is "ieee" here: asking for full precision must not tell a rank from one that has it.
-    """
+def _describe_float32_precision() -> Fields:
+    """Return the formats in which CUDA and oneDNN kernels may multiply float32: "ieee", "tf32" or "bf16"."""
+    # ``allow_tf32`` and ``set_float32_matmul_precision`` change these settings as well, but reading those raises if
+    # they cannot express what ``fp32_precision`` was set to.
     backends: Any = torch.backends  # torch does not declare all of these
     cuda, cudnn, onednn = backends.cuda, backends.cudnn, backends.mkldnn
     read = {
@@ -108,18 +106,20 @@ def _float32_precision() -> Fields:
         "float32 RNN precision": {"cuDNN": cudnn.rnn, "oneDNN": onednn.rnn},
     }
     return {
-        name: ", ".join(f"{owner} {_format_of(each)}" for owner, each in owners.items())
+        name: ", ".join(f"{owner} {_float32_format(each)}" for owner, each in owners.items())
         for name, owners in read.items()
     }
 
 
-def _format_of(owner: Any) -> str:
+def _float32_format(owner: Any) -> str:
     precision: str = owner.fp32_precision
+    # Only "tf32" and "bf16" choose other kernels. A rank that asks for full precision must not differ from one that
+    # has it because nothing was set.
     return "ieee" if precision == "none" else precision
 
 
-def _processor() -> str:
-    """Name the processor and, where the system lists them, its features."""
+def _describe_processor() -> str:
+    """Return the model of the processor and, if the system lists them, a hash of its features."""
     wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU part", "Features")
     try:
         first = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n", 1)[0]
@@ -129,19 +129,21 @@ def _processor() -> str:
     found = {name.strip(): value.strip() for name, _, value in pairs}
     for long in ("flags", "Features"):
         if long in found:
+            # The features are sorted, because their order does not depend on the processor alone.
             features = " ".join(sorted(found[long].split()))
             found[long] = hashlib.sha256(features.encode()).hexdigest()[:16]
     named = ", ".join(f"{name} {found[name]}" for name in wanted if name in found)
     return f"{platform.machine()} {named}"
 
 
-def _caches() -> str:
-    """List the sizes of the first core's caches, by which oneDNN cuts its work, where the system tells."""
+def _describe_caches() -> str:
+    """Return the sizes of the caches of the first core, if the system lists them."""
+    # oneDNN blocks its loops by these sizes, and another blocking sums in another order.
     folder = Path("/sys/devices/system/cpu/cpu0/cache")
     return ", ".join(each.read_text(encoding="utf-8").strip() for each in sorted(folder.glob("index*/size")))
 
 
-def _gpu(device: torch.device) -> str:
+def _describe_gpu(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's gap
     return (
@@ -151,29 +153,33 @@ def _gpu(device: torch.device) -> str:
 
 
 def self_test(device: torch.device) -> Fields:
-    """Compute with a few kernels, forward and backward, in the state in which shards are computed.
+    """Run a few kernels forward and backward, in the state in which shards are computed.
 
     Args:
-        device: Where.
+        device: The device to run the kernels on.
 
     Returns:
-        The digest of each kernel's numbers, by name. Takes a fraction of a second.
+        The digest of the results of each kernel, by name. Computing it takes a fraction of a second.
 
-    Determinism: that of the kernels, which is what is asked.
+    Determinism: the digests depend on the kernels, which is what the test is for.
     """
-    return {f"self-test of {name}": _tried(kernel, device) for name, kernel in KERNELS.items()}
+    return {f"self-test of {name}": _digest_of(kernel, device) for name, kernel in KERNELS.items()}
 
 
-def _tried(kernel: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> str:
-    numbers = _numbers(device).requires_grad_()
+def _digest_of(kernel: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> str:
+    numbers = _test_input(device).requires_grad_()
+    # The caller may have disabled gradients.
     with torch.enable_grad():
         output = kernel(numbers)
+        # The gradient of a plain sum would be ones, from which a wrong kernel may compute the right result.
         (output * output).sum().backward()  # type: ignore[no-untyped-call]  # torch's gap
     return digest([output.detach(), numbers.grad])[:32]
 
 
-def _numbers(device: torch.device) -> torch.Tensor:
-    """Give numbers in about -1..1 whose sums are rounded, made without a generator: 3 x 257 x 131."""
+def _test_input(device: torch.device) -> torch.Tensor:
+    """Return numbers of about -1 to 1 of shape (3, 257, 131), whose sums are rounded."""
+    # The numbers come from integers and not from a generator, whose state belongs to the user and whose numbers differ
+    # between kinds of devices.
     counted = torch.arange(3 * 257 * 131, dtype=torch.int64)
     mixed = counted * 48_271 % 65_537 - 32_768
     return (mixed.to(torch.float32) / 29_999).reshape(3, 257, 131).to(device)
@@ -187,3 +193,4 @@ KERNELS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "activations": lambda x: functional.mish(torch.sigmoid(x)) + functional.gelu(x),
     "a softmax": lambda x: functional.log_softmax(x, -1),
 }
+"""The kernels of the self-test, by the name that an error uses for them."""

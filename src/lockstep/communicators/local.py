@@ -1,4 +1,4 @@
-"""The communicator of a process that is alone."""
+"""The communicator of a process that runs alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.tree import PartialSum, Tensors, divide, total
 
 
 class LocalCommunicator(Communicator):
-    """Rank 0 of 1: nothing is sent, nothing is waited for.
+    """The communicator of rank 0 of 1, which sends nothing and waits for nothing.
 
     >>> communicator = LocalCommunicator()
     >>> communicator.rank, communicator.size, communicator.exchange(b"alone")
@@ -28,68 +28,68 @@ class LocalCommunicator(Communicator):
 
     @property
     def watch(self) -> Watch:
-        """Of nobody."""
+        """A watch over no other ranks."""
         return self._watch
 
     @property
     def rank(self) -> int:
-        """Always 0."""
+        """The index of this process, always 0."""
         return 0
 
     @property
     def size(self) -> int:
-        """Always 1."""
+        """The number of processes, always 1."""
         return 1
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Give back the message."""
+        """Return the message itself."""
         return [payload]
 
-    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:  # noqa: ARG002 - holds its own body
-        """Give back the message; the body is there already."""
+    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:  # noqa: ARG002 - already holds the only body
+        """Return the message itself. The table already holds the only body."""
         return [payload]
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
-        """Leave the tensors as they are: they are their own sum."""
+        """Leave the tensors unchanged: over one rank they are their own sum."""
 
     def sum_partials(
         self,
         partials: Sequence[PartialSum],
-        contributions: Sequence[Contribution],  # noqa: ARG002 - `partials` say it all here
+        contributions: Sequence[Contribution],  # noqa: ARG002 - those of one rank follow from `partials`
         like: Sequence[torch.Tensor],
         *,
         divisor: float = 1.0,
-        compress: bool = True,  # noqa: ARG002 - nothing travels
+        compress: bool = True,  # noqa: ARG002 - nothing is sent
     ) -> Tensors:
-        """Add up the partial sums of this process; see `Communicator.sum_partials`."""
+        """Sum the partial sums of this process; see `Communicator.sum_partials`."""
         summed: Tensors = total(partials) if partials else [None] * len(like)
         return divide(summed, divisor)
 
     def begin_sum(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> PendingSum:
-        """Collect tensors until `finish`; see `Communicator.begin_sum`."""
+        """Start to collect tensors until `finish` is called; see `Communicator.begin_sum`."""
         return LocalSum(self, contributions, like, divisor)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """Leave the tensors as they are."""
+        """Leave the tensors unchanged."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Give back the object itself."""
+        """Return the object itself."""
         return [value]
 
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
-        """Agree with oneself."""
+        """Return at once, because there is no other rank to compare with."""
 
     def barrier(self) -> None:
-        """Go on."""
+        """Return at once, because there is no other rank to wait for."""
 
     def close(self) -> None:
-        """Do nothing: nothing was opened."""
+        """Return at once, because nothing was opened."""
 
 
 class LocalSum(PendingSum):
-    """A sum over the one rank there is; see `LocalCommunicator.begin_sum`."""
+    """A sum over the only rank; see `LocalCommunicator.begin_sum`."""
 
     def __init__(
         self,
@@ -106,15 +106,16 @@ class LocalSum(PendingSum):
         self._partials = [PartialSum(shard, [None] * len(like)) for shard in shards]
 
     def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Take what there is of one tensor; see `PendingSum.bring`."""
+        """Store the terms of one tensor; see `PendingSum.bring`."""
         for partial, tensor in zip(self._partials, tensors, strict=True):
             partial.tensors[index] = tensor
 
     def finish(self) -> Tensors:
-        """Add up what has been brought; see `PendingSum.finish`."""
+        """Return the sums of the stored terms; see `PendingSum.finish`."""
+        # Nothing is summed before all terms are there: the order of the tree is not the order of their arrival.
         if Contribution.of(self._partials) != self._contributions[0]:
-            raise OrderError("Everything announced must be brought before `finish`, and nothing else.")
+            raise OrderError("All announced terms must be brought before `finish`, and no others.")
         return self._communicator.sum_partials(self._partials, self._contributions, self._like, divisor=self._divisor)
 
     def abandon(self) -> None:
-        """Drop what has been brought: nobody waits for it."""
+        """Return at once, because no other rank waits for the missing terms."""

@@ -1,4 +1,4 @@
-"""The communicator over a process group of torch.distributed, and how a process finds its own."""
+"""The communicator over a process group of torch.distributed, and how a process finds the right communicator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lockstep.communicators.failures import Watch, end_with_agent, watch_group
 from lockstep.communicators.joining import join_run
 from lockstep.communicators.local import LocalCommunicator
 from lockstep.communicators.sums import (
-    ARENAS,
+    NUM_BUFFERS,
     Extent,
     OrderedSum,
     PairSum,
@@ -38,30 +38,32 @@ from lockstep.communicators.sums import (
 from lockstep.communicators.transport import Channel, Table, all_reduce, broadcast, exchange
 from lockstep.tree import PartialSum, Tensors
 
-SMALLER: Final = 4
-"""Buckets are so many times smaller where they are sent while others are still being computed."""
+EARLY_SLICE_DIVISOR: Final = 4
+"""How many times shorter slices are in a sum that is sent during backward, so that the first ones start sooner."""
 
 PLAIN: Final = PlainFormat()
+"""The exact wire format."""
 
 
 class ProcessCommunicator(Communicator):
-    """Joins the processes of a torch.distributed process group.
+    """The communicator over a process group of torch.distributed.
 
     Args:
-        group: The group; None for the default one. Where that is not initialised, the processes that
-            torchrun, `lockstep run`, srun or `launch` tell of are joined first. It stays its owner's.
-        compression: Round what travels in ordered sums of float32 and float64: None for every bit, "bf16", or
-            "fp16" with a scale in each message. Sums are still made in the tree's order and in the tensors'
-            own format, and all ranks get the same bits; but these then depend on how shards are cut over
-            ranks.
-        timeout: Seconds that a rank waits for another before it raises; None for what ``LOCKSTEP_TIMEOUT``
-            says in the environment, else 60.
-        watch: Tells which rank has failed; by default one over the group's own store.
+        group: The process group; None for the default group. If the default group is not initialized, it is opened
+            with the processes that the environment describes, as set by torchrun, `lockstep run`, srun or
+            `launch`. `close` does not destroy the group.
+        compression: The format to which ordered sums of float32 and float64 are rounded when they are sent: None
+            for no rounding, "bf16", or "fp16" with a scale per message. Sums are computed in the order of the tree
+            and in the dtype of the tensors, and all ranks get the same bits; but these bits then depend on how
+            shards are distributed over ranks.
+        timeout: Seconds that a rank waits for another before it raises, more than 0; None for the number in the
+            environment variable ``LOCKSTEP_TIMEOUT``, or 60 if it is not set.
+        watch: The watch that knows which rank has failed; by default one over the store of the group.
 
     Raises:
-        RuntimeError: There is no such group, and the environment tells of none.
-        PeerError: A rank did not come in time.
-        ValueError: There is no such compression.
+        RuntimeError: If there is no such group and the environment describes no run.
+        PeerError: If a rank has not joined in time.
+        ValueError: If there is no such compression, or `timeout` is out of range.
     """
 
     def __init__(
@@ -80,33 +82,34 @@ class ProcessCommunicator(Communicator):
         self._channel = Channel(found, seconds, watch_group(found, seconds) if watch is None else watch)
         self._wire = PLAIN if compression is None else wire_format(compression)
         self._sizes = Sizes()
-        self._arenas: dict[torch.device, list[ScratchBuffer]] = {}
-        self._underway = weakref.WeakSet[OrderedSum]()
-        give_up_at_exit(self._underway)
+        self._buffers: dict[torch.device, list[ScratchBuffer]] = {}
+        # The set is weak, so that a sum is freed with its tensors once it has ended.
+        self._background_sums = weakref.WeakSet[OrderedSum]()
+        give_up_at_exit(self._background_sums)
 
     @property
     def rank(self) -> int:
-        """This process's index in the group."""
+        """The index of this process in the group."""
         return self._channel.rank
 
     @property
     def size(self) -> int:
-        """How many processes the group has."""
+        """The number of processes in the group."""
         return self._channel.size
 
     @property
     def watch(self) -> Watch:
-        """Tells what the other ranks are doing, and whether one has failed."""
+        """The watch that knows what the other ranks are doing, and whether one has failed."""
         return self._channel.watch
 
     @property
     def exact(self) -> bool:
-        """Whether nothing is rounded on its way; see `Communicator.exact`."""
+        """Whether nothing is rounded when it is sent; see `Communicator.exact`."""
         return self._wire is PLAIN
 
     @property
     def bytes_sent(self) -> int:
-        """What this rank has sent so far, without what the transport adds."""
+        """How many bytes this rank has sent so far, without what the transport adds."""
         return self._channel.bytes_sent
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -114,14 +117,15 @@ class ProcessCommunicator(Communicator):
         return exchange(self._channel, payload)
 
     def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
-        """Send a message and numbers to every rank; see `Communicator.exchange_with`."""
+        """Send a message and a body to every rank; see `Communicator.exchange_with`."""
         return exchange(self._channel, payload, table)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
-        """Add up tensors over ranks; see `Communicator.all_reduce`."""
+        """Sum tensors over ranks; see `Communicator.all_reduce`."""
         if not ordered:
             all_reduce(self._channel, tensors)
             return
+        # The tensors of rank r count as the partial sum of shard r, which makes rank r the leaf r of the tree.
         everything = (1 << len(tensors)) - 1
         contributions = [Contribution((rank,), (everything,)) for rank in range(self.size)]
         here = PartialSum(self.rank, [tensor.detach() for tensor in tensors])
@@ -136,16 +140,17 @@ class ProcessCommunicator(Communicator):
         divisor: float = 1.0,
         compress: bool = True,
     ) -> Tensors:
-        """Add up partial sums over ranks; see `Communicator.sum_partials`."""
+        """Sum partial sums over ranks; see `Communicator.sum_partials`."""
         wire = self._wire if compress else PLAIN
+        # The choice depends only on what all ranks know, so all of them sum in the same way.
         if wire is PLAIN and is_pair(contributions, like):
             return sum_pair(self._channel, partials[0], divisor)
         dense, sparse = split_sparse(contributions)
-        reduction = self._reduction(dense, like, divisor, wire, self._sizes, background=False)
+        ordered_sum = self._ordered_sum(dense, like, divisor, wire, self._sizes, background=False)
         for index in reversed(range(len(like))):
             tensors = [None if index in sparse else partial.tensors[index] for partial in partials]
-            reduction.bring(index, tensors)
-        summed = reduction.finish()
+            ordered_sum.bring(index, tensors)
+        summed = ordered_sum.finish()
         if sparse:
             found = sum_sparse(self._channel, partials, contributions, like, sparse, divisor=divisor)
             for index, tensor in zip(sparse, found, strict=True):
@@ -155,14 +160,15 @@ class ProcessCommunicator(Communicator):
     def begin_sum(
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> PendingSum:
-        """Begin a sum of partial sums that come one tensor after the other; see `Communicator.begin_sum`."""
+        """Start a sum of tensors that become available one after the other; see `Communicator.begin_sum`."""
         if self._wire is PLAIN and is_pair(contributions, like):
             return PairSum(self._channel, contributions[0], like, divisor)
+        # On GPUs a thread could not keep the order of calls that NCCL requires on all ranks.
         background = all(tensor.device.type == "cpu" for tensor in like)
-        sizes = replace(self._sizes, slice=self._sizes.slice // SMALLER)
-        return self._reduction(contributions, like, divisor, self._wire, sizes, background=background)
+        sizes = replace(self._sizes, slice=self._sizes.slice // EARLY_SLICE_DIVISOR)
+        return self._ordered_sum(contributions, like, divisor, self._wire, sizes, background=background)
 
-    def _reduction(
+    def _ordered_sum(
         self,
         contributions: Sequence[Contribution],
         like: Sequence[torch.Tensor],
@@ -172,67 +178,67 @@ class ProcessCommunicator(Communicator):
         *,
         background: bool,
     ) -> OrderedSum:
-        """Plan a sum and begin it."""
+        """Plan an ordered sum and start it."""
         extents = tuple(Extent(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
-        reduction = OrderedSum(
+        ordered_sum = OrderedSum(
             self._channel,
             plan_sum(tuple(contributions), extents, sizes),
             like,
             divisor=divisor,
             wire=wire,
-            arenas=self._arenas_on(like[0].device) if like else [],
+            buffers=self._buffers_on(like[0].device) if like else [],
             background=background,
         )
         if background:
-            self._underway.add(reduction)
-        return reduction
+            self._background_sums.add(ordered_sum)
+        return ordered_sum
 
-    def _arenas_on(self, device: torch.device) -> list[ScratchBuffer]:
-        """Give the memory for what is on its way; it is kept from sum to sum."""
-        if device not in self._arenas:
-            self._arenas[device] = [ScratchBuffer(device) for _ in range(ARENAS)]
-        return self._arenas[device]
+    def _buffers_on(self, device: torch.device) -> list[ScratchBuffer]:
+        """Return the scratch buffers on a device, which are kept from sum to sum."""
+        if device not in self._buffers:
+            self._buffers[device] = [ScratchBuffer(device) for _ in range(NUM_BUFFERS)]
+        return self._buffers[device]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Copy tensors from one rank to all others; see `Communicator.broadcast`."""
         broadcast(self._channel, tensors, source)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Give every rank the objects of all; see `Communicator.gather_objects`."""
+        """Return the objects of all ranks; see `Communicator.gather_objects`."""
         gathered: list[Any] = [None] * self.size
         with self._channel.waiting():
             dist.all_gather_object(gathered, value, group=self._channel.group)
         return gathered
 
     def check_same(self, subject: nn.Module | Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> None:
-        """Compare bits over ranks; see `Communicator.check_same`."""
+        """Check that all ranks hold the same bits; see `Communicator.check_same`."""
         check_same(self, subject)
 
     def barrier(self) -> None:
-        """Wait until every rank has come this far."""
+        """Wait until every rank has made this call."""
         self.exchange(b"")
 
     def close(self) -> None:
-        """Watch the other ranks no longer; the group stays its owner's."""
+        """Stop watching the other ranks. The process group stays open."""
         self.watch.close()
 
 
 def find_communicator(*, timeout: float | None = None) -> Communicator:
-    """Join the processes of this run; alone, there is nothing to join.
+    """Return a communicator with the other processes of this run, or a local one if this process runs alone.
 
-    A process group that is initialised already is taken as it is. Otherwise the environment of torchrun,
-    `lockstep run` or srun says who the others are, and the default group of torch.distributed is opened over
-    gloo, and NCCL where there are GPUs. It stays open until the process ends.
+    A process group that is initialized already is used as it is. Otherwise the environment that torchrun,
+    `lockstep run` or srun has set describes the other processes, and the default group of torch.distributed is
+    opened over gloo, and over NCCL if there are GPUs. It stays open until the process ends.
 
     Args:
-        timeout: Seconds that a rank waits for another, more than 0. None for what ``LOCKSTEP_TIMEOUT`` says
-            (`lockstep run --timeout` sets it), else 60.
+        timeout: Seconds that a rank waits for another before it raises, more than 0; None for the number in the
+            environment variable ``LOCKSTEP_TIMEOUT`` (which `lockstep run --timeout` sets), or 60 if it is not set.
 
     Raises:
-        ValueError: The environment is incomplete or contradicts itself.
-        PeerError: A rank did not come in time.
-        OrderError: The launcher has started the ranks again, with a store of addresses that still holds those
-            of the dead; the message says what cures it. Or that launcher has ended.
+        ValueError: If `timeout` is out of range, or the environment is incomplete or contradicts itself.
+        PeerError: If a rank has not joined in time.
+        OrderError: If the launcher has restarted the ranks with a store that still holds the addresses of dead
+            processes; the message names the remedy. Also if the launcher has ended.
     """
     end_with_agent(os.environ)
     seconds = timeout_for(timeout, os.environ)

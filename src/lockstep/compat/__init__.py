@@ -1,7 +1,7 @@
-"""The names of four older systems over lockstep's own parts.
+"""The interfaces of four older systems, built on lockstep.
 
-Each module has the classes, parameters, order, defaults and methods of one system, and maps them onto the
-core. What is peculiar to the system stands in its module and is called so: its way to cut a batch, its sum
-in the place of a mean, its counting. ``docs/coming-from`` has a page for each. Nothing in the core knows of
-this part, and ``import lockstep`` does not import it.
+Each module provides the classes, parameters, defaults and methods of one system, in their order, and maps them to
+the core. Behavior that is specific to the system, such as its way to split a batch, its sum instead of a mean or
+its way of counting, is in its module and documented as such. ``docs/coming-from`` has a page for each system. The
+core does not depend on this package, and ``import lockstep`` does not import it.
 """

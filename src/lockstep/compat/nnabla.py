@@ -1,4 +1,4 @@
-"""NNabla's name: an updater around a loss and a data feeder that are functions without arguments."""
+"""NNabla's interface: an updater around a loss and a data feeder that are functions without arguments."""
 
 from __future__ import annotations
 
@@ -15,63 +15,69 @@ from lockstep.optim import LAMB, SGDW, WeightDecay
 from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale
 from lockstep.state import check_keys
 
-SMALLEST: Final = 2.0**-126
-"""The smallest power of two that float32 holds as a normal number."""
+SMALLEST_SCALE: Final = 2.0**-126
+"""The smallest power of two that is a normal number in float32."""
 
-LARGEST: Final = 2.0**127
-"""The largest power of two that float32 holds."""
+LARGEST_SCALE: Final = 2.0**127
+"""The largest power of two in float32."""
 
 
 class AllReduce(Protocol):
-    """What NNabla's communicators have, as far as the updater needs it."""
+    """The method of NNabla's communicators that the updater uses."""
 
     def all_reduce(self, data: Sequence[torch.Tensor], division: bool = False, inplace: bool = False) -> Any:
-        """Add up tensors over ranks, each in its own memory."""
+        """Sum tensors over ranks in place.
+
+        Args:
+            data: The tensors to sum.
+            division: Whether to divide the sums by the number of ranks.
+            inplace: Whether to exchange each tensor on its own instead of a packed copy of all.
+        """
 
 
 def no_data() -> None:
-    """Feed nothing."""
+    """Feed no data."""
 
 
 @dataclass(eq=False)
 class DynamicLossScalingUpdater:
-    """Do updates of a loss under a scale that steps down after an overflow and up after a good run.
+    """Updates the weights with a loss scale that decreases after an overflow and increases after finite updates.
 
-    Peculiar to NNabla: accumulated batches and ranks are **summed**, so that the learning rate or the loss is
-    to be divided by their number; after an overflow the update is tried again with **new** data, and the
-    batches that overflowed are lost, while buffers and random numbers have moved on; the scale grows with
-    good update N + 2, later with every N + 1 (`lockstep.precision.nnabla_loss_scale`). `ParallelUpdater` has
-    the same without the peculiarities.
+    Specific to NNabla: accumulated batches and ranks are **summed**, so that you divide the learning rate or the
+    loss by their number; after an overflow the update is attempted again with **new** data, and the batches that
+    overflowed are lost, while buffers and random number generators have advanced; the scale grows with finite
+    update N + 2, and later with every N + 1 (`lockstep.precision.nnabla_loss_scale`). `ParallelUpdater` offers the
+    same without these differences.
 
-    All arguments are attributes that may be set between updates.
+    All arguments are attributes that you can set between updates.
 
     Args:
-        solver: Any of torch's optimizers.
-        loss: Computes the loss of what `data_feeder` fed: one element, carrying a gradient.
-        data_feeder: Called before each forward.
-        scale: The factor of the loss, positive.
-        scaling_factor: What the scale is multiplied by, or divided by after an overflow; above 1.
-        N: The interval of growth in good updates; see above.
-        clear_buffer: Whether backward frees the graph as it goes.
-        accum_grad: How many forwards and backwards make up an update.
-        weight_decay: The rate of decay on true gradients; None for none. `lockstep.optim.SGDW` and
-            `lockstep.optim.LAMB`, which decay by themselves, take it in the place of their own; torch's AdamW
-            has its own beside it. `lockstep.optim.hooks.GradientLARS` has a rate of its own.
-        comm: A lockstep `Communicator`, or anything with NNabla's ``all_reduce(tensors, division=,
-            inplace=)``; None to exchange nothing.
-        grads: What to exchange: parameters, whose gradients it will be, or gradients themselves. With none
-            there is no exchange, as in NNabla.
+        solver: Any torch optimizer.
+        loss: A function that returns the loss of the data that `data_feeder` fed, as one element with a graph.
+        data_feeder: A function that is called before each forward.
+        scale: The loss scale, above 0.
+        scaling_factor: The factor by which the scale is multiplied, and divided after an overflow; above 1.
+        N: The number of finite updates between two increases of the scale; see above.
+        clear_buffer: Whether backward frees the graph.
+        accum_grad: The number of forwards and backwards per update.
+        weight_decay: The weight decay that is added to the unscaled gradients; None for none.
+            `lockstep.optim.SGDW` and `lockstep.optim.LAMB` apply it by their own rule, instead of their own weight
+            decay; torch's AdamW applies its own in addition. `lockstep.optim.hooks.GradientLARS` has its own too.
+        comm: A lockstep `Communicator`, or any object with NNabla's ``all_reduce(tensors, division=, inplace=)``;
+            None for a single process.
+        grads: What to sum over ranks: parameters, for their gradients, or gradients themselves. If it is empty,
+            nothing is exchanged, as in NNabla.
 
     Attributes:
-        minimum: The floor of the scale, which NNabla lacks: 2⁻¹⁴, or where the scale begins below that the
-            smallest power of two that float32 holds as a normal number.
-        maximum: Its ceiling, which NNabla lacks: 2²⁴, or where the scale begins above that the largest power
-            of two that float32 holds.
+        minimum: The lower bound of the scale, which NNabla does not have: 2⁻¹⁴, or, for a scale that starts below
+            it, the smallest power of two that is a normal number in float32.
+        maximum: The upper bound of the scale, which NNabla does not have: 2²⁴, or, for a scale that starts above
+            it, the largest power of two in float32.
 
     Raises:
-        ValueError: A number for the scale is out of range.
+        ValueError: If a number for the scale is out of range.
 
-    References: nnabla 1.35.1, ``nnabla.experimental.mixed_precision_training``, for the face. The arithmetic
+    References: nnabla 1.35.1, ``nnabla.experimental.mixed_precision_training``, for the interface. The arithmetic
     is that of `lockstep.LossScaler`.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -81,7 +87,7 @@ class DynamicLossScalingUpdater:
     """
 
     max_tries: ClassVar[int] = 101
-    """How often one `update` tries: once, and 100 times more."""
+    """The largest number of attempts per `update`: one, and 100 more."""
 
     solver: Optimizer
     loss: Callable[[], torch.Tensor]
@@ -99,54 +105,55 @@ class DynamicLossScalingUpdater:
     _counter: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        # Checks the numbers for the scale.
         self._policy()
 
     def update(self) -> bool:
-        """Try to update, with new data each time, until the gradient is finite or no try is left.
+        """Attempt an update, with new data each time, until the gradient is finite or `max_tries` is reached.
 
         Returns:
-            Whether the weights have moved. (NNabla does not say.)
+            Whether the weights were updated. (NNabla returns nothing.)
 
-        What `data_feeder` or `loss` raise goes through; the scale stays where it has stepped down to.
+        Exceptions of `data_feeder` and `loss` are passed on; the scale keeps the value to which it had decreased.
         """
         tries = 0
         while tries < self.max_tries:
-            if self._try():
+            if self._attempt():
                 return True
             tries += 1
         return False
 
     def state_dict(self) -> dict[str, float]:
-        """Give the scale and the count of good updates since it last changed."""
+        """Return the scale, and the number of finite updates since it last changed."""
         return {"scale": self.scale, "counter": self._counter}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved scale.
+        """Load a saved scale.
 
         Raises:
-            StateError: Keys are missing or unknown.
+            StateError: If keys are missing or unknown.
         """
         check_keys(state, ["scale", "counter"], of="a DynamicLossScalingUpdater")
         self.scale, self._counter = float(state["scale"]), int(state["counter"])
 
     def _policy(self) -> DynamicLossScale:
-        """Give the scale as a value, by the attributes as they are now."""
-        self._make_room()
+        """Return the scale as a value of the core, from the current attributes."""
+        self._widen_bounds()
         bounds = {"minimum": self.minimum, "maximum": self.maximum}
         policy = nnabla_loss_scale(self.scale, self.scaling_factor, self.N, **bounds)
-        # NNabla counts from 0; and an interval that was shortened may be over already.
+        # NNabla counts from 0, and `N` may have been reduced below the current count.
         counted = min(self._counter - 1, policy.interval - 1)
         return replace(policy, finite_updates=max(counted, -policy.uncounted))
 
-    def _make_room(self) -> None:
-        """Let a scale be that lies outside of the default bounds, and move from there as NNabla's does."""
+    def _widen_bounds(self) -> None:
+        """Allow a scale outside of the default bounds, which then changes as NNabla's does."""
         if self.scale < self.minimum == DynamicLossScale.minimum:
-            self.minimum = SMALLEST
+            self.minimum = SMALLEST_SCALE
         if self.scale > self.maximum == DynamicLossScale.maximum:
-            self.maximum = LARGEST
+            self.maximum = LARGEST_SCALE
 
-    def _try(self) -> bool:
-        """Compute a gradient with new data, and step if it is finite."""
+    def _attempt(self) -> bool:
+        """Compute a gradient with new data, and return whether it was finite and applied."""
         self.solver.zero_grad()
         policy = self._policy()
         scaler = LossScaler(policy)
@@ -156,8 +163,9 @@ class DynamicLossScalingUpdater:
             scaled.backward(retain_graph=not self.clear_buffer)  # type: ignore[no-untyped-call]  # torch's gap
         self._exchange()
         scaler.unscale_(self.solver)
+        # Before the weight decay, which must see gradients without the scale.
         finite = not bool(scaler.nonfinite(self.solver))
-        with self._decaying():
+        with self._weight_decay_applied():
             scaler.step(self.solver)
         scaler.update()
         after = policy.after(finite=finite)
@@ -165,7 +173,7 @@ class DynamicLossScalingUpdater:
         return finite
 
     def _exchange(self) -> None:
-        """Add up the gradients of all ranks while they are scaled, so that all decide alike."""
+        """Sum the gradients of all ranks before they are checked, so that all ranks make the same decision."""
         if self.comm is None or len(self.grads) == 0:
             return
         gradients = [_gradient(each) for each in self.grads]
@@ -175,13 +183,13 @@ class DynamicLossScalingUpdater:
             self.comm.all_reduce(gradients, division=False, inplace=False)
 
     @contextmanager
-    def _decaying(self) -> Iterator[None]:
-        """Have a step decay the weights, after the gradients were divided by the scale."""
+    def _weight_decay_applied(self) -> Iterator[None]:
+        """Apply the weight decay in a step of the solver, after the gradients were divided by the scale."""
         rate = self.weight_decay
         if rate is None:
             yield
         elif isinstance(self.solver, SGDW | LAMB):
-            with _own_decay(self.solver, rate):
+            with _decay_of_groups(self.solver, rate):
                 yield
         else:
             handle = self.solver.register_step_pre_hook(WeightDecay(rate))
@@ -192,20 +200,20 @@ class DynamicLossScalingUpdater:
 
 
 @contextmanager
-def _own_decay(solver: Optimizer, rate: float) -> Iterator[None]:
-    """Give a solver another rate for its own decay, and then the one it had."""
-    kept = [group["weight_decay"] for group in solver.param_groups]
+def _decay_of_groups(solver: Optimizer, rate: float) -> Iterator[None]:
+    """Set the weight decay of a solver's groups, and restore it afterwards."""
+    original = [group["weight_decay"] for group in solver.param_groups]
     for group in solver.param_groups:
         group["weight_decay"] = rate
     try:
         yield
     finally:
-        for group, own in zip(solver.param_groups, kept, strict=True):
-            group["weight_decay"] = own
+        for group, decay in zip(solver.param_groups, original, strict=True):
+            group["weight_decay"] = decay
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the gradient of a parameter, zeros if it has none, for other ranks may have one."""
+    """Return the gradient of a parameter; zeros if it has none, because other ranks may have one."""
     if not tensor.requires_grad:
         return tensor
     if tensor.grad is None:

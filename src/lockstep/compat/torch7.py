@@ -1,6 +1,6 @@
-"""Torch7's names: `DataParallelTable` and `GPU`, with dimensions and devices counted from 1.
+"""Torch7's interface: `DataParallelTable` and `GPU`, with dimensions and devices counted from 1.
 
-References: Torch7's cunn ``DataParallelTable`` and nn ``GPU`` (2015, 2016), for the names and what they mean.
+References: Torch7's cunn ``DataParallelTable`` and nn ``GPU`` (2015, 2016), for the names and their meaning.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ Device: TypeAlias = "int | str | torch.device"
 
 
 class DataParallelTable(ModuleWrapper):
-    """A module on several devices that share its batch; see `lockstep.DataParallel`, which does it.
+    """A module that splits each batch over several devices, based on `lockstep.DataParallel`.
 
-    It works in two ways. As any torch module, with a criterion and ``loss.backward()``; and as in Torch7, by
-    `forward`, `backward` and `update_parameters`. Peculiar to Torch7: dimensions and devices count from 1,
-    and modules are added after the table was made.
+    You can use it like any torch module, with a criterion and ``loss.backward()``; or as in Torch7, with
+    `forward`, `backward` and `update_parameters`. Specific to Torch7: dimensions and devices are counted from 1,
+    and modules are added after the table was created.
 
     Args:
-        dim: The dimension that counts samples, from 1; negative ones count from the end.
-        flatten_params: Lay the parameters end to end in one tensor.
-        use_nccl: Send parameters to other GPUs by NCCL; asks for `flatten_params`.
+        dim: The dimension of the samples, counted from 1; negative numbers count from the end.
+        flatten_params: Whether to store all parameters contiguously in one tensor.
+        use_nccl: Whether to copy parameters to other GPUs with NCCL; requires `flatten_params`.
 
     Raises:
-        ValueError: `dim` is 0, or `use_nccl` comes without `flatten_params`.
+        ValueError: If `dim` is 0, or `use_nccl` is set without `flatten_params`.
 
-    Determinism: as `lockstep.DataParallel` with one shard a device.
+    Determinism: as `lockstep.DataParallel` with one shard per device.
 
     Example:
         >>> net = DataParallelTable(1).add(nn.Linear(2, 1), ["cpu", "cpu"])
@@ -49,160 +49,178 @@ class DataParallelTable(ModuleWrapper):
         if dim == 0:
             raise ValueError("`dim` must count from 1, got 0.")
         if use_nccl and not flatten_params:
-            raise ValueError("`flatten_params` must be True where `use_nccl` is, got False.")
+            raise ValueError("`flatten_params` must be True if `use_nccl` is, got False.")
         self.dim = dim
         self.flatten_params = flatten_params
         self.use_nccl = use_nccl
-        self._prepare: _Prepare | None = None
+        self._worker_init: _WorkerInit | None = None
         self._added_at_once = False
         self._output: Any = None
 
     def add(self, module: nn.Module, devices: Device | Sequence[Device]) -> DataParallelTable:
-        """Put a module on devices, the main one first.
+        """Place a module on devices, starting with the main device.
 
         Args:
-            module: Replicated on all devices.
-            devices: A list of devices, once; or one device a call, of which the first call's module counts. A
-                GPU's number from 1, or a name of torch's.
+            module: The module to replicate on all devices.
+            devices: A list of devices, in a single call; or one device per call, in which case the module of the
+                first call is used. A device is the number of a GPU, counted from 1, or a torch device name.
 
         Returns:
             This table.
 
         Raises:
-            OrderError: A list was given before.
-            ValueError: There is no device, or this machine has none of this name.
-            TypeError: `module` is no module.
+            OrderError: If a list was passed before.
+            ValueError: If there is no device, or a device does not exist on this machine.
+            TypeError: If `module` is not a module.
         """
         single = isinstance(devices, int | str | torch.device)
         if self._added_at_once or (self._is_filled() and not single):
-            raise OrderError("`add` must be called once with a list of devices.")
-        names = _names(devices)
+            raise OrderError("`add` must be called only once with a list of devices.")
+        names = _device_names(devices)
         if self._is_filled():
             self.table.place_on([*self.table.devices, *names])
         else:
-            self.module = self._filled(module, names)
+            self.module = self._data_parallel(module, names)
         self._added_at_once = not single
         return self
 
-    def _filled(self, module: nn.Module, names: list[str | torch.device]) -> DataParallel:
+    def _data_parallel(self, module: nn.Module, names: list[str | torch.device]) -> DataParallel:
+        """Wrap a module for its devices."""
         return DataParallel(
             module,
             names,
             dim=self.dim - 1 if self.dim > 0 else self.dim,
             flatten_parameters=self.flatten_params,
             use_nccl=self.use_nccl,
-            worker_init_fn=self._prepare,
+            worker_init_fn=self._worker_init,
         )
 
     def threads(self, init: Callable[[], object] | None = None) -> DataParallelTable:
-        """Have a function called in each device's thread before its first work; threads there are anyway.
+        """Set a function that the thread of each device calls before its first work.
+
+        There are threads whether you call this or not.
+
+        Args:
+            init: A function without arguments, or None.
 
         Returns:
             This table.
         """
-        self._prepare = None if init is None else _Prepare(init)
+        self._worker_init = None if init is None else _WorkerInit(init)
         if self._is_filled():
-            self.table.worker_init_fn = self._prepare
+            self.table.worker_init_fn = self._worker_init
+            # Threads that run already would not call the function: the next forward starts new ones.
             self.table.release()
         return self
 
     @property
     def table(self) -> DataParallel:
-        """What computes.
+        """The module that computes.
 
         Raises:
-            OrderError: No module was added yet.
+            OrderError: If no module has been added yet.
         """
         if not isinstance(self.module, DataParallel):
             raise OrderError("`add` must be called with a module first.")
         return self.module
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the module on the whole batch, each device on its part."""
+        """Run the module on the whole batch, split over the devices.
+
+        Args:
+            *inputs: The inputs of the module, with the samples of the whole batch.
+        """
         self._output = self.table(*inputs)
         return self._output
 
     def backward(self, input: Any, grad_output: Any, scale: float = 1.0) -> Any:  # noqa: A002 - Torch7's name
-        """Add to the gradients of parameters, as backward after the last forward.
+        """Accumulate the gradients of parameters, by backward through the last forward.
 
         Args:
-            input: What the last forward was given.
-            grad_output: The gradient of its output, in the same containers.
-            scale: What the gradients of parameters are multiplied by.
+            input: The input of the last forward.
+            grad_output: The gradient of its output, in the same nested structure.
+            scale: The factor that the gradients of parameters are multiplied by.
 
         Returns:
-            The gradient of the input, in the same containers, where a tensor of it asks for one; else None.
+            The gradient of the input in the same nested structure if a tensor of it requires one, otherwise None.
 
         Raises:
-            OrderError: There was no forward since the last backward.
+            OrderError: If there was no forward since the last backward.
         """
         if self._output is None:
             raise OrderError("`backward` must follow a forward, once.")
+        # Backward frees the graph, so that a second one must be refused even if this one raises.
         outputs, self._output = list(nest.tensors(self._output)), None
         weights = [each for each in self.table.parameters() if each.requires_grad]
-        asking = [each for each in nest.tensors(input) if each.requires_grad]
-        grads = torch.autograd.grad(outputs, [*weights, *asking], list(nest.tensors(grad_output)), allow_unused=True)
+        inputs = [each for each in nest.tensors(input) if each.requires_grad]
+        # `grad` and not `backward`, because only the gradients of parameters are multiplied by `scale`.
+        grads = torch.autograd.grad(outputs, [*weights, *inputs], list(nest.tensors(grad_output)), allow_unused=True)
         _accumulate(weights, grads[: len(weights)], scale)
-        rest = iter(grads[len(weights) :])
-        given = nest.map_tensors(lambda each: next(rest) if each.requires_grad else None, input)
-        return given if asking else None
+        input_grads = iter(grads[len(weights) :])
+        nested = nest.map_tensors(lambda each: next(input_grads) if each.requires_grad else None, input)
+        return nested if inputs else None
 
     def zero_grad_parameters(self) -> None:
-        """Fill all gradients with zeros."""
+        """Set all gradients to zero."""
         self.table.zero_grad(set_to_none=False)
 
     @torch.no_grad()
     def update_parameters(self, learning_rate: float) -> None:
-        """Move each parameter against its gradient."""
+        """Subtract the gradient, times the learning rate, from each parameter.
+
+        Args:
+            learning_rate: The learning rate.
+        """
         for parameter in self.table.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=learning_rate)
 
     def get_parameters(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give all parameters as one flat tensor and all gradients as another; both are the memory itself."""
+        """Return all parameters as one flat tensor and all gradients as another, both in the original memory."""
         values, gradients = self.table.flat_parameters()
         return values.detach(), gradients
 
     def sync_parameters(self) -> None:
-        """Copy the parameters to replicas on other memory; rarely needed, for writes are noticed."""
+        """Copy the parameters to replicas on other devices; rarely needed, because changes are detected."""
         self.table.sync_parameters()
 
     def release(self) -> None:
-        """Let go of threads and replicas until the next forward."""
+        """Release threads and replicas until the next forward."""
         self._output = None
         if self._is_filled():
             self.table.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the graph of the last forward."""
+        """Return the state without the last output, whose graph cannot be pickled."""
         return {**self.__dict__, "_output": None}
 
     def _is_filled(self) -> bool:
+        """Return whether a module has been added."""
         return isinstance(self.module, DataParallel)
 
 
 class GPU(OnDevice):
-    """A module that stays on one device; see `lockstep.OnDevice`, which does it.
+    """A module that runs on one device, based on `lockstep.OnDevice`.
 
     Args:
-        module: Moved to the device.
-        device: A GPU's number from 1, or a name of torch's.
-        out_device: Where the output goes; None for the same device.
+        module: The module, which is moved to the device.
+        device: The number of a GPU, counted from 1, or a torch device name.
+        out_device: The device of the output; None for the same device.
 
     Raises:
-        TypeError: `module` is no module.
-        ValueError: This machine has no such device.
+        TypeError: If `module` is not a module.
+        ValueError: If the device does not exist on this machine.
 
     >>> GPU(nn.Linear(3, 2), "cpu")(torch.ones(4, 3)).shape
     torch.Size([4, 2])
     """
 
     def __init__(self, module: nn.Module, device: Device, out_device: Device | None = None) -> None:
-        super().__init__(module, _name(device), None if out_device is None else _name(out_device))
+        super().__init__(module, _device_name(device), None if out_device is None else _device_name(out_device))
 
 
-class _Prepare:
-    """A function without arguments where one that takes a device's index is wanted."""
+class _WorkerInit:
+    """Wraps a function without arguments as one that takes the index of a device."""
 
     def __init__(self, init: Callable[[], object]) -> None:
         self.init = init
@@ -211,15 +229,15 @@ class _Prepare:
         self.init()
 
 
-def _names(devices: Device | Sequence[Device]) -> list[str | torch.device]:
-    """Read one device or several."""
-    return [_name(each) for each in ([devices] if isinstance(devices, int | str | torch.device) else devices)]
+def _device_names(devices: Device | Sequence[Device]) -> list[str | torch.device]:
+    """Return the torch devices of one device or several."""
+    return [_device_name(each) for each in ([devices] if isinstance(devices, int | str | torch.device) else devices)]
 
 
-def _name(device: Device) -> str | torch.device:
-    """Read a device; Torch7's numbers begin at 1.
+def _device_name(device: Device) -> str | torch.device:
+    """Return the torch device of a device; Torch7's numbers start at 1.
 
-    >>> _name(2)
+    >>> _device_name(2)
     'cuda:1'
     """
     if not isinstance(device, int):
@@ -231,7 +249,7 @@ def _name(device: Device) -> str | torch.device:
 
 @torch.no_grad()
 def _accumulate(weights: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], scale: float) -> None:
-    """Add multiples of gradients to those that are there."""
+    """Add gradients times a factor to the gradients of weights."""
     for weight, grad in zip(weights, grads, strict=True):
         if grad is None:
             continue

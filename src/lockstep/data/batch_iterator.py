@@ -1,4 +1,4 @@
-"""Batches of a dataset, epoch after epoch, from a state of a few numbers."""
+"""Batches of a dataset over any number of epochs, with a state of a few numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any, TypeAlias, final, get_args
 import torch
 from torch.utils.data import IterableDataset
 
-from lockstep.data.cursor import Cursor, LastBatch, Order, hashed, shuffled, take
-from lockstep.data.iterator import RecountingIterator, Wanted
+from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
+from lockstep.data.iterator import SampleFilter, TrackingIterator
 from lockstep.data.prefetch import load_ahead
-from lockstep.data.sample_streams import SampleStreams, draws_nothing
+from lockstep.data.sample_streams import SampleStreams, draws_no_numbers
 from lockstep.data.samples import MapDataset, Samples
 from lockstep.errors import StateError
 from lockstep.integers import check_integer
@@ -22,49 +22,48 @@ OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"
 
 
 @final
-class BatchIterator(RecountingIterator):
-    """Batches of a dataset, in an order that follows from the seed alone.
+class BatchIterator(TrackingIterator):
+    """Iterates over batches of a dataset, in an order that depends only on the seed.
 
-    A batch is a `Samples`: its samples are loaded when somebody reads them, and a slice of it loads
-    only its own.
+    A batch is a `Samples`: its samples are loaded when they are read, and a slice of it loads only the samples
+    in the slice.
 
     Args:
-        dataset: Anything with ``len()`` and ``[index]``; at least one sample.
-        batch_size: Samples per batch, at least 1.
-        shuffle: Whether every epoch has a random order of its own; else it is the dataset's.
-        repeat: Whether epoch follows epoch without end. If not, there is one epoch, whose last batch
-            is as short as it comes, unless dropped; then the iterator is at its end, until `reset`.
-        last_batch: What becomes of a batch that the epoch is too short for: ``"wrap"`` fills it up
-            from the next epoch (or the next few), ``"short"`` leaves it short, ``"drop"`` leaves it
-            out, with its samples.
-        seed: Where the random orders come from; any integer.
-        order_sampler: Called as ``order_sampler(order, position)`` for the order of the first epoch,
-            with the dataset's own and 0, and whenever an epoch ends, with that epoch's order and the
-            position in it where the batch that ends it began. Returns as many indices as the dataset
-            has samples. Peeking and workers ask for an order before its epoch begins, and loading or
-            a reset forgets what was asked ahead, so it had better be a function of its arguments.
-        num_workers: Processes that load samples ahead, two batches each; 0 loads where and when
-            they are read. Workers load whole batches, or what `read_only` says of each.
-        sample_streams: Whether each sample is loaded in a random stream of its own, keyed by (seed, epoch,
-            sample), as `Samples` and `SampleStreams` describe. Costs some 15 µs a sample, and samples are
-            then loaded one by one, without ``__getitems__``: False is for a dataset that draws no random
-            numbers. Without effect where the dataset is a `TensorDataset`, a tensor, list, tuple, text or
-            range, or a `Subset` of one.
+        dataset: Any object with ``len()`` and ``[index]`` that has at least one sample.
+        batch_size: The number of samples per batch, at least 1.
+        shuffle: Whether every epoch has its own random order instead of the order of the dataset.
+        repeat: Whether epochs follow each other without end. If False, there is one epoch, whose last batch is
+            shorter if the samples run out, unless it is dropped; after it the iterator is at its end, until `reset`.
+        last_batch: What happens to a batch for which the epoch has too few samples: ``"short"`` makes it shorter, as
+            a `torch.utils.data.DataLoader` does, ``"drop"`` skips it and its samples, and ``"wrap"`` completes it
+            from the next epoch (or several).
+        seed: The seed of the random orders; any integer.
+        order_sampler: A function ``order_sampler(order, position)`` that returns the order of an epoch, as many
+            indices as the dataset has samples. For the first epoch it is called with the order of the dataset
+            and 0; whenever an epoch ends, with that epoch's order and the position in it at which the batch that
+            ends it started. Peeking and workers call it before the epoch starts, and loading a state or a reset
+            discards those results, so it should be a pure function of its arguments.
+        num_workers: The number of processes that load samples in advance, two batches each. With 0, samples are
+            loaded where and when they are read. Workers load whole batches, or the parts chosen by `read_only`.
+        sample_streams: Whether each sample is loaded with its own random stream, keyed by (seed, epoch, sample),
+            see `Samples` and `SampleStreams`. It costs about 15 µs per sample, and samples are loaded one by one,
+            without ``__getitems__``; pass False for a dataset that draws no random numbers. It has no effect for a
+            `TensorDataset`, a tensor, list, tuple, string or range, or a `Subset` of one.
 
     Raises:
-        TypeError: The dataset lacks ``len()`` or ``[index]``, or a count is no integer.
-        ValueError: The dataset is empty, an argument is out of range, two exclude each other, or
-            ``order_sampler`` returned no order of the dataset's samples.
+        TypeError: If the dataset lacks ``len()`` or ``[index]``, or a count is not an integer.
+        ValueError: If the dataset is empty, an argument is out of range, two arguments exclude each other, or
+            ``order_sampler`` returned something other than an order of the dataset's samples.
 
-    Determinism: which samples make which batch depends on the seed, the dataset's length and the
-    arguments, never on ``num_workers``, on what was peeked at, or on the default generator, which is
-    left alone. With ``sample_streams`` this includes what the dataset draws from torch's default
-    generator, Python's `random` and ``numpy.random``. Generators of its own are outside of this.
+    Determinism: the samples of each batch depend on the seed, the length of the dataset and the arguments. They
+    do not depend on ``num_workers``, on calls of `peek`, or on the default generator, which is left untouched.
+    With ``sample_streams`` the same holds for what the dataset draws from torch's default generator, Python's
+    `random` and ``numpy.random``. It does not hold for generators of the dataset's own.
 
     References: the bookkeeping is that of ``SerialIterator`` in Chainer (Tokui et al., "Chainer: A
     Deep Learning Framework for Accelerating the Research Cycle", 2019, arXiv:1908.00213).
 
-    >>> batches = BatchIterator("abcde", batch_size=2)
+    >>> batches = BatchIterator("abcde", batch_size=2, last_batch="wrap")
     >>> [list(next(batches)) for _ in range(3)], batches.epoch, batches.epoch_detail
     ([['a', 'b'], ['c', 'd'], ['e', 'a']], 1, 1.2)
     >>> list(batches.peek()), list(batches.peek(1)), batches.epoch_detail
@@ -78,7 +77,7 @@ class BatchIterator(RecountingIterator):
         *,
         shuffle: bool = False,
         repeat: bool = True,
-        last_batch: LastBatch = "wrap",
+        last_batch: LastBatch = "short",
         seed: int = 0,
         order_sampler: OrderSampler | None = None,
         num_workers: int = 0,
@@ -91,10 +90,10 @@ class BatchIterator(RecountingIterator):
         if last_batch not in get_args(LastBatch):
             raise ValueError(f"`last_batch` must be 'wrap', 'short' or 'drop', got {last_batch!r}.")
         if last_batch == "drop" and batch_size > len(dataset):
-            rule = f"must be at most the number of samples ({len(dataset)}) where the last batch is dropped"
+            rule = f"must be at most the number of samples ({len(dataset)}) if the last batch is dropped"
             raise ValueError(f"`batch_size` {rule}, got {batch_size}.")
         if shuffle and order_sampler is not None:
-            raise ValueError("`shuffle` must be False where `order_sampler` is given, got True.")
+            raise ValueError("`shuffle` must be False if `order_sampler` is given, got True.")
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -104,29 +103,34 @@ class BatchIterator(RecountingIterator):
         self.order_sampler = order_sampler
         self.num_workers = num_workers
         self.sample_streams = sample_streams
-        self._in_streams = sample_streams and not draws_nothing(dataset)
+        self._in_streams = sample_streams and not draws_no_numbers(dataset)
         self._num_samples = len(dataset)
-        # The plan: batches that somebody asked for and has not moved past, as their indices and the
-        # place behind each. The first of them are loaded, or as good as that.
+        # The batches that were requested but not passed yet: their indices and the cursor after each. `_ahead`
+        # holds the first of them as `Samples`; `finalize` discards it but keeps the plan, for which the order
+        # sampler has been called.
         self._plan: deque[tuple[Sequence[int], Cursor]] = deque()
         self._ahead: deque[Samples] = deque()
         self._supply: Generator[Samples] | None = None
-        self._wanted: Wanted | None = None
+        self._wanted: SampleFilter | None = None
         self._num_advanced = 0
         self._cursor = Cursor(0, 0, self._first_order())
 
     def reset(self) -> None:
-        """Go back to the first batch of epoch 0, and ask the order sampler for its order again."""
+        """Return to the first batch of epoch 0, and call the order sampler for its order again."""
         self._go_to(Cursor(0, 0, self._first_order()))
         self._previous_epoch_detail, self._is_new_epoch = None, False
 
     def peek(self, ahead: int = 0) -> Samples:
-        """Give the batch that comes after ``ahead`` others, without moving.
+        """Return the batch that comes after ``ahead`` others, without advancing.
+
+        Args:
+            ahead: The number of batches to skip, at least 0.
 
         Raises:
-            StopIteration: The batches end before it.
-            Exception: What the order sampler or, in a worker, the dataset raised; nothing has moved.
+            StopIteration: If there are not that many batches left.
+            Exception: Any exception of the order sampler or, in a worker, of the dataset; the position is unchanged.
         """
+        # `check_integer` takes longer than the comparison, and this runs in every update.
         if type(ahead) is not int or ahead < 0:
             check_integer("ahead", ahead, minimum=0)
         while len(self._ahead) <= ahead:
@@ -137,19 +141,23 @@ class BatchIterator(RecountingIterator):
             except StopIteration:
                 raise
             except BaseException:
-                # A worker's queue has moved on without this batch, so the next call starts anew.
+                # The queue of the workers has moved on without this batch, so the next call must start a new one.
                 self.finalize()
                 raise
         return self._ahead[ahead]
 
     def advance(self, num_batches: int = 1) -> None:
-        """Move past the next batches.
+        """Advance past the next batches.
+
+        Args:
+            num_batches: The number of batches to pass, at least 1.
 
         Raises:
-            StopIteration: Fewer batches are left; nothing has moved.
+            StopIteration: If fewer batches are left; the position is unchanged.
         """
         if type(num_batches) is not int or num_batches < 1:
             check_integer("num_batches", num_batches, minimum=1)
+        # Everything that can fail comes first, so that an error leaves the position unchanged.
         if len(self._ahead) < num_batches:
             self.peek(num_batches - 1)
         start = self._cursor
@@ -160,38 +168,40 @@ class BatchIterator(RecountingIterator):
         self._previous_epoch_detail = start.epoch + start.position / len(start.order)  # its epoch_detail
         self._is_new_epoch = self._cursor.epoch > start.epoch
 
-    def read_only(self, wanted: Wanted) -> None:
-        """Let workers load only the samples of each batch that this process will read; see `Iterator`."""
+    def read_only(self, wanted: SampleFilter) -> None:
+        """Restrict workers to the samples of each batch that this process will read; see `Iterator`."""
+        # Running workers have whole batches in their queue.
         self.finalize()
         self._wanted = wanted
 
     @property
     def current_position(self) -> int:
-        """The number of samples of the current epoch that lie behind."""
+        """The number of samples of the current epoch that have been passed."""
         return self._cursor.position
 
     @property
     def epoch(self) -> int:
-        """The number of whole epochs passed."""
+        """The number of completed epochs."""
         return self._cursor.epoch
 
     @property
     def epoch_detail(self) -> float:
-        """The number of epochs passed, plus the share of the dataset that lies behind in this one."""
+        """The number of completed epochs, plus the fraction of the current one that has been passed."""
         return self._cursor.epoch_detail
 
     def finalize(self) -> None:
-        """Stop the workers and forget what they loaded; a further batch would start them again."""
-        # In this order, an interrupt in between leaves a supply that goes on where the batches end.
+        """Stop the workers and discard what they have loaded; reading a further batch starts them again."""
+        # In this order, because an interrupt in between must not leave a supply that continues after batches that
+        # were discarded.
         supply, self._supply = self._supply, None
         self._ahead.clear()
         if supply is not None:
             supply.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where the iterator stands: the seed, the place, the last advance.
+        """Return the seed, the position and the last advance.
 
-        With an order sampler the order of this epoch belongs to it, for nobody can ask for it again.
+        With an order sampler, the state also contains the order of the current epoch, which cannot be requested again.
         """
         state: dict[str, Any] = {
             "seed": self.seed,
@@ -204,13 +214,12 @@ class BatchIterator(RecountingIterator):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go where a saved iterator stood, and take over its seed.
+        """Restore the position and the seed of a saved iterator.
 
-        The dataset must be as long as it was. The size of batches may be another.
+        The dataset must have the same length as when the state was saved; the batch size may differ.
 
         Raises:
-            StateError: A key is unknown or missing, or a value does not fit this iterator; nothing
-                has been changed.
+            StateError: If a key is unknown or missing, or a value does not fit this iterator; nothing has changed then.
         """
         _check_keys(state_dict, expected=self.state_dict())
         try:
@@ -222,105 +231,108 @@ class BatchIterator(RecountingIterator):
         self._load_last_advance(state_dict)
 
     def _saved_cursor(self, state: Mapping[str, Any]) -> Cursor:
-        """Read a saved place, and refuse what does not fit this iterator."""
+        """Return the cursor of a saved state, after checking that it fits this iterator."""
         seed, epoch, position = state["seed"], state["epoch"], state["position"]
         check_integer("seed", seed)
         check_integer("epoch", epoch, minimum=0)
         check_integer("position", position, minimum=0)
+        # After the last batch of an epoch an iterator is at the start of the next one.
         last = self._num_samples - (self.batch_size if self.last_batch == "drop" else 1)
         if position > last:
-            rule = f"must lie in 0..{last}, for there are {self._num_samples} samples and a batch must follow"
+            rule = f"must lie in 0..{last}, because there are {self._num_samples} samples and a batch must follow"
             raise ValueError(f"`position` {rule}, got {position}.")
         self._check_last_advance(state)
         if self.order_sampler is not None:
             return Cursor(epoch, position, self._checked_order(state["order"], "order"))
-        return Cursor(epoch, position, self._own_order(epoch, seed))
+        return Cursor(epoch, position, self._seeded_order(epoch, seed))
 
     def _go_to(self, cursor: Cursor) -> None:
-        """Stand at a place, with nothing planned."""
+        """Move to a cursor and discard the plan."""
         self.finalize()
         self._plan.clear()
         self._cursor = cursor
 
     def _samples_from(self, number: int) -> Generator[Samples]:
-        """Supply batches from the number-th on, counted like those passed so far."""
+        """Yield batches from the given number on, counted like `_num_advanced`."""
         batches = self._unloaded_from(number)
         if self.num_workers == 0:
             return batches
         return load_ahead(
-            self._with_places(batches, number),
+            self._with_positions(batches, number),
             self.dataset,
             in_streams=self._in_streams,
             num_workers=self.num_workers,
-            seed=hashed(self.seed, self._cursor.epoch, self._cursor.position),
+            seed=hash_to_seed(self.seed, self._cursor.epoch, self._cursor.position),
         )
 
-    def _with_places(self, batches: Iterable[Samples], number: int) -> Generator[tuple[Samples, Sequence[int]]]:
-        """Add to each batch, the first of which is the number-th, the places of the samples to load."""
+    def _with_positions(self, batches: Iterable[Samples], number: int) -> Generator[tuple[Samples, Sequence[int]]]:
+        """Add to each batch, starting with the given number, the positions of its samples to load."""
         ahead = number - self._num_advanced
         for batch in batches:
             size = len(batch)
-            runs = [range(size)] if self._wanted is None else self._wanted(ahead, size)
-            yield batch, sorted(place for run in runs for place in run)
+            ranges = [range(size)] if self._wanted is None else self._wanted(ahead, size)
+            yield batch, sorted(position for each in ranges for position in each)
             ahead += 1
 
     def _unloaded_from(self, number: int) -> Generator[Samples]:
-        """Read the plan from the number-th batch on, and make it longer where it ends."""
+        """Yield the planned batches from the given number on, and extend the plan where it ends."""
         for batch in count(number):
-            place = batch - self._num_advanced
-            if place == len(self._plan) and not self._plan_one_more():
+            # Computed anew for every batch: the plan loses its first entries when the iterator advances.
+            planned = batch - self._num_advanced
+            if planned == len(self._plan) and not self._plan_one_more():
                 return
-            indices, _ = self._plan[place]
-            streams = self._streams_of(place) if self._in_streams else None
+            indices, _ = self._plan[planned]
+            streams = self._streams_of(planned) if self._in_streams else None
             yield Samples(self.dataset, indices, streams=streams)
 
-    def _streams_of(self, place: int) -> SampleStreams:
-        """Give the random streams of the samples of one planned batch."""
-        start = self._plan[place - 1][1] if place else self._cursor
+    def _streams_of(self, planned: int) -> SampleStreams:
+        """Return the random streams of the samples of one planned batch, by its index in the plan."""
+        start = self._plan[planned - 1][1] if planned else self._cursor
         first = start.epoch * self._num_samples + start.position
-        ordinals = range(first, first + len(self._plan[place][0]))
+        ordinals = range(first, first + len(self._plan[planned][0]))
         return SampleStreams(self.seed, self._num_samples, ordinals)
 
     def _plan_one_more(self) -> bool:
-        """Plan one batch more, or say that there is none."""
+        """Plan one more batch, and return whether there is one."""
         _, start = self._plan[-1] if self._plan else ((), self._cursor)
         if start.epoch > 0 and not self.repeat:
             return False
-        # There is nothing to fill the last batch up from.
+        # Without a next epoch there are no samples to complete the last batch with.
         last_batch = self.last_batch if self.repeat or self.last_batch == "drop" else "short"
-        self._plan.append(take(start, self.batch_size, last_batch=last_batch, next_order=self._next_order))
+        self._plan.append(take_batch(start, self.batch_size, last_batch=last_batch, next_order=self._next_order))
         return True
 
     def _first_order(self) -> Order:
-        """Make the order of epoch 0."""
+        """Return the order of epoch 0."""
         if self.order_sampler is None:
-            return self._own_order(0, self.seed)
-        return self._asked_order(list(range(self._num_samples)), 0, self.order_sampler)
+            return self._seeded_order(0, self.seed)
+        return self._sampled_order(list(range(self._num_samples)), 0, self.order_sampler)
 
     def _next_order(self, cursor: Cursor) -> Order:
-        """Make the order that follows a cursor's."""
+        """Return the order of the epoch after that of a cursor."""
         if self.order_sampler is None:
-            return self._own_order(cursor.epoch + 1, self.seed)
-        return self._asked_order(torch.as_tensor(cursor.order).tolist(), cursor.position, self.order_sampler)
+            return self._seeded_order(cursor.epoch + 1, self.seed)
+        return self._sampled_order(torch.as_tensor(cursor.order).tolist(), cursor.position, self.order_sampler)
 
-    def _own_order(self, epoch: int, seed: int) -> Order:
-        """Make the order of an epoch without asking anybody."""
+    def _seeded_order(self, epoch: int, seed: int) -> Order:
+        """Return the order of an epoch without an order sampler."""
         if self.shuffle:
-            return shuffled(self._num_samples, seed=seed, epoch=epoch)
+            return shuffled_order(self._num_samples, seed=seed, epoch=epoch)
         return range(self._num_samples)
 
-    def _asked_order(self, order: list[int], position: int, order_sampler: OrderSampler) -> torch.Tensor:
-        """Ask the order sampler."""
+    def _sampled_order(self, order: list[int], position: int, order_sampler: OrderSampler) -> torch.Tensor:
+        """Call the order sampler and check its result."""
         return self._checked_order(order_sampler(order, position), "order_sampler(order, position)")
 
     def _checked_order(self, order: Sequence[int] | torch.Tensor, name: str) -> torch.Tensor:
-        """Refuse what is no order of the dataset's samples; else make a tensor of its own of it."""
+        """Return a copy of an order as a tensor, after checking its indices."""
         indices = torch.tensor(order) if not isinstance(order, torch.Tensor) else order
         if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
             raise TypeError(f"`{name}` must hold integers, got {indices.dtype}.")
         if indices.shape != (self._num_samples,):
             rule = f"must hold one index for each of the {self._num_samples} samples"
             raise ValueError(f"`{name}` {rule}, got shape {tuple(indices.shape)}.")
+        # The indices need not be distinct: a sampler may weight the samples.
         least, most = indices.aminmax()
         if least < 0 or most >= self._num_samples:
             rule = f"must hold indices in 0..{self._num_samples - 1}"
@@ -329,7 +341,7 @@ class BatchIterator(RecountingIterator):
 
 
 def _check_dataset(dataset: object) -> None:
-    """Refuse what has no samples by index."""
+    """Check that a dataset has samples that can be accessed by index."""
     if not isinstance(dataset, MapDataset) or isinstance(dataset, IterableDataset):
         rule = "must have `len()` and `[index]`"
         raise TypeError(f"`dataset` {rule}, got a {type(dataset).__name__}.")
@@ -338,7 +350,7 @@ def _check_dataset(dataset: object) -> None:
 
 
 def _check_keys(state: Mapping[str, Any], *, expected: Mapping[str, Any]) -> None:
-    """Refuse a state with other keys."""
+    """Check that a state has exactly the expected keys."""
     unknown = sorted(set(state) - set(expected))
     missing = sorted(set(expected) - set(state))
     if unknown or missing:

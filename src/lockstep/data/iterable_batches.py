@@ -1,4 +1,4 @@
-"""Give batches that somebody else makes the bookkeeping of an `Iterator`."""
+"""Adapt any iterable of batches to the interface of `Iterator`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeAlias, final, get_args
 
 import torch
 
-from lockstep.data.iterator import Iterator, RecountingIterator
+from lockstep.data.iterator import Iterator, TrackingIterator
 from lockstep.data.samples import Samples
-from lockstep.data.source import BatchSource, Place, Source, check_source
+from lockstep.data.source import BatchSource, Source, SourceCursor, check_source
 from lockstep.errors import OrderError, StateError
 from lockstep.state import check_keys
 
@@ -18,34 +18,34 @@ BatchesOf: TypeAlias = Literal["tensors", "samples"]
 
 
 @final
-class IterableBatches(RecountingIterator):
-    """Batches of any iterable: a DataLoader, a list, a generator, a function that makes one.
+class IterableBatches(TrackingIterator):
+    """Iterates over the batches of any iterable: a DataLoader, a list, a generator, or a function that returns one.
 
-    What can be iterated over again is, epoch after epoch. A generator, or another iterator, has one
-    epoch and is then at its end. Progress is counted in batches: ``epoch_detail`` has fractions where the
-    iterable has a ``len()``, which must then be right, and counts whole epochs where it has none.
+    An iterable that can be iterated over again is repeated, epoch after epoch. A generator, or any other iterator,
+    has one epoch and is then at its end. Progress is counted in batches: ``epoch_detail`` has fractions if the
+    iterable has a ``len()``, which must be correct, and otherwise counts completed epochs.
 
-    An iterable without a length is asked for one batch ahead of its use, to know the end of an epoch
-    when it comes. A length that is no more than a guess is hidden by a function: ``lambda: loader``.
+    From an iterable without a length, one batch is read in advance, so that the end of an epoch is known when it
+    is reached. To hide a length that is only an estimate, pass a function: ``lambda: loader``.
 
-    The state is the place: the epoch, and the number of batches passed in it. An iterable with
-    ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``) keeps its own, asked for
-    after each batch. A list begins anywhere. Anything else is begun anew, and the batches before the
-    place are loaded once more and dropped, under a `ReplayWarning`; that this is the same place is up to
-    it: a shuffling DataLoader has another order each time. `BatchIterator` needs none of this.
+    The state is the position: the epoch, and the number of batches passed in it. An iterable with ``state_dict``
+    and ``load_state_dict`` (such as torchdata's ``StatefulDataLoader``) also saves its own state, which is read
+    after each batch. A sequence can start at any batch. Any other iterable is started anew: the batches before the
+    position are loaded again and discarded, with a `ReplayWarning`. Whether the same batches follow is up to the
+    iterable; a shuffling DataLoader has another order each time. `BatchIterator` has none of these limits.
 
-    Of several processes every one pulls whole batches, and cuts its own shards out of them.
+    With several processes, each process reads whole batches and splits off its own shards.
 
     Args:
         source: The iterable, or a function without arguments that returns one for each epoch.
-        batches_of: ``"tensors"`` where a batch is ready: a tensor, or a tuple, list or dict of such, with
-            the samples along the first dimension; ``"samples"`` where it is a list of samples, to go
-            through the converter.
-        repeat: Whether epoch follows epoch without end; by default, wherever `source` allows it.
+        batches_of: What a batch consists of: ``"tensors"`` for a tensor, or a tuple, list or dict of tensors,
+            with the samples along the first dimension; ``"samples"`` for a list of samples, which the converter
+            of the updater stacks.
+        repeat: Whether epochs follow each other without end; by default if `source` can be iterated over again.
 
     Raises:
-        TypeError: The source is nothing to iterate over, or holds no batches.
-        ValueError: It says that it is empty, or is to be repeated and cannot be, or `batches_of` is unknown.
+        TypeError: If the source is not iterable, or cannot contain batches.
+        ValueError: If the source is empty, is to be repeated but cannot be, or `batches_of` is unknown.
 
     Determinism: that of the source.
 
@@ -59,35 +59,39 @@ class IterableBatches(RecountingIterator):
 
     def __init__(self, source: Source, *, batches_of: BatchesOf = "tensors", repeat: bool | None = None) -> None:
         if isinstance(source, Iterator):
-            rule = "must be no lockstep Iterator, which needs no adapter"
+            rule = "must not be a lockstep Iterator, which needs no adapter"
             raise TypeError(f"`source` {rule}, got a {type(source).__name__}.")
         if batches_of not in get_args(BatchesOf):
             raise ValueError(f"`batches_of` must be 'tensors' or 'samples', got {batches_of!r}.")
         self._source = BatchSource(source)
         if repeat and self._source.one_shot:
-            rule = "must be None or False where `source` can be iterated over but once"
-            raise ValueError(f"`repeat` {rule}, got True. Give a function that makes the iterator.")
+            rule = "must be None or False if `source` can be iterated over only once"
+            raise ValueError(f"`repeat` {rule}, got True. Pass a function that returns the iterator.")
         self.source = source
         self.batches_of = batches_of
         self.repeat = not self._source.one_shot if repeat is None else repeat
-        # Batches that somebody looked at and has not moved past, each with the place behind it.
-        self._ahead: deque[tuple[Any, Place]] = deque()
-        self._place = Place()
+        # The batches that were requested but not passed yet, each with the cursor after it.
+        self._ahead: deque[tuple[Any, SourceCursor]] = deque()
+        self._cursor = SourceCursor()
 
     def peek(self, ahead: int = 0) -> Any:
-        """Give the batch that comes after ``ahead`` others, without moving.
+        """Return the batch that comes after ``ahead`` others, without advancing.
+
+        Args:
+            ahead: The number of batches to skip, at least 0.
 
         Raises:
-            StopIteration: The batches end before it.
-            TypeError: It should be a list of samples and is none.
-            ValueError: An epoch is empty or not as long as the ``len()`` of the source.
-            OrderError: The source raised before, and can be iterated over but once.
-            Exception: What the source raised; nothing has moved.
+            StopIteration: If there are not that many batches left.
+            TypeError: If the batch is not a list of samples although it should be.
+            ValueError: If an epoch is empty, or does not have as many batches as the ``len()`` of the source.
+            OrderError: If the source has raised an error before and can be iterated over only once.
+            Exception: Any exception of the source; the position is unchanged.
         """
         if ahead < 0:
             raise ValueError(f"`ahead` must be at least 0, got {ahead}.")
         while len(self._ahead) <= ahead:
-            start = self._ahead[-1][1] if self._ahead else self._place
+            start = self._ahead[-1][1] if self._ahead else self._cursor
+            # Before reading, which would start another epoch.
             if start.epoch > 0 and not self.repeat:
                 raise StopIteration
             self._ahead.append(self._source.pull())
@@ -95,127 +99,134 @@ class IterableBatches(RecountingIterator):
         return _samples(batch) if self.batches_of == "samples" else batch
 
     def advance(self, num_batches: int = 1) -> None:
-        """Move past the next batches.
+        """Advance past the next batches.
+
+        Args:
+            num_batches: The number of batches to pass, at least 1.
 
         Raises:
-            StopIteration: Fewer batches are left; nothing has moved.
+            StopIteration: If fewer batches are left; the position is unchanged.
         """
         if num_batches < 1:
             raise ValueError(f"`num_batches` must be at least 1, got {num_batches}.")
+        # Everything that can fail comes first, so that an error leaves the position unchanged.
         self.peek(num_batches - 1)
-        start, previous = self._place, self.epoch_detail
+        start, previous = self._cursor, self.epoch_detail
         for _ in range(num_batches):
-            _, self._place = self._ahead.popleft()
+            _, self._cursor = self._ahead.popleft()
         self._previous_epoch_detail = previous
-        self._is_new_epoch = self._place.epoch > start.epoch
+        self._is_new_epoch = self._cursor.epoch > start.epoch
 
     @property
     def epoch(self) -> int:
-        """The number of whole epochs passed."""
-        return self._place.epoch
+        """The number of completed epochs."""
+        return self._cursor.epoch
 
     @property
     def epoch_detail(self) -> float:
-        """The number of epochs passed, with the share of this one's batches where their number is known."""
-        return self._place.epoch + self._place.position / (self._source.num_batches or float("inf"))
+        """The number of completed epochs, plus the fraction of the current one if its length is known."""
+        return self._cursor.epoch + self._cursor.position / (self._source.num_batches or float("inf"))
 
     def reset(self) -> None:
-        """Go back to the first batch of epoch 0, by iterating over the source anew.
+        """Return to the first batch of epoch 0, by iterating over the source anew.
 
         Raises:
-            OrderError: The source can be iterated over but once, and has been left behind its first batch.
+            OrderError: If the source can be iterated over only once, and batches of it have been passed.
         """
-        if not self._can_go_to(Place()):
-            remedy = "Give a function that makes the iterator."
-            raise OrderError(f"`reset` must not follow a batch where `source` is an iterator. {remedy}")
-        self._go_to(Place())
+        if not self._can_go_to(SourceCursor()):
+            remedy = "Pass a function that returns the iterator."
+            raise OrderError(f"`reset` must not follow a batch if `source` is an iterator. {remedy}")
+        self._go_to(SourceCursor())
         self._previous_epoch_detail, self._is_new_epoch = None, False
 
     def finalize(self) -> None:
-        """Let go of the iteration under way, where the source can resume it.
+        """Release the current iteration if the source can resume it.
 
-        Where it cannot, the iteration is kept: begun anew, it might give other batches. At the end of an
-        epoch there is none.
+        Otherwise the iteration is kept, because a new one might yield other batches. At the end of an epoch
+        there is no current iteration.
         """
-        if self._place.state is not None:
-            self._go_to(self._place)
+        if self._cursor.state is not None:
+            self._go_to(self._cursor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where the iterator stands, with the source's own state where it has one."""
+        """Return the position of the iterator, with the state of the source if it has one."""
         return {
-            "epoch": self._place.epoch,
-            "position": self._place.position,
+            "epoch": self._cursor.epoch,
+            "position": self._cursor.position,
             **self._last_advance(),
-            "source": self._place.state,
+            "source": self._cursor.state,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go where a saved iterator stood; the source is asked when the next batch is.
+        """Restore the position of a saved iterator; the source is used when the next batch is requested.
 
         Raises:
-            StateError: A key is unknown or missing, or a value does not fit this iterator, or its source
-                can be iterated over but once and has begun; nothing has been changed.
+            StateError: If a key is unknown or missing, a value does not fit this iterator, or its source can be
+                iterated over only once and has been started; nothing has changed then.
         """
         check_keys(state_dict, self.state_dict(), of="IterableBatches")
-        place = self._saved_place(state_dict)
-        if not self._can_go_to(place):
-            remedy = "Load the state right after making the iterator."
-            raise StateError(f"`source` is an iterator that has begun, and cannot go elsewhere. {remedy}")
-        self._go_to(place)
+        cursor = self._saved_cursor(state_dict)
+        if not self._can_go_to(cursor):
+            remedy = "Load the state right after creating the iterator."
+            raise StateError(f"`source` is an iterator that has been started and cannot change position. {remedy}")
+        self._go_to(cursor)
         self._load_last_advance(state_dict)
 
-    def _saved_place(self, state: Mapping[str, Any]) -> Place:
-        """Read a saved place, and refuse what does not fit."""
+    def _saved_cursor(self, state: Mapping[str, Any]) -> SourceCursor:
+        """Return the cursor of a saved state, after checking that it fits this iterator."""
+        # Not `isinstance`, because a bool is an int too.
         for name in ("epoch", "position"):
             if type(state[name]) is not int or state[name] < 0:
                 raise StateError(f"`{name}` must be an integer of at least 0, got {state[name]!r}.")
         self._check_last_advance(state)
         num_batches = self._source.num_batches
         if num_batches is not None and state["position"] >= num_batches:
-            rule = f"must lie in 0..{num_batches - 1}, for `source` holds {num_batches} batches"
+            rule = f"must lie in 0..{num_batches - 1}, because `source` holds {num_batches} batches"
             raise StateError(f"`position` {rule}, got {state['position']}.")
         if state["source"] is not None and not self._source.resumable:
-            raise StateError("`source` must have `load_state_dict`, for a state of its own was saved.")
-        return Place(state["epoch"], state["position"], state["source"])
+            raise StateError("`source` must have `load_state_dict`, because its own state was saved.")
+        return SourceCursor(state["epoch"], state["position"], state["source"])
 
-    def _can_go_to(self, place: Place) -> bool:
-        """Tell whether the source can be brought to a place."""
+    def _can_go_to(self, cursor: SourceCursor) -> bool:
+        """Return whether the source can continue at a cursor."""
         source = self._source
-        return not source.one_shot or not source.begun or place.state is not None or place.same_as(self._place)
+        return not source.one_shot or not source.started or cursor.state is not None or cursor.same_as(self._cursor)
 
-    def _go_to(self, place: Place) -> None:
-        """Stand at a place; a source that cannot begin again and is there already stays as it is."""
-        stays = self._source.one_shot and self._source.begun and place.state is None
+    def _go_to(self, cursor: SourceCursor) -> None:
+        """Move to a cursor, which must be the current one for a source that cannot be restarted."""
+        # The batches read in advance from such a source could not be read again.
+        stays = self._source.one_shot and self._source.started and cursor.state is None
         if not stays:
             self._ahead.clear()
-            self._source.go_to(place)
-        self._place = place
+            self._source.go_to(cursor)
+        self._cursor = cursor
 
 
 def as_iterator(source: Iterator | Source, *, name: str = "iterator") -> Iterator:
-    """Take a lockstep `Iterator` as it is, and adapt any other iterable of batches of tensors.
+    """Return a lockstep `Iterator` unchanged, and wrap any other iterable of batches of tensors.
 
     Args:
         source: An `Iterator`, an iterable, or a function that returns one; see `IterableBatches`.
-        name: What errors call it.
+        name: The name of the argument in error messages.
 
     Raises:
-        TypeError: It is none of these, or surely holds no batches.
-        ValueError: It says that it is empty.
+        TypeError: If it is none of these, or cannot contain batches.
+        ValueError: If it is empty.
 
     >>> as_iterator([torch.zeros(2, 1)]).peek().shape
     torch.Size([2, 1])
     """
     if isinstance(source, Iterator):
         return source
+    # The constructor checks again, but under the name of its own argument.
     check_source(source, name)
     return IterableBatches(source)
 
 
 def _samples(batch: object) -> Samples:
-    """Make a list of samples something to cut into shards that go through the converter."""
+    """Return a list of samples as `Samples`, which can be split into shards and stacked by the converter."""
     if isinstance(batch, Samples):
         return batch
     if not isinstance(batch, Sequence) or isinstance(batch, str | bytes | torch.Tensor):
-        raise TypeError(f"`source` must give lists of samples, got a {type(batch).__name__}.")
+        raise TypeError(f"`source` must yield lists of samples, got a {type(batch).__name__}.")
     return Samples(batch, range(len(batch)), batch)

@@ -1,4 +1,4 @@
-"""What an updater needs from a source of batches."""
+"""The interface of the batch iterators that an updater uses."""
 
 from __future__ import annotations
 
@@ -8,39 +8,44 @@ from typing import Any, TypeAlias
 
 from lockstep.errors import StateError
 
-Wanted: TypeAlias = "Callable[[int, int], Sequence[range]]"
-"""Called as ``wanted(ahead, size)``; returns the places in a batch of the samples that will be read.
+SampleFilter: TypeAlias = "Callable[[int, int], Sequence[range]]"
+"""A function ``wanted(ahead, size)`` that returns the positions, in a batch, of the samples that will be read.
 
-The batch comes after ``ahead`` others, counted from one with which an update begins, and holds ``size``
-samples.
+The batch comes after ``ahead`` others, counted from a batch with which an update starts, and has ``size`` samples.
 """
 
 
 class Iterator(ABC):
-    """A source of batches that is looked at first and moved past afterwards.
+    """A source of batches that are looked at first and passed afterwards.
 
-    An updater peeks at the next batch, computes with it, and advances only when the update is
-    applied or the batch is given up. So an exception on the way leaves the iterator where it was.
+    An updater peeks at the next batch, computes with it, and advances only when the update has been applied or
+    the batch has been given up. An exception in between therefore leaves the iterator where it was.
 
-    Progress is counted in epochs: ``epoch_detail`` is the number of epochs passed, fractions
-    included, and ``previous_epoch_detail`` what it was before the last advance, however many
-    batches that passed at once. A trigger finds what lies between the two.
+    Progress is counted in epochs: ``epoch_detail`` is the number of epochs passed, including fractions, and
+    ``previous_epoch_detail`` is its value before the last advance, however many batches that passed. Triggers
+    compare the two.
     """
 
     @abstractmethod
     def peek(self, ahead: int = 0) -> Sequence[Any]:
-        """Give the batch that comes after ``ahead`` others, without moving.
+        """Return the batch that comes after ``ahead`` others, without advancing.
+
+        Args:
+            ahead: The number of batches to skip, at least 0.
 
         Raises:
-            StopIteration: The batches end before it.
+            StopIteration: If there are not that many batches left.
         """
 
     @abstractmethod
     def advance(self, num_batches: int = 1) -> None:
-        """Move past the next batches.
+        """Advance past the next batches.
+
+        Args:
+            num_batches: The number of batches to pass, at least 1.
 
         Raises:
-            StopIteration: Fewer batches are left; nothing has moved.
+            StopIteration: If fewer batches are left; the position is unchanged.
         """
 
     def __next__(self) -> Sequence[Any]:
@@ -51,30 +56,29 @@ class Iterator(ABC):
     def __iter__(self) -> Iterator:
         return self
 
-    def read_only(self, wanted: Wanted) -> None:  # noqa: B027 - optional; most load what is read when it is read
-        """Take note of which samples of a batch this process will read, so as to load no others ahead.
+    def read_only(self, wanted: SampleFilter) -> None:  # noqa: B027 - optional; most load samples when they are read
+        """Announce which samples of each batch this process will read, so that no others are loaded in advance.
 
-        Batches stay what they are, and samples that are read all the same are loaded then. By default
-        nothing is done.
+        The batches do not change, and a sample that is read nevertheless is loaded then. Does nothing by default.
 
         Args:
-            wanted: Says which.
+            wanted: A function that returns the positions of the samples to read, see `SampleFilter`.
         """
 
     @property
     @abstractmethod
     def epoch(self) -> int:
-        """The number of whole epochs passed."""
+        """The number of completed epochs."""
 
     @property
     @abstractmethod
     def epoch_detail(self) -> float:
-        """The number of epochs passed, fractions included."""
+        """The number of epochs passed, including the fraction of the current one."""
 
     @property
     @abstractmethod
     def previous_epoch_detail(self) -> float | None:
-        """``epoch_detail`` before the last advance; None before the first."""
+        """The value of ``epoch_detail`` before the last advance, or None before the first."""
 
     @property
     @abstractmethod
@@ -83,36 +87,36 @@ class Iterator(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Go back to the first batch of epoch 0."""
+        """Return to the first batch of epoch 0."""
 
     @abstractmethod
     def finalize(self) -> None:
-        """Let go of what costs something to hold, such as worker processes."""
+        """Release resources such as worker processes."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Say where the iterator stands, in numbers and tensors."""
+        """Return the position of the iterator, as numbers and tensors."""
 
     @abstractmethod
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go where a saved iterator stood; all of it or, after an error, nothing.
+        """Restore the position of a saved iterator; after an error, nothing has changed.
 
         Raises:
-            StateError: A key is unknown or missing, or a value does not fit this iterator.
+            StateError: If a key is unknown or missing, or a value does not fit this iterator.
         """
 
 
-class RecountingIterator(Iterator):
-    """An iterator that remembers what its last advance passed."""
+class TrackingIterator(Iterator):
+    """An iterator that keeps track of its last advance."""
 
     _previous_epoch_detail: float | None = None
     _is_new_epoch = False
 
     def __next__(self) -> Any:
-        """Return the next batch and move past it.
+        """Return the next batch and advance past it.
 
-        At the end ``previous_epoch_detail`` catches up with ``epoch_detail``, as in Chainer's iterators:
-        this call passed nothing, so no trigger finds anything between the two.
+        At the end, ``previous_epoch_detail`` is set to ``epoch_detail``, as in Chainer's iterators: this call has
+        passed nothing, so that no trigger may fire for it.
         """
         try:
             batch = self.peek()
@@ -124,7 +128,7 @@ class RecountingIterator(Iterator):
 
     @property
     def previous_epoch_detail(self) -> float | None:
-        """``epoch_detail`` before the last advance; None before the first."""
+        """The value of ``epoch_detail`` before the last advance, or None before the first."""
         return self._previous_epoch_detail
 
     @property
@@ -133,14 +137,14 @@ class RecountingIterator(Iterator):
         return self._is_new_epoch
 
     def _last_advance(self) -> dict[str, Any]:
-        """Return what is saved of the last advance."""
+        """Return the part of the state that describes the last advance."""
         return {"previous_epoch_detail": self._previous_epoch_detail, "is_new_epoch": self._is_new_epoch}
 
     def _check_last_advance(self, state: Mapping[str, Any]) -> None:
-        """Refuse what cannot have been saved of an advance.
+        """Check the part of a state that describes the last advance.
 
         Raises:
-            StateError: A value is of another type.
+            StateError: If a value has another type.
         """
         if not isinstance(state["previous_epoch_detail"], float | None):
             rule = "must be a float or None"
@@ -149,6 +153,6 @@ class RecountingIterator(Iterator):
             raise StateError(f"`is_new_epoch` must be a bool, got {state['is_new_epoch']!r}.")
 
     def _load_last_advance(self, state: Mapping[str, Any]) -> None:
-        """Take over what was saved of the last advance, after `_check_last_advance`."""
+        """Load the part of a state that describes the last advance, after `_check_last_advance`."""
         self._previous_epoch_detail = state["previous_epoch_detail"]
         self._is_new_epoch = state["is_new_epoch"]

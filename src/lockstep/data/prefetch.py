@@ -1,4 +1,4 @@
-"""Load batches in worker processes ahead of their use, with PyTorch's own loader as the engine."""
+"""Load batches in worker processes in advance, using PyTorch's DataLoader."""
 
 from __future__ import annotations
 
@@ -15,140 +15,141 @@ from torch.utils.data import DataLoader
 from lockstep.data.sample_streams import StreamedDataset
 from lockstep.data.samples import NOT_FETCHED, MapDataset, Samples
 
-# A shared file per tensor would use up the files a process may open: a batch travels as one buffer.
-_Place: TypeAlias = "tuple[int, torch.Size, torch.dtype]"
-_Packed: TypeAlias = "tuple[bytes, torch.Tensor, list[_Place]]"
+# A batch is sent as one buffer: with a shared file per tensor, a process would run out of file descriptors.
+_TensorSpec: TypeAlias = "tuple[int, torch.Size, torch.dtype]"  # the offset in the buffer, the shape, the dtype
+_Packed: TypeAlias = "tuple[bytes, torch.Tensor, list[_TensorSpec]]"
 
 _BATCHES_PER_WORKER = 2
-_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
+_TENSOR_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
 
-Wish: TypeAlias = "tuple[Samples, Sequence[int]]"
-"""A batch, and the ascending places in it of the samples to load."""
+LoadRequest: TypeAlias = "tuple[Samples, Sequence[int]]"
+"""A batch, and the positions in it of the samples to load, in ascending order."""
 
 
 def load_ahead(
-    wishes: Iterable[Wish], dataset: MapDataset, *, in_streams: bool, num_workers: int, seed: int
+    requests: Iterable[LoadRequest], dataset: MapDataset, *, in_streams: bool, num_workers: int, seed: int
 ) -> Generator[Samples]:
-    """Give batches whose samples were loaded in worker processes.
+    """Yield batches whose samples were loaded in worker processes.
 
     Args:
-        wishes: The batches in order; read some batches ahead.
-        dataset: Where their samples come from.
-        in_streams: Whether each sample is loaded in its own random stream.
-        num_workers: At least 1.
-        seed: Of the random numbers of the workers outside of streams.
+        requests: The batches in order; they are read some batches in advance.
+        dataset: The dataset of the samples.
+        in_streams: Whether each sample is loaded with its own random stream.
+        num_workers: The number of worker processes, at least 1.
+        seed: The seed of the random numbers that workers draw outside of streams.
 
     Raises:
-        Exception: What the dataset raised, as PyTorch's loader reports it.
+        Exception: Any exception of the dataset, as PyTorch's DataLoader reports it.
     """
-    # The workers' queue asks for batches before they are given out, so what was asked for is kept.
-    asked: deque[Wish] = deque()
+    # The queue of the workers reads requests before their batches are yielded, so the requests must be kept.
+    pending: deque[LoadRequest] = deque()
     loader = StreamedDataset(dataset) if in_streams else dataset
-    for fetched in fetch_ahead(loader, _keys(wishes, asked), num_workers=num_workers, seed=seed):
-        batch, places = asked.popleft()
-        yield replace(batch, fetched=_in_place(fetched, places, len(batch)))
+    for fetched in fetch_ahead(loader, _sample_keys(requests, pending), num_workers=num_workers, seed=seed):
+        batch, positions = pending.popleft()
+        yield replace(batch, fetched=_spread(fetched, positions, len(batch)))
 
 
-def _keys(wishes: Iterable[Wish], asked: deque[Wish]) -> Generator[Sequence[Any]]:
-    """Name the samples of each batch that workers shall load, and remember the batch."""
-    for batch, places in wishes:
-        asked.append((batch, places))
+def _sample_keys(requests: Iterable[LoadRequest], pending: deque[LoadRequest]) -> Generator[Sequence[Any]]:
+    """Yield the keys of the samples that workers load for each batch, and append the request to ``pending``."""
+    for batch, positions in requests:
+        pending.append((batch, positions))
         indices = batch.indices
         if batch.streams is None:
-            yield [indices[place] for place in places]
+            yield [indices[position] for position in positions]
         else:
             seeds = batch.streams.seeds(indices)
-            yield [(indices[place], seeds[place]) for place in places]
+            yield [(indices[position], seeds[position]) for position in positions]
 
 
-def _in_place(fetched: Sequence[Any], places: Sequence[int], size: int) -> Sequence[Any]:
-    """Put samples to their places in a batch of this size."""
-    if len(places) == size:
+def _spread(fetched: Sequence[Any], positions: Sequence[int], size: int) -> Sequence[Any]:
+    """Return a batch of this size with the fetched samples at their positions."""
+    if len(positions) == size:
         return fetched
     samples = [NOT_FETCHED] * size
-    for place, sample in zip(places, fetched, strict=True):
-        samples[place] = sample
+    for position, sample in zip(positions, fetched, strict=True):
+        samples[position] = sample
     return samples
 
 
 def fetch_ahead(
     dataset: MapDataset | StreamedDataset, batches: Iterable[Sequence[Any]], *, num_workers: int, seed: int
 ) -> Iterator[list[Any]]:
-    """Load batch after batch in worker processes, and give them in order.
+    """Load batches in worker processes, and yield them in order.
 
-    The workers start with the first batch and stop when the iterator is closed or exhausted. They
-    hold two batches each, so ``batches`` is read that far ahead.
+    The workers start with the first batch, and stop when the iterator is closed or exhausted. Each worker
+    holds two batches, so ``batches`` is read that far in advance.
 
     Args:
-        dataset: Must be picklable where worker processes are not forked.
-        batches: What names the samples of each batch: indices, or indices with the seeds of their streams
-            for a `StreamedDataset`.
-        num_workers: At least 1.
-        seed: Where the random numbers of the workers begin, in 32 bits. Which worker loads which batch
-            depends on their number, so without streams a dataset that draws such numbers does so too.
+        dataset: The dataset; it must be picklable if worker processes are not forked.
+        batches: The keys of the samples of each batch: indices, or pairs of an index and the seed of its
+            stream for a `StreamedDataset`.
+        num_workers: The number of worker processes, at least 1.
+        seed: The 32-bit seed of the random numbers of the workers. Which worker loads which batch depends on
+            the number of workers, and so do random numbers that a dataset draws without streams.
 
     Raises:
-        Exception: What the dataset raised, as PyTorch's loader reports it.
+        Exception: Any exception of the dataset, as PyTorch's DataLoader reports it.
     """
     loader: DataLoader[Any] = DataLoader(
-        dataset,  # type: ignore[arg-type]  # the loader asks for no more than these have
+        dataset,  # type: ignore[arg-type]  # the loader uses no other methods than these have
         batch_sampler=(list(indices) for indices in batches),
         num_workers=num_workers,
         collate_fn=pack,
         prefetch_factor=_BATCHES_PER_WORKER,
-        # Else the loader would draw its seed from the default generator.
+        # Without a generator, the loader would draw its seed from the default generator.
         generator=torch.Generator().manual_seed(seed),
     )
     stream = iter(loader)
     try:
         yield from map(unpack, stream)
     finally:
-        # Otherwise they stop when the stream is collected, and an exception may hold on to it for long.
+        # Otherwise the workers run until the iterator is garbage collected, and an exception may hold a reference
+        # to it for a long time.
         stream._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public way
 
 
 def pack(samples: list[Any]) -> _Packed:
-    """Turn samples into one buffer for the bytes of all tensors, and one string for the rest."""
+    """Pack samples into one buffer with the data of all tensors, and one byte string for everything else."""
     stream = io.BytesIO()
     pickler = _Pickler(stream)
     pickler.dump(samples)
-    places = []
+    specs = []
     size = 0
     for tensor in pickler.tensors:
-        places.append((size, tensor.shape, tensor.dtype))
-        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        specs.append((size, tensor.shape, tensor.dtype))
+        size += -(-tensor.nbytes // _TENSOR_ALIGNMENT) * _TENSOR_ALIGNMENT
     buffer = torch.empty(size, dtype=torch.uint8)
-    for tensor, place in zip(pickler.tensors, places, strict=True):
-        _view(buffer, place).copy_(tensor)
-    return stream.getvalue(), buffer, places
+    for tensor, spec in zip(pickler.tensors, specs, strict=True):
+        _view(buffer, spec).copy_(tensor)
+    return stream.getvalue(), buffer, specs
 
 
 def unpack(packed: _Packed) -> list[Any]:
-    """Turn what `pack` made back into samples, whose tensors are views of the buffer.
+    """Unpack samples from the result of `pack`; their tensors are views of the buffer.
 
     >>> unpack(pack([(torch.arange(3), "a name")]))
     [(tensor([0, 1, 2]), 'a name')]
     """
-    content, buffer, places = packed
-    samples: list[Any] = _Unpickler(io.BytesIO(content), [_view(buffer, place) for place in places]).load()
+    content, buffer, specs = packed
+    samples: list[Any] = _Unpickler(io.BytesIO(content), [_view(buffer, spec) for spec in specs]).load()
     return samples
 
 
-def _view(buffer: torch.Tensor, place: _Place) -> torch.Tensor:
-    """Find a tensor's bytes in the buffer."""
-    start, shape, dtype = place
+def _view(buffer: torch.Tensor, spec: _TensorSpec) -> torch.Tensor:
+    """Return a tensor of the buffer as a view."""
+    start, shape, dtype = spec
     return buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps plain tensors out of the stream and collects them."""
+    """A pickler that collects plain tensors instead of writing them to the stream."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
 
     def persistent_id(self, obj: Any) -> int | None:
-        # Whatever is more than values on the CPU goes the long way, and comes back as it was.
+        # Other tensors (with a graph, on a device, of a subclass) are more than their data: they are pickled.
         plain = type(obj) is torch.Tensor and obj.layout == torch.strided and obj.device.type == "cpu"
         if not plain or obj.requires_grad or obj.is_quantized:
             return None
@@ -157,7 +158,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Puts the tensors back."""
+    """An unpickler that inserts the collected tensors again."""
 
     def __init__(self, stream: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(stream)

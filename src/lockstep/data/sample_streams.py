@@ -1,4 +1,4 @@
-"""Random numbers that belong to a sample: the same whoever loads it, when, and in whose company."""
+"""Random numbers per sample, which do not depend on which process loads it, when, or with which other samples."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.utils.data import Subset, TensorDataset
 
 from lockstep.streams import stream_seed
 
-_SAMPLES: Final = 0x53414D504C4553
-"""Sets the streams of samples apart from those of shards, which may have the same seed."""
+_SAMPLE_TAG: Final = 0x53414D504C4553
+"""Separates the streams of samples from those of shards, which may have the same seed."""
 
-_PLAIN: Final = frozenset({TensorDataset, torch.Tensor, list, tuple, str, range})
+_STORED_DATASETS: Final = frozenset({TensorDataset, torch.Tensor, list, tuple, str, range})
 
 
 @final
@@ -24,20 +24,20 @@ _PLAIN: Final = frozenset({TensorDataset, torch.Tensor, list, tuple, str, range}
 class SampleStreams:
     """The random streams of some samples, each keyed by (seed, epoch, sample).
 
-    While a sample is loaded, the three generators that datasets draw from by default are at the start
-    of its stream: the CPU's default generator (or the thread's, inside a shard), Python's `random`, and
-    NumPy's legacy generator ``numpy.random``. Afterwards they are where they were. A generator of
-    the dataset's own, such as ``numpy.random.default_rng()``, is its own affair.
+    While a sample is loaded, the three generators that datasets use by default are at the start of its stream:
+    the CPU's default generator (within a shard, the generator of the thread), Python's `random`, and NumPy's legacy
+    generator ``numpy.random``. Afterwards their previous states are restored. Generators of the dataset's own, such
+    as ``numpy.random.default_rng()``, are not affected.
 
-    Costs some 15 µs a sample, and 0.1 ms each time samples are loaded.
+    It costs about 15 µs per sample, and 0.1 ms each time samples are loaded.
 
     Args:
-        seed: Where the streams come from; any integer.
-        num_samples: How many samples an epoch has.
-        ordinals: For each sample, how many came before it since the run began.
+        seed: The seed of the streams; any integer.
+        num_samples: The number of samples per epoch.
+        ordinals: For each sample, the number of samples before it since the start of the run.
 
-    Determinism: which stream a sample has is integer arithmetic. Streams of a seed do not repeat within
-    2³² samples. A sample that comes twice in one epoch has one stream.
+    Determinism: the stream of a sample is determined by integer arithmetic. The streams of one seed do not
+    repeat within 2³² samples. A sample that occurs twice in one epoch has the same stream both times.
     """
 
     seed: int
@@ -48,44 +48,46 @@ class SampleStreams:
         return replace(self, ordinals=self.ordinals[part])
 
     def seeds(self, indices: Sequence[int]) -> list[int]:
-        """Give the seed of each sample's stream.
+        """Return the seed of the stream of each sample.
 
         >>> streams = SampleStreams(0, 10, range(8, 12))
         >>> streams.seeds([5, 6, 7, 8])[2:] == SampleStreams(0, 10, range(10, 12)).seeds([7, 8])
         True
         """
-        seed = (self.seed << 64) + _SAMPLES
+        seed = (self.seed << 64) + _SAMPLE_TAG
+        # Keyed by the epoch and the index of the sample, and not by its position in the order.
         return [
             stream_seed(seed, ordinal - ordinal % self.num_samples + index)
             for ordinal, index in zip(self.ordinals, indices, strict=True)
         ]
 
 
-def draws_nothing(dataset: object) -> bool:
-    """Tell whether a dataset surely holds ready samples, so that streams would be made for nothing.
+def draws_no_numbers(dataset: object) -> bool:
+    """Return whether a dataset is known to store its samples, so that it needs no random streams.
 
-    >>> draws_nothing(Subset(TensorDataset(torch.zeros(3)), [0, 2])), draws_nothing([object()])
+    >>> draws_no_numbers(Subset(TensorDataset(torch.zeros(3)), [0, 2])), draws_no_numbers([object()])
     (True, True)
     """
-    # Not `isinstance`: a subclass may do more to a sample than to index its tensors.
+    # Not `isinstance`: a subclass may transform the samples that it indexes.
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return type(dataset) in _PLAIN
+    return type(dataset) in _STORED_DATASETS
 
 
 def load_in_streams(load: Callable[[int], Any], indices: Sequence[int], seeds: Sequence[int]) -> list[Any]:
-    """Load samples, each in the random stream of its seed, and leave the generators where they were.
+    """Load samples, each with the random stream of its seed, and restore the generators afterwards.
 
     Args:
-        load: Called with each index.
-        indices: Which samples.
-        seeds: Of their streams, in 0..2³²-1.
+        load: A function that returns the sample of an index.
+        indices: The indices of the samples.
+        seeds: The seeds of their streams, in 0..2³²-1.
     """
-    # Looked up late, for inside a shard the name means the thread's stream.
+    # Looked up here and not at import, because within a shard the name refers to the stream of the thread.
     generator: torch.Generator = torch.random.default_generator  # type: ignore[attr-defined]  # torch's gap
+    # A dataset that uses NumPy has imported it; importing it here would cost time for nothing.
     numpy = sys.modules.get("numpy")
-    ours, pythons = generator.get_state(), random.getstate()
-    numpys = None if numpy is None else numpy.random.get_state()
+    torch_state, python_state = generator.get_state(), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
     samples = []
     try:
         for index, seed in zip(indices, seeds, strict=True):
@@ -95,26 +97,26 @@ def load_in_streams(load: Callable[[int], Any], indices: Sequence[int], seeds: S
                 numpy.random.seed(seed)
             samples.append(load(index))
     finally:
-        generator.set_state(ours)
-        random.setstate(pythons)
+        generator.set_state(torch_state)
+        random.setstate(python_state)
         if numpy is not None:
-            numpy.random.set_state(numpys)
+            numpy.random.set_state(numpy_state)
     return samples
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class StreamedDataset:
-    """A dataset whose samples are named by (index, seed of its stream), for workers to load.
+    """A dataset whose keys are pairs (index, seed of the stream), so that workers need no other state.
 
     Args:
-        dataset: Loads one sample by its index.
+        dataset: The dataset that loads a sample by its index.
     """
 
     dataset: Any
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> list[Any]:
-        """Load samples, each in its stream."""
+        """Load samples, each with its random stream."""
         if not keys:
             return []
         indices, seeds = zip(*keys, strict=True)

@@ -1,4 +1,4 @@
-"""Some samples of a dataset, named by index and loaded when somebody asks for them."""
+"""Samples of a dataset, identified by index and loaded when they are read."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, Final, Protocol, final, overload, runtime_checkable
 from lockstep.data.sample_streams import SampleStreams, load_in_streams
 
 NOT_FETCHED: Final = object()
-"""Stands in the place of a sample that was not loaded ahead, because nobody was to read it."""
+"""A placeholder for a sample that was not loaded in advance, because this process was not expected to read it."""
 
 
 @runtime_checkable
 class MapDataset(Protocol):
-    """A dataset with a length whose samples are found by index, as `torch.utils.data.Dataset` has it."""
+    """A dataset with a length whose samples are accessed by index, like `torch.utils.data.Dataset`."""
 
     def __len__(self) -> int:
-        """Count the samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, index: int, /) -> Any:
         """Load one sample."""
 
 
 @runtime_checkable
-class _ManyAtOnce(Protocol):
-    """A dataset that can load several samples in one go, as PyTorch's own loader asks it to."""
+class _BatchedDataset(Protocol):
+    """A dataset that can load several samples in one call, which PyTorch's DataLoader uses too."""
 
     def __getitems__(self, indices: list[int], /) -> Sequence[Any]: ...
 
@@ -34,18 +34,18 @@ class _ManyAtOnce(Protocol):
 @final
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Samples(Sequence[Any]):
-    """Samples of a dataset by index, as a sequence; each is loaded when it is asked for, every time.
+    """A sequence of samples of a dataset, each of which is loaded every time it is read.
 
-    A slice loads nothing, so whoever cuts a batch into shards and reads only some of them loads
-    only those.
+    Slicing loads nothing: if you split a batch into shards and read only some of them, only their samples are
+    loaded.
 
     Args:
-        dataset: Where the samples come from.
-        indices: Which samples, in which order; an index may occur more than once.
-        fetched: The samples themselves, where somebody has loaded them ahead; one for each index, or
-            `NOT_FETCHED` for one that is to be loaded when it is asked for after all.
-        streams: The random streams to load them in, one for each index; None for whatever the
-            generators hold.
+        dataset: The dataset of the samples.
+        indices: The indices of the samples in their order; an index may occur more than once.
+        fetched: The samples themselves if they were loaded in advance, one per index; `NOT_FETCHED` marks a
+            sample that is loaded when it is read after all.
+        streams: The random streams in which to load them, one per index; None to load them with the current
+            states of the generators.
 
     >>> samples = Samples("abcdef", [5, 0, 3, 3])
     >>> len(samples), samples[0], list(samples[1:])
@@ -60,7 +60,7 @@ class Samples(Sequence[Any]):
     streams: SampleStreams | None = None
 
     def __post_init__(self) -> None:
-        # Ranges and tuples cannot change behind our back, and are what slices hand on.
+        # Ranges and tuples are immutable, and slicing them yields ranges and tuples again.
         if not isinstance(self.indices, range | tuple):
             object.__setattr__(self, "indices", tuple(map(operator.index, self.indices)))
         if self.fetched is not None and len(self.fetched) != len(self.indices):
@@ -86,40 +86,42 @@ class Samples(Sequence[Any]):
             return self.fetched[key]
         if self.streams is None:
             return self.dataset[self.indices[key]]
-        # A negative place becomes the slice that it means.
+        # Indexing the range converts a negative position, which `_unfetched` could not slice with.
         return self._unfetched(range(len(self))[key]).fetch()[0]
 
     def __iter__(self) -> Iterator[Any]:
         if self.streams is not None:
-            # What is drawn between two samples is not theirs, and to change streams for each is dear.
+            # All at once: the loop body must not draw from the stream of a sample, and setting the generators for
+            # every sample separately is slow.
             return iter(self.fetch())
-        # Not the iteration that `Sequence` offers: it takes an IndexError of the dataset for the end.
-        return (self[place] for place in range(len(self)))
+        # Not the iterator of `Sequence`, which would take an IndexError of the dataset for the end.
+        return (self[position] for position in range(len(self)))
 
     def __repr__(self) -> str:
         return f"Samples({type(self.dataset).__name__}, {self.indices})"
 
-    def _unfetched(self, place: int) -> Samples:
-        streams = None if self.streams is None else self.streams[place : place + 1]
-        return Samples(self.dataset, self.indices[place : place + 1], streams=streams)
+    def _unfetched(self, position: int) -> Samples:
+        """Return the sample at one position, without what was loaded in advance."""
+        streams = None if self.streams is None else self.streams[position : position + 1]
+        return Samples(self.dataset, self.indices[position : position + 1], streams=streams)
 
     def fetch(self) -> list[Any]:
-        """Load all samples, in one go where the dataset has ``__getitems__`` and no streams are asked for.
+        """Load all samples; in one call if the dataset has ``__getitems__`` and there are no random streams.
 
-        Several samples that are loaded in one go cannot each have a random stream.
+        Samples that are loaded in one call cannot each have their own random stream.
 
         Raises:
-            ValueError: The dataset's ``__getitems__`` gave another number of samples than asked for.
+            ValueError: If the dataset's ``__getitems__`` returned another number of samples than requested.
         """
         if self.fetched is not None:
             return [
-                self._unfetched(place).fetch()[0] if sample is NOT_FETCHED else sample
-                for place, sample in enumerate(self.fetched)
+                self._unfetched(position).fetch()[0] if sample is NOT_FETCHED else sample
+                for position, sample in enumerate(self.fetched)
             ]
         if self.streams is not None:
             seeds = self.streams.seeds(self.indices)
             return load_in_streams(self.dataset.__getitem__, self.indices, seeds)
-        if not isinstance(self.dataset, _ManyAtOnce):
+        if not isinstance(self.dataset, _BatchedDataset):
             return [self.dataset[index] for index in self.indices]
         samples = list(self.dataset.__getitems__(list(self.indices)))
         if len(samples) != len(self.indices):

@@ -1,4 +1,4 @@
-"""Pull batches out of whatever somebody made to iterate over, epoch after epoch."""
+"""Read batches from any iterable, epoch after epoch."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Final, Protocol, TypeAlias, final, runtime_checkable
 import torch
 from torch import nn
 
+from lockstep.data.split_by_rank import refuse_split_by_rank
 from lockstep.errors import OrderError, ReplayWarning
 
 Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
@@ -20,184 +21,200 @@ _END: Final = object()
 
 @runtime_checkable
 class Resumable(Protocol):
-    """A source that says where it stands and goes on from there, as ``StatefulDataLoader`` of torchdata does.
+    """A source that can save its position and continue from it, like ``StatefulDataLoader`` of torchdata.
 
-    The next iteration over it, after it has loaded a state, begins there; after a state at the end of
-    an epoch, with the next epoch.
+    After it has loaded a state, the next iteration over it continues from there; if the state was saved at the
+    end of an epoch, with the next epoch.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where the iteration under way stands."""
+        """Return the position of the current iteration."""
 
     def load_state_dict(self, state_dict: Any, /) -> object:
-        """Let the next iteration go on from there."""
+        """Set the position from which the next iteration continues."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A place between two batches.
+class SourceCursor:
+    """A position between two batches.
 
     Args:
-        epoch: How many epochs have ended before it.
-        position: How many batches of this epoch lie before it.
-        state: What the source said of it; None where it cannot, or had not begun.
+        epoch: The number of epochs that have ended before it.
+        position: The number of batches of this epoch that come before it.
+        state: The state of the source at this position; None if it has no state or had not started.
     """
 
     epoch: int = 0
     position: int = 0
     state: Any = None
 
-    def same_as(self, other: Place) -> bool:
-        """Tell whether two are one place, whatever the source said."""
+    def same_as(self, other: SourceCursor) -> bool:
+        """Return whether two cursors are at the same position, regardless of the state of the source."""
         return (self.epoch, self.position) == (other.epoch, other.position)
 
 
 @final
 class BatchSource:
-    """Gives one batch after another, each with the place behind it.
+    """Reads the batches of an iterable one by one, each with the cursor after it.
 
-    To know the last batch of an epoch it asks for one more: always where the source has no length; else
-    only behind the last batch that the length promises.
+    To recognize the last batch of an epoch, it reads one batch more: after every batch if the source has no
+    length, otherwise only after the last batch according to the length.
 
     Args:
-        source: Something to iterate over, or a function that returns such.
-        name: What errors call it.
+        source: An iterable, or a function that returns one.
+        name: The name of the argument in error messages.
 
     Raises:
-        TypeError: It is neither, or surely holds no batches.
-        ValueError: It says that it is empty.
+        TypeError: If it is neither, or cannot contain batches.
+        ValueError: If it is empty.
     """
 
     def __init__(self, source: Source, name: str = "source") -> None:
         check_source(source, name)
         self._source: Any = source
-        # Asked once: the answer takes Python as long as a small update's optimizer step.
+        # Checked once, because checking a protocol takes as long as the optimizer step of a small update.
         self._resumable = _as_resumable(source)
         self._name = name
         self.one_shot = isinstance(source, PythonIterator)
-        """Whether it can be iterated over but once, and so has one epoch."""
+        """Whether it can be iterated over only once, and therefore has one epoch."""
         self.num_batches = _length(source)
-        """How many batches an epoch has, where the source says so."""
+        """The number of batches per epoch, or None if the source has no length."""
         if self.num_batches == 0:
             raise ValueError(f"`{name}` must hold at least one batch, got none.")
-        self._place = Place()
+        self._cursor = SourceCursor()
         self._stream: PythonIterator[Any] | None = None
-        self._held: list[Any] = []
-        self._spent = False
-        self.begun = False
-        """Whether anything was asked of it."""
+        self._lookahead: list[Any] = []
+        self._broken = False
+        self.started = False
+        """Whether the source has been iterated over."""
 
     @property
     def resumable(self) -> bool:
-        """Whether the source can say where it stands."""
+        """Whether the source can save its position."""
         return self._resumable is not None
 
-    def go_to(self, place: Place) -> None:
-        """Give the batch behind this place next; the iteration under way is dropped."""
+    def go_to(self, cursor: SourceCursor) -> None:
+        """Continue after this cursor; the current iteration is dropped."""
         self._stream = None
-        self._held.clear()
-        self._place = place
+        self._lookahead.clear()
+        self._cursor = cursor
 
-    def pull(self) -> tuple[Any, Place]:
-        """Give the next batch, and the place behind it.
+    def pull(self) -> tuple[Any, SourceCursor]:
+        """Return the next batch, and the cursor after it.
 
         Raises:
-            ValueError: The source holds fewer or more batches than it promised.
-            OrderError: It raised before, and can be iterated over but once.
-            Exception: What the source raised; the next call begins again at this batch.
+            ValueError: If the source has fewer or more batches than its length.
+            OrderError: If the source has raised an error before and can be iterated over only once.
+            Exception: Any exception of the source; the next call starts again at this batch.
         """
-        if self._spent:
-            remedy = "Make a new one, or give a function that does."
-            raise OrderError(f"`{self._name}` raised, and an iterator cannot be begun again. {remedy}")
+        if self._broken:
+            remedy = "Create a new one, or pass a function that does."
+            raise OrderError(f"`{self._name}` raised an error, and an iterator cannot be restarted. {remedy}")
         try:
-            batch, place = self._pull(self._place)
+            batch, cursor = self._pull(self._cursor)
         except BaseException:
-            self._spent = self.one_shot and self.begun and not self.resumable
-            self.go_to(self._place)
+            # A generator that has raised is finished: its end must not pass for the end of the epoch.
+            self._broken = self.one_shot and self.started and not self.resumable
+            self.go_to(self._cursor)
             raise
-        self._place = place
-        return batch, place
+        self._cursor = cursor
+        return batch, cursor
 
-    def _pull(self, start: Place) -> tuple[Any, Place]:
-        stream = self._begin(start) if self._stream is None else self._stream
-        batch = self._held.pop() if self._held else next(stream, _END)
+    def _pull(self, start: SourceCursor) -> tuple[Any, SourceCursor]:
+        """Read the batch after a cursor, and the next one if it may not exist."""
+        stream = self._start(start) if self._stream is None else self._stream
+        batch = self._lookahead.pop() if self._lookahead else next(stream, _END)
         if batch is _END:
-            raise ValueError(f"`{self._name}` must hold {self._promise(start)}, got {start.position}.")
+            raise ValueError(f"`{self._name}` must hold {self._expected(start)}, got {start.position}.")
         position = start.position + 1
-        place = Place(start.epoch, position, self._state())
+        # The state is read before the next batch is, after which it would be one batch too far.
+        cursor = SourceCursor(start.epoch, position, self._state())
         if self.num_batches is not None and position < self.num_batches:
-            return batch, place
+            return batch, cursor
         following = next(stream, _END)
         if following is _END:
             self._stream = None
-            return batch, Place(start.epoch + 1, 0, self._state())
+            return batch, SourceCursor(start.epoch + 1, 0, self._state())
         if self.num_batches is not None:
-            raise ValueError(f"`{self._name}` must hold {self._promise(start)}, got more.")
-        self._held.append(following)
-        return batch, place
+            raise ValueError(f"`{self._name}` must hold {self._expected(start)}, got more.")
+        self._lookahead.append(following)
+        return batch, cursor
 
-    def _begin(self, start: Place) -> PythonIterator[Any]:
-        """Begin an iteration at a place."""
+    def _start(self, start: SourceCursor) -> PythonIterator[Any]:
+        """Start an iteration at a cursor."""
         source = self._source
-        self.begun = True
+        self.started = True
         if start.state is not None and self._resumable is not None:
             self._resumable.load_state_dict(start.state)
-            self._stream = _iterator(source)
+            self._stream = _iterator(source, self._name)
         elif isinstance(source, Sequence):
             self._stream = islice(source, start.position, None)
         else:
-            self._stream = self._skip(_iterator(source), start)
+            self._stream = self._skip(_iterator(source, self._name), start)
         return self._stream
 
-    def _skip(self, stream: PythonIterator[Any], start: Place) -> PythonIterator[Any]:
-        """Load and drop the batches before a place."""
+    def _skip(self, stream: PythonIterator[Any], start: SourceCursor) -> PythonIterator[Any]:
+        """Load and discard the batches before a cursor."""
         if start.position:
             warnings.warn(
-                f"`{self._name}` cannot begin in the middle: {start.position} batches of epoch {start.epoch} "
-                "are loaded once more and dropped. What follows is right if it gives the same batches again.",
+                f"`{self._name}` cannot start in the middle of an epoch: {start.position} batches of epoch "
+                f"{start.epoch} are loaded again and discarded. This is correct if it yields the same batches again.",
                 ReplayWarning,
                 stacklevel=2,
             )
         for position in range(start.position):
             if next(stream, _END) is _END:
-                raise ValueError(f"`{self._name}` must hold {self._promise(start)}, got {position}.")
+                raise ValueError(f"`{self._name}` must hold {self._expected(start)}, got {position}.")
         return stream
 
     def _state(self) -> Any:
+        """Return the state of the source, or None if it has none."""
         return None if self._resumable is None else self._resumable.state_dict()
 
-    def _promise(self, start: Place) -> str:
+    def _expected(self, start: SourceCursor) -> str:
+        """Describe, for an error message, how many batches the source must have."""
         if self.num_batches is not None:
-            return f"as many batches in each epoch as its `len()` says ({self.num_batches})"
+            return f"as many batches in each epoch as its `len()` ({self.num_batches})"
         return f"at least {start.position + 1} batches in epoch {start.epoch}"
 
 
 def check_source(source: object, name: str) -> None:
-    """Refuse what surely is no source of batches.
+    """Check that an object can be a source of batches, and of the same ones on every rank.
 
     Raises:
-        TypeError: It cannot be iterated over, or what it would give are no batches.
+        TypeError: If it is not iterable, or its items cannot be batches.
+        ValueError: If its sampler shares the samples among several processes.
     """
+    # These can be iterated over or called, but not for batches: a tensor yields its samples one by one.
     no_batches = isinstance(source, torch.Tensor | nn.Module | Mapping | str | bytes | type)
     if no_batches or not (isinstance(source, Iterable) or callable(source)):
         rule = "must be a lockstep Iterator, an iterable of batches or a function that returns one"
         remedy = "`BatchIterator` makes batches of a dataset."
         raise TypeError(f"`{name}` {rule}, got a {type(source).__name__}. {remedy}")
+    refuse_split_by_rank(source, name)
 
 
 def _as_resumable(source: object) -> Resumable | None:
+    """Return the source if it can save its position, otherwise None."""
     return source if isinstance(source, Resumable) else None
 
 
-def _iterator(source: Any) -> PythonIterator[Any]:
-    return iter(source if isinstance(source, Iterable) else source())
+def _iterator(source: Any, name: str) -> PythonIterator[Any]:
+    """Return an iterator over a source, or over what it returns if it is a function."""
+    if isinstance(source, Iterable):
+        return iter(source)
+    made = source()
+    refuse_split_by_rank(made, name)  # `check_source` has seen the function only
+    return iter(made)
 
 
 def _length(source: object) -> int | None:
+    """Return the length of a source, or None if it has none."""
     if not isinstance(source, Sized):
         return None
     try:
         return len(source)
     except TypeError:
-        return None  # so says a DataLoader whose dataset has no length
+        # A DataLoader always has the method, and raises this for a dataset without a length.
+        return None

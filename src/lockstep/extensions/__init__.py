@@ -1,4 +1,4 @@
-"""What a training run does besides updating: evaluate, log, print, plot, show a bar."""
+"""The extensions that come with lockstep: evaluation, logs, tables, plots and a progress bar."""
 
 from lockstep.extensions.evaluator import Evaluator as Evaluator
 from lockstep.extensions.log_report import LogReport as LogReport

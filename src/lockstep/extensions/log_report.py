@@ -1,4 +1,4 @@
-"""Keep what was observed: one line of JSON for each interval."""
+"""Log the observed values, one line of JSON per interval."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from lockstep.triggers import TriggerSpec
 
 LogEntry: TypeAlias = dict[str, float]
 
-COUNTERS = ("epoch", "iteration", "epoch_detail", "elapsed_time")
-"""What every entry begins with."""
+COUNTER_KEYS = ("epoch", "iteration", "epoch_detail", "elapsed_time")
+"""The keys at the start of every entry."""
 
 
 class LogReport(Extension):
-    """Averages what is observed over an interval and writes it as one line of ``log.jsonl``.
+    """Averages the observed values over an interval, and writes the means as one line of ``log.jsonl``.
 
-    An entry holds ``epoch``, ``iteration``, ``epoch_detail`` and ``elapsed_time``, and the mean of
-    each value observed since the last entry: sums over summed weights, so samples count equally
-    however unequal the updates were. Numbers that are not finite are written as the strings
-    ``"nan"``, ``"inf"`` and ``"-inf"``.
+    An entry contains ``epoch``, ``iteration``, ``epoch_detail`` and ``elapsed_time``, and the mean of each value
+    observed since the last entry: sums divided by summed weights, so that samples count equally even if updates had
+    different sizes. Numbers that are not finite are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 
-    A line is written in one piece. A run that begins or is resumed first rewrites the file from
-    the entries it has in memory, so lines that a killed process wrote after the saved state, or
-    half wrote, are gone; and a fresh run in the folder of an old one begins a fresh log. Of several
-    processes each has the log, and rank 0 writes the file.
+    A line is written in one call. When a run starts or resumes, it first rewrites the file from the entries in
+    memory, which removes lines, complete or not, that a killed process wrote after the saved state; a new run in
+    the folder of an old one starts a new log. With several processes, each process has the log in memory, and
+    rank 0 writes the file.
 
     Args:
-        keys: The names to keep; all unless given.
-        trigger: When an interval ends.
-        filename: The file, below the trainer's folder.
+        keys: The names to log; by default all.
+        trigger: The trigger that ends an interval.
+        filename: The file name, relative to the trainer's folder.
+        last: The names of values for which an entry holds the last one of the interval instead of the mean, such as
+            learning rates. A name also stands for every name that ends with ``"/"`` and that name.
 
-    Determinism: the means depend on the values alone (see `metrics.Average`); ``elapsed_time`` is a clock's.
+    Determinism: the means depend only on the values (see `metrics.Average`); ``elapsed_time`` is read from a clock.
     """
 
     def __init__(
@@ -45,31 +46,37 @@ class LogReport(Extension):
         keys: Sequence[str] | None = None,
         trigger: TriggerSpec = (1, "epoch"),
         filename: str = "log.jsonl",
+        *,
+        last: Sequence[str] = ("lr",),
     ) -> None:
         self.keys = None if keys is None else tuple(keys)
         self.trigger = trigger
         self.filename = filename
+        self.last = tuple(last)
         self._log: list[LogEntry] = []
         self._averages: dict[str, Average] = {}
 
     @property
     def log(self) -> list[LogEntry]:
-        """All entries so far, those before a resume included, in a new list."""
+        """All entries so far, including those before the run was resumed, in a new list."""
         return list(self._log)
 
     @property
     def num_entries(self) -> int:
-        """How many entries there are."""
+        """The number of entries."""
         return len(self._log)
 
     def collect(self, trainer: Trainer) -> None:
-        """Take the observation of one update in; nothing is read from the device."""
+        """Add the observation of one update to the averages; nothing is read from the device."""
         for name, value in trainer.observation.items():
-            if self.keys is None or name in self.keys:
-                self._averages.setdefault(name, Average()).update(value)
+            if self.keys is not None and name not in self.keys:
+                continue
+            if name.endswith(tuple(f"/{last}" for last in self.last)) or name in self.last:
+                self._averages[name] = Average()
+            self._averages.setdefault(name, Average()).update(value)
 
     def __call__(self, trainer: Trainer) -> None:
-        """End the interval: read the means and write a line."""
+        """End the interval: compute the means and write a line."""
         entry: LogEntry = {
             "epoch": trainer.updater.epoch,
             "iteration": trainer.updater.iteration,
@@ -78,7 +85,7 @@ class LogReport(Extension):
         }
         entry.update({name: average.compute() for name, average in self._averages.items()})
         if trainer.is_main:
-            # Unbuffered: the line leaves in one call, and a killed process leaves it whole or not at all.
+            # Unbuffered, so that the line is written in one call: a killed process leaves it complete or not at all.
             with (trainer.out / self.filename).open("ab", buffering=0) as file:
                 file.write(_line(entry))
         self._log.append(entry)
@@ -90,18 +97,20 @@ class LogReport(Extension):
             return
         path = trainer.out / self.filename
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = Path(f"{path}.new")
-        whole.write_bytes(b"".join(map(_line, self._log)))
-        whole.replace(path)
+        # Replaced in one step, so that a process that is killed here leaves the old file or the new one.
+        new = Path(f"{path}.new")
+        new.write_bytes(b"".join(map(_line, self._log)))
+        new.replace(path)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the entries so far and the values of the interval under way."""
+        """Return the entries so far, and the averages of the current interval."""
         averages = {name: average.state_dict() for name, average in self._averages.items()}
         return {"log": [dict(entry) for entry in self._log], "averages": averages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Load a saved state."""
         check_keys(state, ("log", "averages"), of="LogReport")
+        # Everything is built before the first attribute is set, so that an error changes nothing.
         averages = {name: Average() for name in state["averages"]}
         for name, average in averages.items():
             average.load_state_dict(state["averages"][name])
@@ -112,8 +121,13 @@ class LogReport(Extension):
 def find_log(trainer: Trainer, name: str, *, reader: Extension) -> LogReport:
     """Return the log that another extension reads.
 
+    Args:
+        trainer: The trainer of both extensions.
+        name: The name of the `LogReport`.
+        reader: The extension that reads the log.
+
     Raises:
-        TypeError: No `LogReport` was hung in under this name.
+        TypeError: If no `LogReport` was added under this name.
     """
     try:
         extension = trainer.get_extension(name)
@@ -121,10 +135,12 @@ def find_log(trainer: Trainer, name: str, *, reader: Extension) -> LogReport:
         extension = reader
     if not isinstance(extension, LogReport):
         rule = f"must name a LogReport that {reader.name} can read"
-        raise TypeError(f"`log_report` {rule}, got {name!r}. Call `trainer.extend(LogReport())`, too.")
+        raise TypeError(f"`log_report` {rule}, got {name!r}. Call `trainer.extend(LogReport())` as well.")
     return extension
 
 
 def _line(entry: LogEntry) -> bytes:
+    """Return an entry as a line of JSON."""
+    # JSON has no NaN and no infinities, and other readers reject those that Python writes.
     finite = {key: value if math.isfinite(value) else str(value) for key, value in entry.items()}
     return json.dumps(finite, allow_nan=False).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""Draw the log as curves."""
+"""Plot the log as curves."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.extensions.log_report import COUNTERS, LogEntry, find_log
+from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SHARE = 0.05
-"""How much of a run's time may go into drawing."""
+MAX_TIME_FRACTION = 0.05
+"""The largest fraction of a run's time that is spent on plotting."""
 
 
 class PlotReport(Extension):
-    """Draws the entries of a `LogReport` over epochs, as a picture in the trainer's folder.
+    """Plots the entries of a `LogReport` over epochs, as an image in the trainer's folder.
 
-    Names that end alike share their axes: ``main/loss`` and ``validation/main/loss`` are two curves of
-    one panel, ``loss``. The picture is replaced in one piece. A firing is left out where drawing would
-    take more than a twentieth of the run's time; the whole curve is drawn when the run ends. Of several
-    processes, rank 0 draws.
+    Names with the same last part share their axes: ``main/loss`` and ``validation/main/loss`` are two curves of
+    one panel, ``loss``. The image is replaced in one step. When the trigger fires, no plot is made if plotting would
+    take more than a twentieth of the run's time; the complete curve is plotted when the run ends. With several
+    processes, rank 0 plots.
 
     Args:
-        keys: The names to draw; all that the log has unless given.
-        filename: The file, below the trainer's folder; its ending names the format.
-        trigger: When to draw.
-        title: The heading; the name of the trainer's folder unless given.
+        keys: The names to plot; by default all names in the log.
+        filename: The file name, relative to the trainer's folder; its extension determines the format.
+        trigger: The trigger that decides when to plot.
+        title: The title; by default the name of the trainer's folder.
         log_report: The name of the `LogReport`.
 
     Raises:
-        ImportError: matplotlib is missing.
+        ImportError: If matplotlib is not installed.
     """
 
     priority = READER - 1
@@ -62,37 +62,38 @@ class PlotReport(Extension):
         find_log(trainer, self.log_report, reader=self)
 
     def __call__(self, trainer: Trainer) -> None:
-        """Draw, unless the last drawing was just before."""
+        """Plot the log, unless the last plot is too recent."""
         if trainer.is_main and time.perf_counter() >= self._next:
             self._draw(trainer)
 
     def finalize(self, trainer: Trainer) -> None:
-        """Draw the whole curve."""
+        """Plot the complete log."""
         if trainer.is_main:
             self._draw(trainer)
 
     def _draw(self, trainer: Trainer) -> None:
-        began = time.perf_counter()
+        """Plot the log, and compute from the time taken when the next plot may be made."""
+        start = time.perf_counter()
         log = find_log(trainer, self.log_report, reader=self).log
         panels = _panels(log, self.keys)
         if panels:
             path = trainer.out / self.filename
             draw(log, panels, path, title=self.title or trainer.out.resolve().name)
-        ended = time.perf_counter()
-        self._next = ended + (ended - began) / SHARE
+        end = time.perf_counter()
+        self._next = end + (end - start) / MAX_TIME_FRACTION
 
 
 def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, title: str) -> None:
-    """Draw a log into a file, one panel beside the other.
+    """Plot a log to a file, with the panels side by side.
 
     Args:
-        log: The entries.
-        panels: The names of the curves of each panel, by the panel's own name.
-        path: The file, replaced in one piece.
-        title: The heading.
+        log: The entries of the log.
+        panels: The names of the curves of each panel, by the name of the panel.
+        path: The file, which is replaced in one step.
+        title: The title of the figure.
     """
-    # Imported here: it takes a second, and is needed by those who plot only. The figure is made
-    # without pyplot, whose state would be shared with the caller's own figures.
+    # Imported here, because it takes a second and only plots need it. The figure is created without pyplot, whose
+    # state would be shared with your own figures.
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - lazy, see above
     from matplotlib.figure import Figure  # noqa: PLC0415 - lazy, see above
 
@@ -109,6 +110,7 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
         axes.legend()
+    # Replaced in one step, because you may be viewing the image.
     new = path.with_name(f"{path.name}.new")
     canvas.print_figure(new, format=path.suffix.removeprefix(".") or "png", dpi=110)
     new.replace(path)
@@ -116,33 +118,35 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
 
 def _panels(log: Sequence[LogEntry], keys: Sequence[str] | None) -> dict[str, list[str]]:
     """Group the names in the log by their last part."""
-    there = dict.fromkeys(name for entry in log for name in entry if name not in COUNTERS)
+    logged = dict.fromkeys(name for entry in log for name in entry if name not in COUNTER_KEYS)
     panels: dict[str, list[str]] = {}
-    for key in there if keys is None else [key for key in keys if key in there]:
+    for key in logged if keys is None else [key for key in keys if key in logged]:
         panels.setdefault(key.rpartition("/")[2], []).append(key)
     return panels
 
 
 def _curve(axes: Axes, log: Sequence[LogEntry], key: str) -> None:
+    """Plot the finite values of one name."""
     points = [(entry["epoch_detail"], entry[key]) for entry in log if key in entry and math.isfinite(entry[key])]
     axes.plot(
         [epoch for epoch, _ in points],
         [value for _, value in points],
         label=_label(key),
-        marker="o" if len(points) <= 30 else "",  # noqa: PLR2004 - beyond, dots run into a band
+        marker="o" if len(points) <= 30 else "",  # noqa: PLR2004 - more markers would overlap
         markersize=3.5,
         linewidth=1.5,
     )
 
 
 def _label(key: str) -> str:
-    """Return the part of a name that tells the curves of one panel apart."""
+    """Return the part of a name that distinguishes the curves of one panel."""
     source = key.rpartition("/")[0]
     return "training" if source == "main" else source.removesuffix("/main") or key
 
 
 def _check_matplotlib() -> None:
+    """Check that matplotlib is installed."""
     try:
-        import matplotlib.figure  # noqa: F401, PLC0415 - lazy, and only to see whether it is there
+        import matplotlib.figure  # noqa: F401, PLC0415 - lazy, and only to check that it is installed
     except ImportError as error:
-        raise ImportError("PlotReport must find matplotlib. Install it: pip install 'lockstep-torch[plot]'.") from error
+        raise ImportError("PlotReport requires matplotlib. Install it: pip install 'lockstep-torch[plot]'.") from error

@@ -8,24 +8,24 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from lockstep.extensions.log_report import COUNTERS, LogEntry, find_log
+from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
 from lockstep.trainer import READER, Extension, Trainer
 
-WIDTH = 11
-"""The least number of characters in a column."""
+MIN_COLUMN_WIDTH = 11
+"""The smallest width of a column, in characters."""
 
 
 class PrintReport(Extension):
-    """Prints a line for each entry of a `LogReport`, under a heading.
+    """Prints a line for each entry of a `LogReport`, below a header.
 
-    It comes after the log in each iteration, in whatever order the two were hung in, and
-    lifts a `ProgressBar` out of the way of its lines. A line can be read as soon as it is printed, through
-    a pipe or in a file also. Of several processes, rank 0 prints.
+    It runs after the log in each iteration, in whichever order the two were added, and its lines do not interfere
+    with a `ProgressBar`. Each line is flushed, so that it can be read at once, also through a pipe or in a file. With
+    several processes, rank 0 prints.
 
     Args:
-        entries: The columns. All that the log has, unless given; when new ones turn up in the log, a
-            new heading is printed.
-        out: Where to; the standard output of the moment unless given.
+        entries: The names of the columns. By default all names in the log; when new names appear, a new header is
+            printed.
+        out: The stream to print to; by default the current standard output.
         log_report: The name of the `LogReport`.
     """
 
@@ -46,7 +46,7 @@ class PrintReport(Extension):
         self._printed = 0
 
     def initialize(self, trainer: Trainer) -> None:
-        """Check that there is a log, and print the heading anew."""
+        """Check that there is a log, and print the header again."""
         find_log(trainer, self.log_report, reader=self)
         self._columns = ()
 
@@ -59,31 +59,34 @@ class PrintReport(Extension):
             self._printed = report.num_entries
 
     def finalize(self, trainer: Trainer) -> None:
-        """Print what is left."""
+        """Print the entries that are left."""
         self(trainer)
 
     def _print(self, entry: LogEntry) -> None:
+        """Print one entry, with a header if the columns have changed."""
         columns = self.entries or _columns(self._columns, entry)
         if columns != self._columns:
             self._columns = columns
-            self._write("  ".join(f"{name:<{WIDTH}}" for name in columns))
-        self._write("  ".join(f"{_cell(name, entry):<{max(WIDTH, len(name))}}" for name in columns))
+            self._write("  ".join(f"{name:<{MIN_COLUMN_WIDTH}}" for name in columns))
+        self._write("  ".join(f"{_cell(name, entry):<{max(MIN_COLUMN_WIDTH, len(name))}}" for name in columns))
 
     def _write(self, line: str) -> None:
-        # Not plain writing: tqdm takes bars that are on the same screen away first and draws them again.
+        """Write a line without interfering with progress bars."""
+        # `tqdm.write` clears the bars on the same terminal first and redraws them after the line.
         out = self.out or sys.stdout
         tqdm.write(line.rstrip(), file=out)
-        # Through a pipe Python gathers some kilobytes, which may be all that a run has to say.
+        # To a pipe, Python writes in blocks of several kilobytes, which may be more than a run prints.
         out.flush()
 
 
 def _columns(known: tuple[str, ...], entry: LogEntry) -> tuple[str, ...]:
-    """Return the counters, the values known before and the new ones; the time comes last."""
-    values = [name for name in (*known, *entry) if name not in COUNTERS]
+    """Return the columns: the counters, the known names and the new ones, and the elapsed time."""
+    values = [name for name in (*known, *entry) if name not in COUNTER_KEYS]
     return ("epoch", "iteration", *dict.fromkeys(values), "elapsed_time")
 
 
 def _cell(name: str, entry: LogEntry) -> str:
+    """Format the value of an entry for its column, which is empty if there is none."""
     if name not in entry:
         return ""
     return f"{entry[name]:.1f}" if name == "elapsed_time" else f"{entry[name]:.6g}"

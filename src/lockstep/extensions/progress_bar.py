@@ -1,4 +1,4 @@
-"""Show how far a run has come."""
+"""Display the progress of a run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ from tqdm import tqdm
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import Unit, Until, position
 
-BOUNDED = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
-UNBOUNDED = "{desc} [{elapsed}]"
+FORMAT_WITH_BOUND = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
+FORMAT_WITHOUT_BOUND = "{desc} [{elapsed}]"
 
 
 class ProgressBar(Extension):
-    """Shows a bar of the whole run with the epoch, the iteration and updates per second.
+    """Displays a progress bar for the whole run, with the epoch, the iteration and the updates per second.
 
-    The bar is as long as the trainer's bound; for a run that a trigger ends there is a line
-    without a bar. It is drawn at most ten times a second, and closed whenever the run ends. Of several
-    processes, rank 0 draws it.
+    The length of the bar is the bound of the trainer; a run that ends by a trigger has a line without a bar. It is
+    redrawn at most ten times per second, and closed when the run ends. With several processes, rank 0 draws it.
 
     Args:
-        show: True draws it always, False never, None only on a terminal: in a file every redrawing
-            would be one more line.
-        out: Where to; the standard error of the moment unless given.
+        show: Whether to draw the bar. None draws it only on a terminal, because in a file each redrawing would
+            add a line.
+        out: The stream to draw to; by default the current standard error.
     """
 
     priority = READER - 2
@@ -35,19 +34,20 @@ class ProgressBar(Extension):
         self.out = out
         self._bar: _Bar | None = None
         self._unit: Unit = "iteration"
-        self._began_at = (0, 0.0)
+        self._start = (0, 0.0)
 
     def initialize(self, trainer: Trainer) -> None:
-        """Open the bar where the run stands."""
+        """Create the bar at the current position of the run."""
         until = trainer.until if isinstance(trainer.until, Until) else None
         self._unit = until.unit if until else "iteration"
-        self._began_at = (trainer.updater.iteration, time.perf_counter())
+        # The speed is that since the run started or resumed, and not that of an earlier process.
+        self._start = (trainer.updater.iteration, time.perf_counter())
         self._bar = _Bar(
             total=until.bound if until else None,
             initial=min(position(trainer, self._unit), until.bound) if until else 0,
             file=self.out or sys.stderr,
             disable=True if not trainer.is_main else None if self.show is None else not self.show,
-            bar_format=BOUNDED if until else UNBOUNDED,
+            bar_format=FORMAT_WITH_BOUND if until else FORMAT_WITHOUT_BOUND,
             mininterval=0.1,
             miniters=0,
             dynamic_ncols=True,
@@ -55,7 +55,7 @@ class ProgressBar(Extension):
         )
 
     def __call__(self, trainer: Trainer) -> None:
-        """Draw the bar, if it was not drawn just before."""
+        """Redraw the bar, unless the last redrawing is too recent."""
         if self._bar is not None and not self._bar.disable:
             self._show(self._bar, trainer)
             self._bar.update(0)
@@ -70,20 +70,22 @@ class ProgressBar(Extension):
             self._bar = None
 
     def _show(self, bar: _Bar, trainer: Trainer) -> None:
-        iteration, began = self._began_at
-        speed = (trainer.updater.iteration - iteration) / max(time.perf_counter() - began, 1e-9)
-        # The last update of an uneven epoch leads a little beyond the bound.
-        place = position(trainer, self._unit)
-        bar.n = place if bar.total is None else min(place, bar.total)
+        """Set the position and the text of the bar."""
+        iteration, start = self._start
+        speed = (trainer.updater.iteration - iteration) / max(time.perf_counter() - start, 1e-9)
+        # If an epoch is not a whole number of updates, the last update goes slightly beyond the bound.
+        current = position(trainer, self._unit)
+        bar.n = current if bar.total is None else min(current, bar.total)
         bar.desc = _text(trainer, speed)
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm is untyped
-    """A bar without the thread that would redraw a silent one: a run leaves no thread behind."""
+    """A bar without tqdm's monitor thread, which would outlive the run."""
 
     monitor_interval = 0
 
 
 def _text(trainer: Trainer, speed: float) -> str:
+    """Return the text next to the bar."""
     updater = trainer.updater
     return f"epoch {updater.epoch_detail:.2f}, iteration {updater.iteration}, {speed:.1f} updates/s"

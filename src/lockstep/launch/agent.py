@@ -14,30 +14,33 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lockstep.communicators import AGENT, BRIEF, TIMEOUT, timeout_for
+from lockstep.communicators import AGENT_ENV, BRIEF_ENV, TIMEOUT_ENV, timeout_for
 from lockstep.launch.rank import loopback_interface
 
-ENDING: Final = 10
+SHUTDOWN_TIMEOUT: Final = 10
 """Seconds that the processes have to end after Ctrl-C or another signal, before they are killed."""
-RENDEZVOUS: Final = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
-"""How soon machines notice that one of them is gone; with torch's own times it takes a minute."""
+RENDEZVOUS_OPTIONS: Final = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""Options by which a machine that is gone is noticed after seconds; with torch's defaults it takes a minute."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What to start, and where.
+    """The script to start, and the processes and machines to start it on.
 
     Attributes:
-        script: The script, or the module where `as_module`.
-        arguments: Of the script.
-        num_processes: On this machine: a number, or ``"auto"``, ``"gpu"``, ``"cpu"``.
-        nodes: How many machines take part; ``"2:4"`` for from two to four.
-        rendezvous: ``host:port`` where the machines meet; empty for this machine alone.
-        address: Where other machines reach this one; empty for what its name says.
-        run_id: The name that machines of one run have in common.
-        max_restarts: How often all processes are started again when one has failed.
-        timeout: Seconds that a rank waits for another.
+        script: The path of the script, or the name of a module if `as_module` is true.
+        arguments: The arguments of the script.
+        num_processes: The number of processes on this machine, or ``"auto"``, ``"gpu"`` or ``"cpu"``.
+        nodes: The number of machines; ``"2:4"`` for two to four.
+        rendezvous: The address ``host:port`` at which the machines meet; empty to use this machine alone.
+        address: The name or IP address by which other machines reach this one; empty to use its host name.
+        run_id: A name that is the same on all machines of one run.
+        max_restarts: How often all processes are restarted after one has failed, at least 0.
+        timeout: Seconds that a rank waits for another before it raises, more than 0.
         as_module: Whether `script` is the name of a module.
+
+    Raises:
+        ValueError: If an attribute is out of range, or `rendezvous` is missing for several machines.
     """
 
     script: str
@@ -59,45 +62,56 @@ class Run:
         timeout_for(self.timeout, {})
 
     def command_line(self) -> list[str]:
-        """Say it in torchrun's words."""
+        """Return the arguments for torchrun."""
         meeting = ["--standalone"]
         if self.rendezvous:
             meeting = ["--nnodes", self.nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", self.rendezvous]
-            keeps = ",is_host=1" if is_own_address(self.rendezvous.rpartition(":")[0]) else ""
-            meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS + keeps]
+            # torch recognizes its own machine by host name only, and might find no machine to host the store.
+            hosts = ",is_host=1" if is_own_address(self.rendezvous.rpartition(":")[0]) else ""
+            meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS_OPTIONS + hosts]
             meeting += ["--local-addr", self.address] if self.address else []
         start = ["--nproc-per-node", self.num_processes, "--max-restarts", str(self.max_restarts)]
         module = ["--module"] if self.as_module else []
         return [*meeting, *start, *module, self.script, *self.arguments]
 
     def prepare(self, variables: MutableMapping[str, str]) -> None:
-        """Set what the agent and its processes read from the environment.
+        """Set the environment variables that the agent and its processes read.
+
+        Variables that you have set yourself are kept, except for those that `lockstep run` depends on.
 
         Args:
-            variables: As `os.environ`; changed in place. What the user has set himself stays, but for the
-                store: an agent that kept one would hand restarted processes the addresses of dead ones.
+            variables: The environment variables, such as `os.environ`. Changed in place.
         """
+        # An agent that kept its store over restarts would give the new processes the addresses of dead ones.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        variables[BRIEF] = "1"
-        variables[AGENT] = str(os.getpid())
-        variables[TIMEOUT] = f"{self.timeout:g}"
+        variables[BRIEF_ENV] = "1"
+        variables[AGENT_ENV] = str(os.getpid())
+        variables[TIMEOUT_ENV] = f"{self.timeout:g}"
         variables.setdefault("OMP_NUM_THREADS", "1")
-        variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(ENDING))
-        # Else gloo and the store warn of each broken connection.
+        variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT))
+        # Otherwise gloo and the store print a warning for each broken connection.
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if not self.rendezvous:
+            # The ranks of one machine need no interface that other machines can reach.
             variables.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
 
 
 def is_own_address(host: str) -> bool:
-    """Tell whether other machines reach this one by a name or number; torch only compares it with host names.
+    """Return whether other machines reach this one by a host name or IP address.
 
-    On the loopback that is left to torch: two agents may stand for two machines there, and one keeps it.
+    Args:
+        host: The host name or IP address.
+
+    Returns:
+        Whether the address belongs to this machine; always False on the loopback, where torch decides by itself which
+        agent hosts the store.
     """
     try:
         number = socket.gethostbyname(host)
+        # Two agents on one machine may represent two machines, and only one of them may host the store.
         if number.startswith("127."):
             return False
+        # Only an address of this machine can be bound.
         socket.create_server((number, 0)).close()
     except OSError:
         return False
@@ -105,10 +119,14 @@ def is_own_address(host: str) -> bool:
 
 
 def run(settings: Run) -> int:
-    """Start the processes, and wait for their end.
+    """Start the processes of a run, and wait until they have ended.
+
+    Args:
+        settings: The script to start, and the processes and machines to start it on.
 
     Returns:
-        The exit code to end with: 0, that of the process that failed first, or 128 and a signal's number.
+        The exit code for this process: 0 if all processes succeeded, else the exit code of the process that failed
+        first, or 128 plus the number of the signal that ended it.
     """
     settings.prepare(os.environ)
     try:
@@ -116,6 +134,7 @@ def run(settings: Run) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"lockstep run: {describe(rank, failure)}", file=sys.stderr)
+        # torch reports a signal as a negative exit code; shells expect 128 plus its number.
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     except SignalException as error:
         return 128 + int(error.sigval)
@@ -123,7 +142,12 @@ def run(settings: Run) -> int:
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:
-    """Say how a process ended."""
+    """Return a sentence that says how a process ended.
+
+    Args:
+        rank: The rank of the process.
+        failure: Its failure as torchrun's agent reports it.
+    """
     if failure.exitcode < 0:
         return f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}."
-    return f"rank {rank} exited with code {failure.exitcode}; what it said stands above."
+    return f"rank {rank} exited with code {failure.exitcode}; see its output above."

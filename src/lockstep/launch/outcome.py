@@ -1,4 +1,4 @@
-"""How a rank ended, and which end of several was the first cause of the others."""
+"""How a rank ended, and which of several failures caused the others."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-UNGUARDED = (
-    " If it said that a process was started while another was starting, the call of `launch` belongs under "
+UNGUARDED_HINT = (
+    " If its output says that a process was started while another was starting, the call of `launch` belongs under "
     '`if __name__ == "__main__":`.'
 )
+"""What to add about a process that exited with code 1: that is how an unguarded script ends."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended; with nothing but `rank`, that it had not ended when the others were stopped.
+    """How one rank ended. If only `rank` is set, the rank had not ended when the others were stopped.
 
     Attributes:
-        rank: Whose end it is.
+        rank: The rank.
         value: What `main` returned.
-        error: The error's type and message; empty where none was raised.
-        traceback: The error's traceback as text.
-        peer: The rank that the error blames, if it is another's.
+        error: The type and the message of the error; empty if none was raised.
+        traceback: The traceback of the error as text.
+        peer: The rank that the error blames, if it is another one.
         phase: What the failed rank was doing, if that is known.
-        exit_code: Of a process that ended without a word; below 0 for a signal's number.
+        exit_code: The exit code of a process that ended without sending an outcome; below 0 for a signal's number.
     """
 
     rank: int
@@ -37,16 +38,16 @@ class Outcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by anything but returning."""
+        """Whether the rank raised an error or ended without an outcome."""
         return bool(self.error) or self.exit_code is not None
 
     @property
     def blamed(self) -> int:
-        """The rank whose failure this is."""
+        """The rank that caused this outcome."""
         return self.rank if self.peer is None else self.peer
 
     def describe(self) -> str:
-        """Say it in a sentence, followed by the traceback if there is one."""
+        """Return a sentence that says how the rank ended, followed by the traceback if there is one."""
         if self.error:
             return f"Rank {self.rank} raised {self.error}\n\n{self.traceback}"
         if self.exit_code is None:
@@ -54,18 +55,24 @@ class Outcome:
         if self.exit_code < 0:
             return f"Rank {self.rank} was killed by {signal.Signals(-self.exit_code).name}."
         exited = f"Rank {self.rank} exited with code {self.exit_code} before `main` returned."
-        return exited + (UNGUARDED if self.exit_code == 1 else "")
+        return exited + (UNGUARDED_HINT if self.exit_code == 1 else "")
 
 
 def first_cause(outcomes: Iterable[Outcome]) -> Outcome | None:
-    """Give the failure that the others follow from; None where all ranks returned.
+    """Find the failure that caused the others.
 
-    A rank's own error explains most, then an end without a word, then one rank's report about another.
+    Args:
+        outcomes: The outcomes of all ranks.
 
-    >>> raised, told = Outcome(1, error="ValueError: no"), Outcome(0, error="PeerError: rank 1", peer=1)
-    >>> first_cause([told, raised]).rank
+    Returns:
+        The outcome of a rank that raised its own error, else of a rank that ended without an outcome, else of
+        a rank that blames another one; None if no rank failed.
+
+    >>> raised, blaming = Outcome(1, error="ValueError: no"), Outcome(0, error="PeerError: rank 1", peer=1)
+    >>> first_cause([blaming, raised]).rank
     1
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
+    # Time does not count: the failed rank tells the others before it ends, so one of them may end first.
     ranked = sorted(failed, key=lambda outcome: (outcome.peer is not None, not outcome.error))
     return ranked[0] if ranked else None

@@ -1,4 +1,4 @@
-"""Call a function in several new processes of this machine, joined as the ranks of one run."""
+"""Call a function in several new processes of this machine, which are the ranks of one run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, get_start_method, set_start_method
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -25,34 +25,36 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 LOOPBACK: Final = "127.0.0.1"
-GRACE: Final = 10.0
-"""Seconds that the other ranks have after the first failure, to notice it and to end by themselves."""
-PATIENCE: Final = 3.0
-"""Seconds between a request to end and the end by force."""
+"""The address at which the ranks meet."""
+FAILURE_TIMEOUT: Final = 10.0
+"""Seconds that the other ranks have after the first failure to notice it and to end by themselves."""
+TERMINATE_TIMEOUT: Final = 3.0
+"""Seconds between asking a process to end and killing it."""
 
 
 def launch(
     main: Callable[..., Any], num_processes: int = 2, args: Sequence[Any] = (), *, timeout: float = 60.0
 ) -> list[Any]:
-    """Call ``main(*args)`` in several new processes; for notebooks and tests.
+    """Call ``main(*args)`` in several new processes, for use in notebooks and tests.
 
-    In each of them an updater finds the others without another line, or `find_communicator` joins them. The
-    processes are spawned: whatever this one has done to GPUs or threads does no harm. They meet over the
-    loopback only, and have ended, all of them, when this returns or raises.
+    In each process an updater finds the others by itself, and `find_communicator` returns a communicator with them.
+    The processes are spawned, so it does not matter what this process has done with GPUs or threads. The start method
+    of multiprocessing is the same in them as in this process. They connect over the loopback only. All of them have
+    ended when this function returns or raises.
 
     Args:
-        main: A function at the top level of a module that a new process can import.
-        num_processes: How many, at least 1.
-        args: Its arguments, the same for every rank; they are pickled, as is what it returns.
-        timeout: Seconds that a rank waits for another, more than 0.
+        main: The function to call. It must be defined at the top level of a module that a new process can import.
+        num_processes: The number of processes, at least 1.
+        args: The arguments of `main`, the same for every rank. They are pickled, and so is what `main` returns.
+        timeout: Seconds that a rank waits for another before it raises, more than 0.
 
     Returns:
         What the ranks returned, in order of ranks.
 
     Raises:
-        ValueError: A number is out of range, or `main` cannot be imported by a new process.
-        TypeError: `main` is no function, or an argument cannot be pickled.
-        PeerError: A rank raised, exited or was killed; it names the rank and holds its traceback.
+        ValueError: If a number is out of range, or a new process cannot import `main`.
+        TypeError: If `main` is not callable, or an argument cannot be pickled.
+        PeerError: If a rank raised, exited or was killed. It names the rank and holds its traceback.
     """
     if num_processes < 1:
         raise ValueError(f"`num_processes` must be at least 1, got {num_processes}.")
@@ -67,17 +69,19 @@ def launch(
 
 
 def _pickled_call(main: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle the call, and refuse what a new process could not load before any is started."""
+    """Return a function and its arguments, pickled."""
+    # The check comes before any process is started, because an error in a new process would say less about the cause.
     _check_importable(main)
     try:
         return pickle.dumps((main, args))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise TypeError(
-            f"`args` must be picklable to reach a new process, but: {error}. Make such objects inside `main`."
+            f"`args` must be picklable to reach a new process, but: {error}. Create such objects inside `main`."
         ) from error
 
 
 def _check_importable(main: Callable[..., Any]) -> None:
+    """Check that a new process can import a function."""
     if not callable(main):
         raise TypeError(f"`main` must be a function, got a {type(main).__name__}.")
     try:
@@ -85,23 +89,25 @@ def _check_importable(main: Callable[..., Any]) -> None:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ValueError(
             f"`main` must be a function that a new process can import, got {main!r}. Define it at the top "
-            "level of a module; what it takes from around it can be given by `args`."
+            "level of a module, and pass what it needs from its surroundings in `args`."
         ) from error
+    # A function of an interactive session can be pickled by its name, but a new process has no session to find it in.
     if main.__module__ == "__main__" and not _is_file(vars(sys.modules["__main__"])):
         raise ValueError(
             f"`main` must be a function that a new process can import, but {main.__qualname__} was typed "
             "into a notebook or an interactive session. Write it to a file (in a notebook: a cell beginning "
-            f"with %%writefile train.py) and say `from train import {main.__qualname__}`."
+            f"with %%writefile train.py) and write `from train import {main.__qualname__}`."
         )
 
 
 def _is_file(script: dict[str, Any]) -> bool:
-    """Tell a script or module from what was typed."""
+    """Return whether the attributes of the main module are those of a script or a module, not of a session."""
     return script.get("__spec__") is not None or Path(script.get("__file__") or "<none>").is_file()
 
 
 def _loopback_store(timeout: float) -> TCPStore:
-    """Open the store where the ranks find each other, out of reach for other machines."""
+    """Open the store by which the ranks meet, where other machines cannot reach it."""
+    # TCPStore itself would listen on all interfaces. A socket that listens already also keeps its free port.
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
@@ -115,7 +121,7 @@ def _loopback_store(timeout: float) -> TCPStore:
 
 
 class _Ranks:
-    """The processes of one launch, from their start to their end."""
+    """The processes of one call of `launch`, from their start to their end."""
 
     def __init__(self, size: int, call: bytes, timeout: float) -> None:
         self._size = size
@@ -128,15 +134,25 @@ class _Ranks:
 
     def __enter__(self) -> _Ranks:
         context = get_context("spawn")
+        # Starting a process fixes the default start method of this process, and a spawned one has "spawn" as its
+        # default. In both it is set to what the user has chosen, or to nothing.
+        chosen = get_start_method(allow_none=True)
         self._store = _loopback_store(self._timeout)
-        # Held by this process alone: when it ends, however that comes, the ranks read its end and end too.
+        # Only this process holds the writing end. When this process ends, in whatever way, the ranks read the end of
+        # the pipe and end as well.
         lifeline, self._alive = context.Pipe(duplex=False)
         try:
             for rank in range(self._size):
                 place = RunEnvironment(rank, self._size, rank, self._size, LOOPBACK, self._store.port, agent_store=True)
                 messages, report = context.Pipe(duplex=False)
-                process = context.Process(target=run_rank, args=(place, self._timeout, self._call, lifeline, report))
+                process = context.Process(
+                    target=run_rank,
+                    args=(place, self._timeout, chosen, self._call),
+                    kwargs={"lifeline": lifeline, "report": report},
+                )
                 process.start()
+                # Only the rank may hold the writing end: otherwise this process could not notice that the rank has
+                # ended without an outcome.
                 report.close()
                 self._processes.append(process)
                 self._messages.append(messages)
@@ -144,6 +160,7 @@ class _Ranks:
             self.__exit__()
             raise
         finally:
+            set_start_method(chosen, force=True)
             lifeline.close()
         return self
 
@@ -151,13 +168,18 @@ class _Ranks:
         for stop in (SpawnProcess.terminate, SpawnProcess.kill):
             for process in self._processes:
                 stop(process)
-            _join(self._processes, PATIENCE)
+            _join_processes(self._processes, TERMINATE_TIMEOUT)
         for end in (*self._messages, self._alive):
             end.close()
-        self._store = None  # which closes its port, though an error may keep this object
+        # This closes the port of the store. An error may keep this object, and with it the store, for much longer.
+        self._store = None
 
     def wait(self) -> list[Outcome]:
-        """Wait for the ranks' ends; once one has failed the others have little time left."""
+        """Wait until all ranks have ended, and after a failure for `FAILURE_TIMEOUT` seconds at most.
+
+        Returns:
+            One outcome per rank, in order of ranks.
+        """
         deadline: float | None = None
         while self._expected():
             left = None if deadline is None else deadline - time.monotonic()
@@ -165,23 +187,25 @@ class _Ranks:
                 break
             self._collect(left)
             if deadline is None and any(outcome.failed for outcome in self._outcomes.values()):
-                deadline = time.monotonic() + GRACE
+                deadline = time.monotonic() + FAILURE_TIMEOUT
         return [self._outcomes.get(rank, Outcome(rank)) for rank in range(len(self._processes))]
 
     def _expected(self) -> set[int]:
-        """List the ranks that may yet have something to say: not one that all others have given up."""
+        """Return the ranks that may still send an outcome."""
         blamed = {outcome.peer for outcome in self._outcomes.values()}
         left = set(range(len(self._processes))) - self._outcomes.keys()
+        # If only ranks are left that others have blamed, they hang or are stopped, and will not send anything.
         return set() if left <= blamed else left
 
     def _collect(self, timeout: float | None) -> None:
+        """Wait for the next outcomes, for `timeout` seconds at most."""
         waiting = {self._messages[rank]: rank for rank in range(len(self._processes)) if rank not in self._outcomes}
         for ready in connection.wait(list(waiting), timeout):
             rank = next(rank for messages, rank in waiting.items() if messages is ready)
             self._outcomes[rank] = self._outcome(rank)
 
     def _outcome(self, rank: int) -> Outcome:
-        """Read what a rank has to say; its end without a word is told by its exit code."""
+        """Return the outcome that a rank sent, or one with the exit code if it ended without sending one."""
         try:
             sent = self._messages[rank].recv_bytes()
         except EOFError:
@@ -191,7 +215,8 @@ class _Ranks:
         return outcome
 
 
-def _join(processes: Sequence[SpawnProcess], seconds: float) -> None:
+def _join_processes(processes: Sequence[SpawnProcess], seconds: float) -> None:
+    """Wait until processes have ended, for `seconds` in total at most."""
     deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""What a launched process does: take its place among the ranks, call the function, tell how it went."""
+"""The main function of a launched process: join the other ranks, call the user's function, report the outcome."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ import socket
 import sys
 import threading
 import traceback
+from multiprocessing import set_start_method
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators import TIMEOUT, RunEnvironment, end_with_parent
+from lockstep.communicators import TIMEOUT_ENV, RunEnvironment, end_with_parent
 from lockstep.errors import PeerError, PeerInterrupt
 from lockstep.launch.outcome import Outcome
 
 
-def run_rank(place: RunEnvironment, timeout: float, call: bytes, lifeline: Connection, report: Connection) -> None:
-    """Call the function in this process, and tell the launching one what came of it.
+def run_rank(
+    place: RunEnvironment, timeout: float, method: str | None, call: bytes, *, lifeline: Connection, report: Connection
+) -> None:
+    """Call the user's function in this process, and send the outcome to the launching process.
 
     Args:
-        place: This process's place among the ranks.
-        timeout: Seconds that a rank waits for another.
+        place: The place of this process among the ranks.
+        timeout: Seconds that a rank waits for another before it raises.
+        method: The start method of multiprocessing to set; None for the default of the platform.
         call: The function and its arguments, pickled.
-        lifeline: At its end once the launching process has ended.
-        report: Takes one `Outcome`, pickled.
+        lifeline: A pipe that ends when the launching process has ended.
+        report: The pipe to which one pickled `Outcome` is written.
     """
-    end_with_parent()  # and where the system does not know how, or it has ended already, by a thread
+    set_start_method(method, force=True)
+    # The launching process learns of the end of this one from the pipe, so a forked worker must not keep it open.
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=report.close)
+    end_with_parent()
+    # The thread is for systems that cannot end a process with its parent, and for a parent that had ended before the
+    # call.
     threading.Thread(target=_end_with, args=(lifeline,), name="lockstep lifeline", daemon=True).start()
-    os.environ.update(place.variables() | {TIMEOUT: str(timeout)})
+    os.environ.update(place.variables() | {TIMEOUT_ENV: str(timeout)})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    # The ranks share the cores of this machine.
     torch.set_num_threads(1)
     outcome, exit_code = _outcome(place.rank, call)
     report.send_bytes(outcome)
@@ -42,15 +53,16 @@ def run_rank(place: RunEnvironment, timeout: float, call: bytes, lifeline: Conne
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process at once when the launching one is gone, which may have had no time to say so."""
+    """Wait until the launching process has ended, and end this process at once."""
     try:
         lifeline.recv_bytes()
     except (EOFError, OSError):
+        # `sys.exit` would end only this thread.
         os._exit(1)
 
 
 def _outcome(rank: int, call: bytes) -> tuple[bytes, int]:
-    """Call the function; give the pickled outcome, and the process's exit code."""
+    """Call the function, and return the pickled outcome and the exit code of this process."""
     try:
         main, args = pickle.loads(call)  # noqa: S301 - from the launching process, by a pipe
         return pickle.dumps(Outcome(rank, value=main(*args))), 0
@@ -58,13 +70,16 @@ def _outcome(rank: int, call: bytes) -> tuple[bytes, int]:
         if not error.code:
             return pickle.dumps(Outcome(rank)), 0
         return pickle.dumps(_raised(rank, error)), error.code if isinstance(error.code, int) else 1
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - told to the launching process, which raises
-        # As Python does for a script's last error; the watch tells the other ranks of it at the end.
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - reported to the launching process, which raises
+        # Python does the same for an error that ends a script, and the watch reports it to the other ranks at the end.
         sys.last_value = error
         return pickle.dumps(_raised(rank, error)), 1
 
 
 def _raised(rank: int, error: BaseException) -> Outcome:
+    """Return the outcome of a rank that raised an error."""
+    # The error is sent as text, because it may not be picklable, or its class not be importable in the launching
+    # process.
     peer = error.rank if isinstance(error, PeerError | PeerInterrupt) and error.rank != rank else None
     phase = error.phase if isinstance(error, PeerError) else ""
     return Outcome(
@@ -77,6 +92,6 @@ def _raised(rank: int, error: BaseException) -> Outcome:
 
 
 def loopback_interface() -> str:
-    """Give the name of the interface that no other machine can reach."""
+    """Return the name of the network interface that no other machine can reach."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name in {"lo", "lo0"}), "lo")

@@ -1,4 +1,4 @@
-"""What a run measures: anything with ``update``, ``compute`` and ``reset``, means that merge, and reports."""
+"""Metrics, means that can be merged, and reports from inside a model or loss function."""
 
 from lockstep.metrics.accuracy import Accuracy as Accuracy
 from lockstep.metrics.average import Average as Average

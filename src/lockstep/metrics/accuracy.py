@@ -1,4 +1,4 @@
-"""The share of samples whose class a model finds."""
+"""Top-k accuracy of a classifier."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from lockstep.state import check_keys
 
 
 class Accuracy:
-    """The share of targets among the k classes with the highest scores.
+    """The fraction of targets that are among the k classes with the highest scores.
 
-    A target with score s is right when fewer than k classes stand before it; before it stand
-    those with a higher score, those with an equal score and a lower index, and those whose
-    score is NaN. With k = 1 that is ``scores.argmax(1) == target`` wherever no score is NaN.
+    A target with score s is correct if fewer than k classes precede it. The classes that precede it are
+    those with a higher score, those with an equal score and a lower index, and those whose score is NaN.
+    With k = 1 this equals ``scores.argmax(1) == target`` unless a score is NaN.
 
-    Shapes: ``update(output, target)`` takes scores (N, C, ...) and class indices (N, ...).
+    Shapes: ``update(output, target)`` expects scores of shape (N, C, ...) and class indices of shape (N, ...).
 
     Args:
-        top_k: k, at least 1.
-        ignore_index: A target value that is not counted at all; none unless given.
+        top_k: The number of classes k that count as the answer, at least 1.
+        ignore_index: A target value that is not counted; by default all are.
 
     Raises:
-        ValueError: `top_k` is less than 1.
+        ValueError: If `top_k` is less than 1.
 
-    Determinism: comparisons and integer counts only; equal scores give equal bits everywhere.
+    Determinism: comparisons and integer counts only; equal scores yield equal bits on every device.
 
     >>> accuracy = Accuracy()
     >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.5, 0.5]]), torch.tensor([1, 1, 0]))
@@ -44,55 +44,59 @@ class Accuracy:
         self._count: int | torch.Tensor = 0
 
     def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
-        """Count one batch; the counts stay on its device.
+        """Count one batch; the counts stay on the device of the batch.
 
         Args:
-            output: Scores (N, C, ...).
-            target: Class indices (N, ...), in 0..C-1 or `ignore_index`.
+            output: The scores, of shape (N, C, ...).
+            target: The class indices, of shape (N, ...), in 0..C-1 or `ignore_index`.
 
         Raises:
-            ValueError: The shapes do not fit each other.
+            ValueError: If the shapes do not match.
         """
         if output.ndim < 2 or target.shape != output.shape[:1] + output.shape[2:]:  # noqa: PLR2004 - samples and classes
             shapes = f"{tuple(output.shape)} and {tuple(target.shape)}"
             raise ValueError(f"`output` and `target` must have the shapes (N, C, ...) and (N, ...), got {shapes}.")
         counted = self._counted(target)
-        right = _rank(output.detach(), torch.where(counted, target, 0)) < self.top_k
-        self._correct = _moved(self._correct, output.device) + (right & counted).sum()
-        self._count = _moved(self._count, output.device) + counted.sum()
+        # An ignored target may lie outside of 0..C-1, where it cannot be an index.
+        correct = _num_preceding(output.detach(), torch.where(counted, target, 0)) < self.top_k
+        self._correct = _to_device(self._correct, output.device) + (correct & counted).sum()
+        self._count = _to_device(self._count, output.device) + counted.sum()
 
     def compute(self) -> float:
-        """Return the share; waits for the device. NaN where nothing was counted."""
+        """Return the accuracy; NaN if nothing was counted. Synchronizes with the device."""
         correct, count = read([self._correct, self._count])
         return correct / count if count else math.nan
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Reset both counts to 0."""
         self._correct, self._count = 0, 0
 
     def state_dict(self) -> dict[str, object]:
-        """Return both counts as numbers; waits for the device."""
+        """Return both counts as numbers; synchronizes with the device."""
         return {"correct": int(self._correct), "count": int(self._count)}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from saved counts.
+        """Load saved counts.
 
         Raises:
-            StateError: A key is missing or unknown.
-            TypeError: A count is not a whole number.
+            StateError: If a key is missing or unknown.
+            TypeError: If a count is not an integer.
         """
         check_keys(state, ("correct", "count"), of="Accuracy")
         correct, count = state["correct"], state["count"]
         if not (isinstance(correct, int) and isinstance(count, int)):
-            raise TypeError(f"The state of Accuracy must hold two whole numbers, got {state}.")
+            raise TypeError(f"The state of Accuracy must hold two integers, got {state}.")
         self._correct, self._count = correct, count
 
     def merge(self, states: Sequence[Mapping[str, object]]) -> None:
-        """Become the accuracy over all batches that went into some states, its own among them.
+        """Set this metric to the accuracy over all batches that several states have counted.
+
+        Args:
+            states: The states to merge. Include the one of this metric: its current counts are replaced.
 
         Raises:
-            StateError: A key is missing or unknown.
-            TypeError: A count is not a whole number.
+            StateError: If a key is missing or unknown.
+            TypeError: If a count is not an integer.
 
         >>> accuracy = Accuracy()
         >>> accuracy.merge([{"correct": 2, "count": 3}, {"correct": 1, "count": 1}])
@@ -106,20 +110,22 @@ class Accuracy:
         self._correct, self._count = correct, count
 
     def _counted(self, target: torch.Tensor) -> torch.Tensor:
+        """Return a mask of the targets that count."""
         if self.ignore_index is None:
             return torch.ones_like(target, dtype=torch.bool)
         return target != self.ignore_index
 
 
-def _rank(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Count the classes that stand before each target."""
+def _num_preceding(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Count the classes that precede each target."""
     index = target.long().unsqueeze(1)
     score = output.gather(1, index)
     classes = torch.arange(output.shape[1], device=output.device).view(-1, *[1] * (output.ndim - 2))
-    # Not "higher than": a NaN must stand before every score, and no score before a NaN target.
-    before = ~(output <= score) | ((output == score) & (classes < index))
-    return before.sum(1)
+    # Not `output > score`: comparisons with NaN are False, so a target with the score NaN would count as correct.
+    preceding = ~(output <= score) | ((output == score) & (classes < index))
+    return preceding.sum(1)
 
 
-def _moved(count: int | torch.Tensor, device: torch.device) -> int | torch.Tensor:
+def _to_device(count: int | torch.Tensor, device: torch.device) -> int | torch.Tensor:
+    """Move a count to the device of a batch; the batches of one metric may be on several devices."""
     return count.to(device) if isinstance(count, torch.Tensor) else count

@@ -1,4 +1,4 @@
-"""A weighted mean of values that come one at a time and are read rarely."""
+"""A weighted mean of values that arrive one at a time and are read rarely."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lockstep.metrics.mean import Mean
 from lockstep.metrics.observed import Observed, as_mean, read
 from lockstep.state import Stateful, check_keys
 
-HELD = 1024
-"""How many values are held before they are read: one wait for the device in so many updates."""
+MAX_HELD = 1024
+"""The number of values that are held before they are read, in one synchronization with the device."""
 
 
 class Average(Stateful):
@@ -23,13 +23,13 @@ class Average(Stateful):
 
         mean = Σ w·x / Σ w
 
-    A value of weight 0 counts for nothing, even if it is NaN.
+    A value of weight 0 is ignored, even if it is NaN.
 
-    Values stay on their device until somebody computes the mean or 1024 of them have gathered;
-    those are then read in one transfer, so memory stays bounded however long a run goes on.
+    Values stay on their device until you compute the mean or there are 1024 of them. They are then read in one
+    transfer, so memory is bounded however long a run is.
 
-    Determinism: sums are made on the host, correctly rounded over each 1024 values, so they
-    depend on the values and their order alone, and a save and load in the middle changes no bit.
+    Determinism: sums are computed on the host and correctly rounded once per 1024 values. They depend only on
+    the values and their order, and saving and loading in between changes no bit.
 
     >>> average = Average()
     >>> average.update(0.5, weight=24)
@@ -45,49 +45,50 @@ class Average(Stateful):
 
     @property
     def empty(self) -> bool:
-        """Whether no value with a weight came since the last reset."""
+        """Whether no value with a weight was added since the last reset."""
         return not self._held and not self._weight
 
     def update(self, value: Observed, weight: float | torch.Tensor | None = None) -> None:
-        """Take one value in.
+        """Add one value.
 
         Args:
-            value: A number, a 0-d tensor, or a `Mean`, which brings its own weight.
-            weight: The weight of a number or tensor, at least 0; 1 unless given.
+            value: A number, a 0-d tensor, or a `Mean`, which has its own weight.
+            weight: The weight of a number or tensor, at least 0; by default 1.
 
         Raises:
-            TypeError: The value is none of these, or a `Mean` came with a weight beside it.
+            TypeError: If the value is none of these, or a weight is passed with a `Mean`.
         """
         mean = as_mean(value)
         if weight is not None:
             if isinstance(value, Mean):
-                raise TypeError(f"`weight` must be left out beside a Mean, which brings its own, got {weight}.")
+                raise TypeError(f"`weight` must be omitted for a Mean, which has its own, got {weight}.")
             mean = Mean(mean.total * weight, weight)
         self._held.append(mean)
-        if len(self._held) >= HELD:
+        # At a fixed count and never at a save or a `compute`, which would round the sum in other places.
+        if len(self._held) >= MAX_HELD:
             self._total, self._weight = self._sums()
             self._held.clear()
 
     def compute(self) -> float:
-        """Return the mean; waits for the device. NaN where the weights sum to 0."""
+        """Return the mean; NaN if the weights sum to 0. Synchronizes with the device."""
         total, weight = self._sums()
         return total / weight if weight else math.nan
 
     def reset(self) -> None:
-        """Forget all values."""
+        """Discard all values."""
         self._total, self._weight = 0.0, 0.0
         self._held.clear()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the sums so far and the values not yet summed, as numbers; waits for the device."""
+        """Return the sums and the values that are not summed yet, as numbers; synchronizes with the device."""
         totals, weights = self._read()
         return {"total": self._total, "weight": self._weight, "held_totals": totals, "held_weights": weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Load a saved state.
 
         Raises:
-            StateError: A key is missing or unknown; nothing has been changed.
+            StateError: If a key is missing or unknown; nothing has changed then.
         """
         check_keys(state, ("total", "weight", "held_totals", "held_weights"), of="Average")
         pairs = zip(state["held_totals"], state["held_weights"], strict=True)
@@ -96,10 +97,13 @@ class Average(Stateful):
         self._held = held
 
     def _read(self) -> tuple[list[float], list[float]]:
+        """Read the held totals and weights to the host, in one transfer."""
         numbers = read([mean.total for mean in self._held] + [mean.weight for mean in self._held])
         return numbers[: len(self._held)], numbers[len(self._held) :]
 
     def _sums(self) -> tuple[float, float]:
+        """Return the sums of totals and of weights, including the held values."""
+        # A value of weight 0 may be NaN, which would spoil the sum.
         pairs = [pair for pair in zip(*self._read(), strict=True) if pair[1]]
         return _sum([self._total, *(total for total, _ in pairs)]), _sum(
             [self._weight, *(weight for _, weight in pairs)]
@@ -107,5 +111,6 @@ class Average(Stateful):
 
 
 def _sum(numbers: list[float]) -> float:
-    """Sum exactly and round once; infinities of both signs make NaN, as ordinary addition does."""
+    """Sum exactly and round once; infinities of both signs yield NaN, as in ordinary addition."""
+    # `fsum` raises an error for infinities of both signs.
     return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

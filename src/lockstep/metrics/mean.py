@@ -1,4 +1,4 @@
-"""A mean that can still be merged with others: its sum and its weight, kept apart."""
+"""A mean that can be merged with others: its sum and its weight, stored separately."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A weighted mean as the pair (sum, weight), so that means of unequal parts merge exactly.
+    """A weighted mean, stored as the pair (sum, weight) so that means over unequal parts merge exactly.
 
-    Both numbers stay on their device until somebody asks for the value.
+    Both numbers stay on their device until the value is read.
 
     Args:
-        total: The sum of values times weights; a number or a 0-d tensor.
-        weight: The sum of the weights; a number or a 0-d tensor.
+        total: The sum of the values times their weights, as a number or a 0-d tensor.
+        weight: The sum of the weights, as a number or a 0-d tensor.
 
     >>> float(Mean(total=6.0, weight=4) + Mean(total=2.0, weight=1))
     1.6
@@ -29,13 +29,13 @@ class Mean:
         return Mean(self.total + other.total, self.weight + other.weight)
 
     def __float__(self) -> float:
-        """Read the value; waits for the device. NaN where the weight is 0."""
+        """Return the value; NaN if the weight is 0. Synchronizes with the device."""
         weight = float(self.weight)
         return float(self.total) / weight if weight else float("nan")
 
 
 def merge(means: Iterable[Mean]) -> Mean:
-    """Add means up, in the order given; the mean of nothing has weight 0.
+    """Merge means in the given order; the result for no means has weight 0.
 
     >>> merge([Mean(1.0, 1), Mean(3.0, 1)])
     Mean(total=4.0, weight=2)

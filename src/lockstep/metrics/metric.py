@@ -1,4 +1,4 @@
-"""What a metric is: anything that is updated batch by batch, computed once and reset."""
+"""The interface of metrics: objects that are updated per batch, computed once and reset."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Metric(Protocol):
-    """A number about many batches; the metrics of torchmetrics and of ignite have these three methods too."""
+    """A value over many batches. The metrics of torchmetrics and of ignite have these three methods too."""
 
     def update(self, output: Any, target: Any, /) -> Any:
-        """Take one batch in.
+        """Add one batch.
 
         Args:
-            output: What the model returned for the batch.
-            target: What it should have returned.
+            output: The output of the model for the batch.
+            target: The expected output.
         """
 
     def compute(self) -> Any:
         """Return the value over all batches since the last reset: a number or a 0-d tensor."""
 
     def reset(self) -> Any:
-        """Forget all batches."""
+        """Discard all batches."""
 
 
 @runtime_checkable
 class Mergeable(Metric, Protocol):
-    """A metric that processes can compute together, each on some of the batches."""
+    """A metric that several processes can compute together, each on a part of the batches."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what was counted, as numbers."""
+        """Return the counts or sums so far, as numbers."""
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> Any:
-        """Become the metric of all batches that these states are of.
+        """Set this metric to the value over all batches of several states.
 
         Args:
-            states: What `state_dict` of metrics like this one returned, its own among them.
+            states: What `state_dict` of metrics of this kind returned, including this one.
         """

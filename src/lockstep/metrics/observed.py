@@ -1,4 +1,4 @@
-"""What may be observed during a run, and how it is read: a mean, a number or a 0-d tensor."""
+"""Observed values (means, numbers and 0-d tensors), and how they are read to the host."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Observed: TypeAlias = Mean | float | torch.Tensor
 
 
 def as_mean(value: Observed) -> Mean:
-    """Turn an observed value into a mean; a bare number or tensor weighs 1.
+    """Convert an observed value to a mean; a number or tensor has weight 1.
 
     Args:
-        value: A `Mean`, a number or a 0-d tensor; a tensor stays on its device and loses its graph.
+        value: A `Mean`, a number or a 0-d tensor. A tensor stays on its device and is detached from its graph.
 
     Raises:
-        TypeError: It is something else, or a tensor with more than one element.
+        TypeError: If it is something else, or a tensor with dimensions.
 
     >>> as_mean(3.0)
     Mean(total=3.0, weight=1)
@@ -36,13 +36,13 @@ def as_mean(value: Observed) -> Mean:
 
 
 def read(values: Sequence[float | torch.Tensor]) -> list[float]:
-    """Read many numbers to the host at the price of one wait for each device.
+    """Read many numbers to the host, with one synchronization per device and dtype.
 
     Args:
         values: Numbers and 0-d tensors, on any devices.
 
     Returns:
-        The same numbers, in order; a float holds every value of the narrower types exactly.
+        The same numbers in the same order; a float represents every value of the narrower types exactly.
 
     >>> read([1, torch.tensor(2.5), torch.tensor(3)])
     [1.0, 2.5, 3.0]
@@ -55,6 +55,7 @@ def read(values: Sequence[float | torch.Tensor]) -> list[float]:
         else:
             numbers[index] = float(value)
     for indices in kinds.values():
+        # Stacked on the device, so that all numbers arrive in one transfer.
         tensors = [torch.as_tensor(values[index]) for index in indices]
         for index, number in zip(indices, torch.stack(tensors).tolist(), strict=True):
             numbers[index] = float(number)
@@ -62,10 +63,10 @@ def read(values: Sequence[float | torch.Tensor]) -> list[float]:
 
 
 def read_means(means: Mapping[str, Mean]) -> dict[str, list[float]]:
-    """Return the sum and the weight of each mean, read to the host exactly.
+    """Return the sum and the weight of each mean, read exactly to the host.
 
     >>> read_means({"loss": Mean(torch.tensor(6.0), 4)})
     {'loss': [6.0, 4.0]}
     """
     numbers = read([number for mean in means.values() for number in (mean.total, mean.weight)])
-    return {name: numbers[2 * place : 2 * place + 2] for place, name in enumerate(means)}
+    return {name: numbers[2 * index : 2 * index + 2] for index, name in enumerate(means)}

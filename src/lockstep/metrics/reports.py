@@ -1,4 +1,4 @@
-"""Let a loss function or a module say what it measured, from the middle of its work."""
+"""Report values from inside a loss function or a module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Final, SupportsFloat, TypeAlias
 import torch
 from torch import nn
 
-_NAMELESS: Final = frozenset({"", "_orig_mod"})
-"""Parts of a path that say nothing: of the model itself, and of the module inside a compiled one."""
+_OMITTED_PARTS: Final = frozenset({"", "_orig_mod"})
+"""Path components that names leave out: that of the model itself, and of the module inside a compiled one."""
 
-Pair: TypeAlias = "tuple[float | torch.Tensor, float | torch.Tensor]"
+WeightedSum: TypeAlias = "tuple[float | torch.Tensor, float | torch.Tensor]"
 
 
 @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001 - the public one imports the compiler now
@@ -23,41 +23,41 @@ def report(
     *,
     weight: float | torch.Tensor | None = None,
 ) -> None:
-    """Report mean values over the samples at hand, from a loss function or a module's forward.
+    """Report mean values over the current samples, from a loss function or a module's forward.
 
-    With value x and weight w of each shard, what is observed is the mean over all samples::
+    With value x and weight w of each shard, the observed value is the mean over all samples::
 
         Σ w·x / Σ w
 
-    A value is observed as ``main/<name>``; one that a module reports about itself is observed as
-    ``main/<path>/<name>``, with the path to it in the model: ``main/predictor/accuracy``. For the model
-    itself the path is empty. An evaluation observes the same under its own name:
+    A value is observed as ``main/<name>``. A value that a module reports about itself is observed as
+    ``main/<path>/<name>``, with the path of the module in the model, as in ``main/predictor/accuracy``; the
+    path of the model itself is empty. In an evaluation, the name of the evaluation comes first:
     ``validation/main/predictor/accuracy``.
 
-    The same name reported again in a shard replaces what was there. So does a metric of that name which
-    the loss function returns, and ``main/loss`` is always the loss of the update, whoever else reports it.
+    Reporting a name again in the same shard replaces the previous value. So does a metric of that name that
+    the loss function returns, and ``main/loss`` is always the loss of the update, even if you report one.
 
-    Outside of a shard and of an evaluation nothing happens: a model that reports also runs by itself.
-    The same holds during backward, so what activation checkpointing computes again does not count twice.
-    ``torch.compile`` breaks its graph here; what it compiled goes by the name of the original.
+    Outside of a shard or an evaluation nothing happens, so that a model that reports also runs on its own.
+    The same holds during backward, so that the recomputation of activation checkpointing is not counted twice.
+    ``torch.compile`` breaks its graph here; a compiled module is named like the original.
 
     Args:
-        values: By name; numbers, or tensors of one element, of which a copy stays on the device until
-            somebody reads it.
-        observer: The module the values are about: ``self``, where a module reports. A module of the
-            model that runs, which in an updater is a replica.
-        weight: How much the values stand for, at least 0: a number, or a tensor of one element.
-            None for the number of samples of the shard or batch. With weight 0 the values count for nothing.
+        values: The values by name: numbers, or tensors of one element, which are copied and stay on the
+            device until they are read.
+        observer: The module that the values are about: ``self`` when a module reports. It must be part of the
+            model that runs, which is a replica in an updater.
+        weight: The weight of the values, at least 0, as a number or a tensor of one element. By default the
+            number of samples of the shard or batch. Values of weight 0 are ignored.
 
     Raises:
-        TypeError: A name is no text, or a value or weight is no number.
-        ValueError: A tensor has more than one element, a weight is negative or not finite, or the observer
-            is no module of the model.
+        TypeError: If a name is not a string, or a value or weight is not a number.
+        ValueError: If a tensor has more than one element, a weight is negative or not finite, or the observer
+            is not a module of the model.
 
-    Determinism: products are made in float64 and added up in order of shards, so the bits do not depend on
-    the devices.
+    Determinism: products are computed in float64 and added in the order of the shards, so the bits do not
+    depend on the devices.
 
-    References: the face is that of ``chainer.report`` (Tokui et al., "Chainer: A Deep Learning Framework for
+    References: the interface is that of ``chainer.report`` (Tokui et al., "Chainer: A Deep Learning Framework for
     Accelerating the Research Cycle", 2019, arXiv:1908.00213).
 
     Example:
@@ -77,16 +77,16 @@ def report(
         >>> sorted(reports.pairs)
         ['accuracy', 'predictor/size']
     """
-    reports = _OPEN.get()
-    if reports is not None:
-        reports.take(values, observer, weight)
+    collector = _COLLECTOR.get()
+    if collector is not None:
+        collector.record(values, observer, weight)
 
 
 class Observers:
-    """Finds the names of modules: their paths in a model, with slashes.
+    """A table of the names of modules: their paths in a model, joined with slashes.
 
     Args:
-        models: By the first part of the names; ``""`` for a model whose own values have no such part.
+        models: The models by the first part of their names; ``""`` for a model whose names have no such part.
 
     >>> model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU()))
     >>> observers = Observers({"": model})
@@ -101,36 +101,37 @@ class Observers:
         self._prefixes: dict[nn.Module, str] | None = None
 
     def prefix(self, observer: nn.Module) -> str:
-        """Give what comes before the names of a module's values.
+        """Return the prefix of the names of a module's values.
 
         Raises:
-            ValueError: It is no module of the models.
+            ValueError: If it is not a module of the models.
         """
         if self._prefixes is None or observer not in self._prefixes:
-            # Only now, as most models report nothing; and again, as a model may have grown a module.
-            self._prefixes = self._named()
+            # Not before the first report, because most models report nothing; and again for an unknown module,
+            # because modules may have been added to the model.
+            self._prefixes = self._find_prefixes()
         if observer not in self._prefixes:
             rule = "must be a module of the model that runs"
-            remedy = "In a loss function take it from the model it is given, or leave it out."
-            raise ValueError(f"`observer` {rule}, got a foreign {type(observer).__name__}. {remedy}")
+            remedy = "In a loss function, take it from the model that is passed to it, or omit it."
+            raise ValueError(f"`observer` {rule}, got another {type(observer).__name__}. {remedy}")
         return self._prefixes[observer]
 
-    def _named(self) -> dict[nn.Module, str]:
-        """Name all modules; a module that is found twice keeps its first name."""
+    def _find_prefixes(self) -> dict[nn.Module, str]:
+        """Find the prefix of every module; a module that occurs twice keeps its first name."""
         prefixes: dict[nn.Module, str] = {}
         for name, model in self._models.items():
             for path, module in model.named_modules():
-                parts = [part for part in (name, *path.split(".")) if part not in _NAMELESS]
+                parts = [part for part in (name, *path.split(".")) if part not in _OMITTED_PARTS]
                 prefixes.setdefault(module, "".join(f"{part}/" for part in parts))
         return prefixes
 
 
 class collecting:  # noqa: N801 - reads as a verb where it is used, like torch.no_grad
-    """Collect what the calling thread reports inside a ``with``, hidden from whoever collects around it.
+    """Collect what the current thread reports inside a ``with`` block, hidden from collectors around it.
 
     Args:
-        observers: Knows the modules that may report.
-        num_samples: The weight of what comes without one.
+        observers: The names of the modules that may report.
+        num_samples: The weight of values that are reported without one.
     """
 
     __slots__ = ("_num_samples", "_observers", "_token", "pairs")
@@ -138,40 +139,43 @@ class collecting:  # noqa: N801 - reads as a verb where it is used, like torch.n
     def __init__(self, observers: Observers, num_samples: int) -> None:
         self._observers = observers
         self._num_samples = num_samples
-        self.pairs: dict[str, Pair] = {}
-        """Sum and weight by name."""
+        self.pairs: dict[str, WeightedSum] = {}
+        """The sum and the weight of each value, by name."""
 
     def __enter__(self) -> collecting:
-        self._token: Token[collecting | None] = _OPEN.set(self)
+        self._token: Token[collecting | None] = _COLLECTOR.set(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _OPEN.reset(self._token)
+        _COLLECTOR.reset(self._token)
 
-    def take(
+    def record(
         self,
         values: Mapping[str, float | torch.Tensor],
         observer: nn.Module | None,
         weight: float | torch.Tensor | None,
     ) -> None:
-        """Take values in; see `report`. After an error none of them is."""
-        share = self._num_samples if weight is None else _checked_weight(weight)
+        """Record values, see `report`; after an error none of them is recorded."""
+        number = self._num_samples if weight is None else _checked_weight(weight)
         prefix = "" if observer is None else self._observers.prefix(observer)
-        self.pairs.update({prefix + _checked_name(name): _pair(value, share, name) for name, value in values.items()})
+        # One `update` with a finished dict, so that an error in a later value leaves no earlier one behind.
+        sums = {prefix + _checked_name(name): _weighted_sum(value, number, name) for name, value in values.items()}
+        self.pairs.update(sums)
 
 
-# Every thread has its own value, so replicas that compute at once do not see each other's reports.
-_OPEN: Final[ContextVar[collecting | None]] = ContextVar("lockstep_reports", default=None)
+# Every thread has its own value, so replicas that compute at the same time do not see each other's reports.
+_COLLECTOR: Final[ContextVar[collecting | None]] = ContextVar("lockstep_reports", default=None)
 
 
 def _checked_name(name: object) -> str:
+    """Return a name after checking that it is a string."""
     if not isinstance(name, str):
-        raise TypeError(f"`values` must have names of text, got {name!r}.")
+        raise TypeError(f"The keys of `values` must be strings, got {name!r}.")
     return name
 
 
 def _checked_weight(weight: float | torch.Tensor) -> float | torch.Tensor:
-    """Refuse what is no weight; one on a device is not read."""
+    """Return a weight after checking it, except for the sign of a tensor, which is not read."""
     if isinstance(weight, torch.Tensor):
         return _scalar(weight, "weight")
     if not isinstance(weight, SupportsFloat):
@@ -181,8 +185,8 @@ def _checked_weight(weight: float | torch.Tensor) -> float | torch.Tensor:
     return float(weight)
 
 
-def _pair(value: float | torch.Tensor, weight: float | torch.Tensor, name: str) -> Pair:
-    """Make sum and weight of a mean; a value that counts for nothing may be NaN."""
+def _weighted_sum(value: float | torch.Tensor, weight: float | torch.Tensor, name: str) -> WeightedSum:
+    """Return the sum and the weight of a mean; a value of weight 0 may be NaN."""
     if isinstance(value, torch.Tensor):
         mean: float | torch.Tensor = _scalar(value, f"values[{name!r}]")
     elif isinstance(value, SupportsFloat):
@@ -190,12 +194,14 @@ def _pair(value: float | torch.Tensor, weight: float | torch.Tensor, name: str) 
     else:
         raise TypeError(f"`values[{name!r}]` must be a number or a tensor of one element, got {value!r}.")
     if isinstance(weight, torch.Tensor):
+        # `where` in place of a product, because NaN times 0 is NaN.
         return torch.where(weight > 0, mean * weight, 0.0), weight
     return (mean * weight, weight) if weight else (0.0, 0.0)
 
 
 def _scalar(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Copy a tensor of one element, without its graph, to a format in which sums are nearly exact."""
+    """Copy a tensor of one element to float64, in which sums are nearly exact, without its graph."""
     if tensor.numel() != 1:
         raise ValueError(f"`{name}` must be a tensor of one element, got shape {tuple(tensor.shape)}.")
+    # A copy, because the model may change the tensor in place after the report.
     return tensor.detach().to(torch.float64, copy=True).reshape(())

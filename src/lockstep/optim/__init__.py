@@ -1,4 +1,4 @@
-"""Momentum rules with hooks, and the schedules that large batches need."""
+"""Optimizers with hooks, and learning rate schedules for training with large batches."""
 
 from lockstep.optim import hooks as hooks, schedule as schedule
 from lockstep.optim.corrected_momentum_sgd import CorrectedMomentumSGD as CorrectedMomentumSGD

@@ -1,4 +1,4 @@
-"""Momentum SGD whose velocity is free of the learning rate, so that schedules act at once."""
+"""Momentum SGD whose velocity does not contain the learning rate, so that schedules take effect at once."""
 
 from __future__ import annotations
 
@@ -9,44 +9,47 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lockstep.optim.hooked import ForeachOptimizer, scalar
-from lockstep.optim.momentum import check_fused, decayed, fused_momentum_step, momentum_step
+from lockstep.optim.momentum import add_weight_decay, check_fused_support, fused_momentum_step, momentum_step
 
 
 class CorrectedMomentumSGD(ForeachOptimizer):
-    """Step along a velocity that a change of the learning rate leaves alone.
+    """Momentum SGD whose velocity is not affected by a change of the learning rate.
 
     With weight w, velocity u, gradient g (plus λ·w with a weight decay λ), learning rate η and momentum m::
 
         u ← m·u + g
         w ← w - η·u
 
-    `MomentumSGD` keeps η inside the velocity. That v = η·u: put v into its rule, with the correction
-    that a new η asks for, and the rule above comes out::
+    `MomentumSGD` keeps η inside its velocity v = η·u. Inserting v into its rule, with the correction that a
+    new η requires, yields the rule above::
 
         v' = m·(η'/η)·v + η'·g = η'·(m·u + g) = η'·u'
 
-    It steps as ``torch.optim.SGD(momentum=m, weight_decay=λ)`` does, to the bit, and adds hooks, counters,
-    Chainer's treatment of missing gradients and a state that refuses strangers. In bfloat16 and float16 on a
-    CPU it has one rounding for all elements (`add_scaled_`), where torch's depends on the number of threads.
+    The steps are those of ``torch.optim.SGD(momentum=m, weight_decay=λ)``, bit for bit; in addition there are
+    hooks, counters, Chainer's treatment of missing gradients, and a saved state that is checked when it is
+    loaded. In bfloat16 and float16 on a CPU all elements are rounded alike (see `add_scaled_`), whereas the
+    rounding of torch's optimizer depends on the number of threads.
 
     Args:
-        params: Parameters, or dicts of groups with options of their own.
-        lr: η, at least 0; a tensor spares `torch.compile` a new compilation when it changes.
-        momentum: m, in [0, 1).
-        weight_decay: λ, at least 0. λ·w is added to the gradient before it meets the velocity, as in
-            ``torch.optim.SGD``; `SGDW` keeps it out of there.
-        missing_grad: "skip" leaves a parameter without gradient alone, "zero" has momentum move it.
-        frozen: Whether the parameters stay as they are.
-        fused: Whether one kernel does both lines in one pass, as in
-            ``torch.optim.SGD(fused=True)``. Faster; its bits depend on how tensors are cut.
+        params: The parameters to optimize, or dicts that define parameter groups with options of their own.
+        lr: The learning rate η, at least 0. If it is a tensor, `torch.compile` does not compile again when
+            its value changes.
+        momentum: The momentum m, in [0, 1).
+        weight_decay: The weight decay λ, at least 0. λ·w is added to the gradient before the velocity is
+            updated, as in ``torch.optim.SGD``; `SGDW` keeps the decay out of the velocity.
+        missing_grad: What happens to a parameter without a gradient: "skip" leaves it unchanged, "zero"
+            applies momentum to it.
+        frozen: Whether the parameters are left unchanged.
+        fused: Whether one kernel computes both lines in one pass, as in ``torch.optim.SGD(fused=True)``.
+            It is faster, but its bits depend on how tensors are split.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: If an option is out of range.
 
-    Determinism: elementwise, so the same bits wherever each parameter is stepped.
+    Determinism: elementwise, so the bits do not depend on where each parameter is updated.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
-    equation 9. Chainer's optimizer of this name keeps -u.
+    equation 9. Chainer's optimizer of this name stores -u.
 
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
     >>> optimizer = CorrectedMomentumSGD([weight], lr=0.5, momentum=0.5)
@@ -80,20 +83,21 @@ class CorrectedMomentumSGD(ForeachOptimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take more parameters in, with options of their own.
+        """Add a group of parameters.
 
         Args:
-            param_group: "params" and any of the options; the others are those of the constructor.
+            param_group: A dict of "params" and any options; missing options take the constructor's values.
 
         Raises:
-            ValueError: An option is out of range, or ``fused`` meets half precision on a CPU.
+            ValueError: If an option is out of range, or ``fused`` is set for half precision on a CPU.
         """
         super().add_param_group(param_group)
         if not self.param_groups[-1]["fused"]:
             return
+        # The group is checked after it was added, because torch accepts "params" in several forms until then.
         try:
             for weight in self.param_groups[-1]["params"]:
-                check_fused(weight)
+                check_fused_support(weight)
         except ValueError:
             del self.param_groups[-1]
             raise
@@ -104,8 +108,8 @@ class CorrectedMomentumSGD(ForeachOptimizer):
         if group["fused"]:
             fused_momentum_step(*lists, lr=lr, momentum=momentum, weight_decay=decay)
         else:
-            momentum_step(weights, velocities, decayed(weights, grads, decay), lr=lr, momentum=momentum)
+            momentum_step(weights, velocities, add_weight_decay(weights, grads, decay), lr=lr, momentum=momentum)
 
-    def _begin(self, state: dict[str, Any], weight: Tensor) -> None:
-        # Minus zeros: see `momentum_step`.
+    def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
+        # Minus zeros, so that the first velocity keeps the signed zeros of the gradient; see `momentum_step`.
         state["velocity"] = torch.zeros_like(weight).neg_()

@@ -1,4 +1,4 @@
-"""LAMB: steps of Adam's direction, each as long as its parameter's norm says."""
+"""LAMB: steps in Adam's direction, with a length proportional to the norm of each parameter."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def lamb_step(
     norm_bounds: tuple[float, float],
     threshold: float,
 ) -> None:
-    """Move the weights one step along Adam's direction, by a share of their norms.
+    """Apply one step in Adam's direction, scaled by the norm of each parameter.
 
     With weight w, gradient g, means m and v of g and g², step t, learning rate η, decay λ, threshold θ, and
-    φ(x) for x brought into ``norm_bounds``::
+    φ(x) for x clamped to ``norm_bounds``::
 
         m ← β₁·m + (1 - β₁)·g
         v ← β₂·v + (1 - β₂)·g²
@@ -43,21 +43,21 @@ def lamb_step(
     Shapes: each list holds P tensors; the p-th of all four have one shape and one dtype.
 
     Args:
-        weights: Changed in place.
-        means: m, changed in place; zeros before the first step.
-        mean_squares: v, changed in place; zeros before the first step.
-        grads: Left untouched. Gradients of the mean loss over the whole batch.
-        count: t, from 1; None leaves m and v as they are, small in the first steps, where r makes up for
-            most of it.
-        lr: η, at least 0.
-        betas: β₁ and β₂, in [0, 1).
-        eps: ε, above 0.
-        weight_decay: λ, at least 0.
-        norm_bounds: The least and the greatest value of φ.
-        threshold: θ, at least 0.
+        weights: The weights, changed in place.
+        means: The means m of the gradients, changed in place; zeros before the first step.
+        mean_squares: The means v of the squared gradients, changed in place; zeros before the first step.
+        grads: The gradients of the mean loss over the whole batch; left untouched.
+        count: The step t, counted from 1. None applies no bias correction: m and v are small in the first
+            steps, which r largely compensates.
+        lr: The learning rate η, at least 0.
+        betas: The decay rates β₁ and β₂ of the means, in [0, 1).
+        eps: The number ε that is added to the denominator, above 0.
+        weight_decay: The weight decay λ, at least 0.
+        norm_bounds: The smallest and the largest value of φ.
+        threshold: The threshold θ for the norm of u, at least 0.
 
-    Determinism: elementwise but for the norms, whose order of summation is a function of the shape (see
-    `lockstep.optim.norm`). Nothing waits for the device.
+    Determinism: elementwise except for the norms, whose order of summation is a function of the shape (see
+    `lockstep.optim.norm`). Nothing synchronizes with the device.
 
     References: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020,
     arXiv:1904.00962, algorithm 2.
@@ -83,50 +83,54 @@ def lamb_step(
     if count is not None:
         torch._foreach_div_(updates, 1 - beta1**count)
     if weight_decay != 0:
-        # Not with `alpha`, which on a CPU rounds the last elements of a half-precision tensor otherwise
-        # than the rest, so that bits would depend on how many threads share it.
+        # Not with `alpha`, which on a CPU rounds the last elements of a half-precision tensor differently from
+        # the others, so that the bits would depend on how many threads share the tensor.
         decays = torch._foreach_mul(weights, weight_decay)  # noqa: SLF001 - see above
         torch._foreach_add_(updates, decays)
-    sizes = torch.stack(norms(weights)).clamp(*norm_bounds)
-    lengths = torch.stack(norms(updates))
-    ratios = torch.where((sizes > 0) & (lengths > threshold), sizes / lengths, 1.0)
+    weight_norms = torch.stack(norms(weights)).clamp(*norm_bounds)
+    update_norms = torch.stack(norms(updates))
+    # `where` on the device in place of an `if`, which would wait for the norms.
+    ratios = torch.where((weight_norms > 0) & (update_norms > threshold), weight_norms / update_norms, 1.0)
     torch._foreach_mul_(updates, list((ratios * lr).unbind()))
     torch._foreach_sub_(weights, updates)
 
 
 class LAMB(ForeachOptimizer):
-    """Step in Adam's direction, each parameter by a share of its norm.
+    """The LAMB optimizer: Adam's direction, scaled by the norm of each parameter.
 
-    The rule is that of `lamb_step`. While the bounds of the norm are not reached, η is the share of its norm
-    that a parameter moves in a step. A parameter of zeros, and one whose step is no longer than the threshold
-    (as where gradients vanish), takes the step as it is: else the first could not leave zero, and the second
-    would go its whole way along noise.
+    The rule is that of `lamb_step`. Unless the norm exceeds its bounds, η is the fraction of its own norm that
+    a parameter moves in a step. A parameter of zeros, and one whose update u is no longer than the threshold
+    (as where gradients vanish), takes u unscaled: otherwise the former could never leave zero, and the latter
+    would take a full step along noise.
 
     NNabla's Lamb has its epsilon for the threshold, (0, 10) for the bounds, and no bias correction; where its
-    lower bound is 0, it leaves parameters of zeros at zero for good, which is not copied. MXNet's lamb has a
+    lower bound is 0, parameters of zeros stay zero forever, which is not reproduced here. MXNet's lamb has a
     threshold of 0.
 
     Args:
-        params: Parameters, or dicts of groups with options of their own. Real, with dense gradients.
-        lr: η, at least 0.
-        betas: β₁ and β₂, in [0, 1): how much of the means of gradients and of their squares outlives a step.
-        eps: ε, above 0.
-        weight_decay: λ, at least 0. It acts inside the step whose length is set, and so turns it only.
-        norm_bounds: The least and the greatest norm that a parameter counts with; 0 and above.
-        threshold: θ, at least 0. A step of a norm up to this keeps it.
-        bias_correction: Whether the means are divided by the share of them that is there, as of t steps.
-        missing_grad: "skip" leaves a parameter without gradient alone, "zero" has the means move it.
-        frozen: Whether the parameters stay as they are.
+        params: The parameters to optimize, or dicts that define parameter groups with options of their own.
+            They must be real and have dense gradients.
+        lr: The learning rate η, at least 0.
+        betas: The decay rates β₁ and β₂ of the means of the gradients and of their squares, in [0, 1).
+        eps: The number ε that is added to the denominator, above 0.
+        weight_decay: The weight decay λ, at least 0. It is part of u before that is scaled to its length, and
+            therefore changes only the direction of a step.
+        norm_bounds: The smallest and the largest value that a parameter's norm is clamped to, both at least 0.
+        threshold: The threshold θ, at least 0. An update u whose norm is at most this is not scaled.
+        bias_correction: Whether the means are divided by 1 - β₁ᵗ and 1 - β₂ᵗ, as their first t steps require.
+        missing_grad: What happens to a parameter without a gradient: "skip" leaves it unchanged, "zero"
+            applies the means to it.
+        frozen: Whether the parameters are left unchanged.
 
     Raises:
-        ValueError: An option is out of range.
-        TypeError: A parameter is complex; from `step`: a gradient is sparse. Then nothing has moved.
+        ValueError: If an option is out of range.
+        TypeError: If a parameter is complex. `step` raises it if a gradient is sparse; no weight has moved then.
 
-    Determinism: as `lamb_step`; the same bits wherever each parameter is stepped.
+    Determinism: as `lamb_step`; the bits do not depend on where each parameter is updated.
 
     References: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020,
-    arXiv:1904.00962, algorithm 2. The bounds are those of the paper's φ, the ratio of 1 is that of the
-    implementations that came after it.
+    arXiv:1904.00962, algorithm 2. The bounds are those of the paper's φ; the ratio of 1 is that of later
+    implementations.
 
     >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
     >>> optimizer = LAMB([weight], lr=0.1)
@@ -137,7 +141,7 @@ class LAMB(ForeachOptimizer):
     tensor([3.0000, 3.5000], requires_grad=True)
     """
 
-    _remembered = ("mean", "mean_square")
+    _state_names = ("mean", "mean_square")
 
     def __init__(
         self,
@@ -167,20 +171,21 @@ class LAMB(ForeachOptimizer):
         super().__init__(params, defaults)
 
     def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
-        """Name what is remembered for a parameter: the means m and v, and how many steps they are of."""
+        """Return the keys of a parameter's state: the means m and v, and the number of their steps."""
         return super().state_keys(group) | {"count"}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take more parameters in, with options of their own.
+        """Add a group of parameters.
 
         Args:
-            param_group: "params" and any of the options; the others are those of the constructor.
+            param_group: A dict of "params" and any options; missing options take the constructor's values.
 
         Raises:
-            ValueError: An option is out of range.
-            TypeError: A parameter is complex.
+            ValueError: If an option is out of range.
+            TypeError: If a parameter is complex.
         """
         super().add_param_group(param_group)
+        # Checked after it was added, because torch accepts "params" in several forms until then.
         found = [weight.dtype for weight in self.param_groups[-1]["params"] if weight.dtype.is_complex]
         if found:
             del self.param_groups[-1]
@@ -188,7 +193,7 @@ class LAMB(ForeachOptimizer):
 
     @property
     def momentum(self) -> float:
-        """The β₁ of the first group; may be set, in [0, 1)."""
+        """The β₁ of the first group, in [0, 1). You can set it."""
         beta1: float = self.param_groups[0]["betas"][0]
         return beta1
 
@@ -214,28 +219,29 @@ class LAMB(ForeachOptimizer):
             )
 
     def advance(self) -> None:
-        """Move the weights one step by their gradients, and do nothing else: no hook, no count.
+        """Apply one step to the weights; no hook is called and nothing is counted.
 
-        What is remembered belongs to one parameter, so each `part` may advance in a thread of its own.
+        The state belongs to single parameters, so each `part` may advance in a thread of its own.
 
         Raises:
-            TypeError: A gradient is sparse; nothing has moved.
+            TypeError: If a gradient is sparse; no weight has moved then.
         """
+        # All groups before the first moves, so that an error leaves every weight as it was.
         _check_dense(self.moving_parameters())
         super().advance()
 
     def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
         names = ("lr", "betas", "eps", "weight_decay", "norm_bounds", "threshold")
         numbers = {name: group[name] for name in names}
-        for count, some in self._counted(lists):
+        for count, some in self._group_by_step_count(lists):
             lamb_step(*some, count=count if group["bias_correction"] else None, **numbers)
 
-    def _begin(self, state: dict[str, Any], weight: Tensor) -> None:
-        super()._begin(state, weight)
+    def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
+        super()._init_state(state, weight)
         state["count"] = 0
 
-    def _counted(self, lists: Sequence[list[Tensor]]) -> list[tuple[int, list[list[Tensor]]]]:
-        """Count a step of each parameter, and sort them by it; they differ where some were skipped."""
+    def _group_by_step_count(self, lists: Sequence[list[Tensor]]) -> list[tuple[int, list[list[Tensor]]]]:
+        """Count a step of each parameter and group them by the count, which differs where steps were skipped."""
         rows_by_count: dict[int, list[tuple[Tensor, ...]]] = {}
         for row in zip(*lists, strict=True):
             state = self.state[row[0]]
@@ -245,11 +251,11 @@ class LAMB(ForeachOptimizer):
 
 
 def _check_dense(weights: Iterable[Tensor]) -> None:
-    """Refuse sparse gradients, which would have to bring about dense means."""
+    """Check that no gradient is sparse: the means of a sparse gradient would be dense."""
     for weight in weights:
         if weight.grad is not None and weight.grad.layout != torch.strided:
             raise TypeError(
                 f"The gradients of LAMB must be dense, got one of layout {weight.grad.layout} for a "
-                f"parameter of shape {tuple(weight.shape)}. Give such parameters to another "
-                "optimizer, or have their layer make dense gradients (sparse=False)."
+                f"parameter of shape {tuple(weight.shape)}. Use another optimizer for such parameters, "
+                "or have their layer compute dense gradients (sparse=False)."
             )

@@ -1,4 +1,4 @@
-"""The schedule that lets a large batch reach what a small one reaches."""
+"""A learning rate schedule that keeps the accuracy of small batches in training with large ones."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ def large_batch_schedule(
     gamma: float = 0.1,
     updates_per_epoch: int,
 ) -> UpdateSchedule:
-    """Scale the rate with the batch, rise to it gradually, then step down.
+    """Create a schedule that scales the learning rate with the batch size, warms up, and decays in steps.
 
-    With k = batch_size / base_batch_size, the rate begins at base_lr, rises in a straight line to
-    k·base_lr over the warm-up, and is multiplied by gamma at each milestone. (Where k is below 1 there
-    is nothing to warm up to: the rate begins at k·base_lr.)
+    With k = batch_size / base_batch_size, the learning rate starts at base_lr, rises linearly to k·base_lr
+    during the warmup, and is multiplied by gamma at each milestone. (If k is less than 1, there is nothing
+    to warm up to: the learning rate starts at k·base_lr.)
 
     Use it with `lockstep.optim.CorrectedMomentumSGD`, ``torch.optim.SGD``, or
-    ``MomentumSGD(correction=True)``: each change of the rate must reach the momentum too.
+    ``MomentumSGD(correction=True)``: with these, a new learning rate applies to the momentum at once.
 
     Args:
-        optimizer: Its groups' rates are set, now and whenever the schedule steps.
-        base_lr: The rate that is right for ``base_batch_size``, above 0.
-        batch_size: Samples in one update, over all devices and accumulated batches.
-        base_batch_size: Samples in one update where ``base_lr`` is right.
-        warmup: How long the rate rises: a number and "epoch" or "update" (also called "iteration").
-        milestones: When the rate steps down, in epochs, in rising order.
-        gamma: What the rate is multiplied by at each milestone.
-        updates_per_epoch: How many updates make an epoch: samples over ``batch_size``.
+        optimizer: The optimizer whose learning rates are set, now and whenever the schedule steps.
+        base_lr: The learning rate that suits ``base_batch_size``, above 0.
+        batch_size: The number of samples per update, over all devices and accumulated batches.
+        base_batch_size: The number of samples per update for which ``base_lr`` was chosen.
+        warmup: How long the learning rate rises, as a number and a unit: "epoch" or "update" (also called
+            "iteration").
+        milestones: The epochs at which the learning rate decays, in ascending order.
+        gamma: The factor that the learning rate is multiplied by at each milestone.
+        updates_per_epoch: The number of updates in an epoch: the samples divided by ``batch_size``.
 
     Returns:
         The schedule. Call its ``step()`` after each applied update.
 
     Raises:
-        ValueError: A number is out of range or a unit is unknown.
-        TypeError: `warmup` is no number with a unit.
+        ValueError: If a number is out of range or a unit is unknown.
+        TypeError: If `warmup` is not a number with a unit.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, sections 2.1,
     2.2 and 5.1.
@@ -65,13 +66,14 @@ def large_batch_schedule(
     if not isinstance(warmup, tuple | list):
         raise TypeError(f"`warmup` must be (number, unit), got {warmup!r}.")
     scaled_lr = schedule.linear_scaling(base_lr, batch_size=batch_size, base_batch_size=base_batch_size)
-    rise = schedule.warmup(_updates(warmup, updates_per_epoch), start=min(1.0, base_batch_size / batch_size))
-    falls = schedule.steps([_updates((epoch, "epoch"), updates_per_epoch) for epoch in milestones], gamma=gamma)
+    # For a batch smaller than the base, 1 / k is above 1: the rate would fall during the warmup.
+    rise = schedule.warmup(_to_updates(warmup, updates_per_epoch), start=min(1.0, base_batch_size / batch_size))
+    falls = schedule.steps([_to_updates((epoch, "epoch"), updates_per_epoch) for epoch in milestones], gamma=gamma)
     return UpdateSchedule(optimizer, schedule.product(rise, falls), base_lr=scaled_lr)
 
 
-def _updates(period: tuple[float, str], updates_per_epoch: int) -> int:
-    """Turn a period into a whole number of updates."""
+def _to_updates(period: tuple[float, str], updates_per_epoch: int) -> int:
+    """Convert a period to a whole number of updates."""
     number, unit = period
     if unit not in {"epoch", "update", "iteration"}:
         raise ValueError(f"The unit of a period must be 'epoch', 'update' or 'iteration', got {unit!r}.")

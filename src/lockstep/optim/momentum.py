@@ -1,4 +1,4 @@
-"""Momentum as arithmetic on lists of tensors, in the two forms that part when the learning rate changes."""
+"""Momentum rules as functions of tensors, in the two forms that differ when the learning rate changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.optim.adding import add_scaled_
+from lockstep.optim.scaled_add import add_scaled_
 from lockstep.strides import laid_out_for
 
 
@@ -20,7 +20,7 @@ def momentum_step(
     lr: float | Tensor,
     momentum: float,
 ) -> None:
-    """Move the weights one step along a velocity that is free of the learning rate.
+    """Apply one step of momentum SGD whose velocity does not contain the learning rate.
 
     With weight w, velocity u, gradient g, learning rate η and momentum m::
 
@@ -28,21 +28,23 @@ def momentum_step(
         w ← w - η·u
 
     The other common form, `lr_momentum_step`, keeps η inside the velocity: v ← m·v + η·g, w ← w - v.
-    The two agree while η stands still; when it changes, v must first be multiplied by new η over
-    old η, and u needs no such correction, because v = η·u at every step.
+    The two agree as long as η is constant. When η changes, v must first be multiplied by new η over old η;
+    u needs no such correction, because v = η·u at every step.
 
     Shapes: each list holds P tensors; the p-th of all three have one shape and one dtype.
 
     Args:
-        weights: Changed in place.
-        velocities: Changed in place; zeros before the first step. Minus zeros, the neutral element
-            of addition, make the first velocity the gradient to the bit, its signed zeros included.
-        grads: Left untouched. Gradients of the mean loss over the whole batch.
-        lr: η, at least 0. A tensor spares `torch.compile` a new compilation when it changes.
-        momentum: m, the share of the velocity that outlives a step; in [0, 1).
+        weights: The weights, changed in place.
+        velocities: The velocities, changed in place; zeros before the first step. With minus zeros, the
+            neutral element of addition, the first velocity equals the gradient bit for bit, including its
+            signed zeros.
+        grads: The gradients of the mean loss over the whole batch; left untouched.
+        lr: The learning rate η, at least 0. If it is a tensor, `torch.compile` does not compile again when
+            its value changes.
+        momentum: The momentum m in [0, 1): the fraction of the velocity that is kept in each step.
 
-    Determinism: elementwise, so equal bits in give equal bits out on devices that round alike,
-    wherever the tensors are cut.
+    Determinism: elementwise, so equal inputs yield equal bits on devices with the same rounding, however the
+    tensors are split.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
     equation 9.
@@ -70,26 +72,26 @@ def fused_momentum_step(
     momentum: float,
     weight_decay: float = 0.0,
 ) -> None:
-    """Do the work of `momentum_step` in one pass over the memory, by torch's own fused kernel.
+    """Apply `momentum_step` in one pass over memory, with torch's fused kernel.
 
-    The kernel reads memory from each tensor's first element on and looks at no strides. So what is not dense
-    (a column of a larger tensor), or lies otherwise than its weight, is stepped in a copy.
+    The kernel reads memory from the first element of each tensor on and ignores strides. A tensor that is not
+    dense (a column of a larger tensor), or has other strides than its weight, is therefore updated in a copy.
 
-    Shapes: as in `momentum_step`; all tensors are of one dtype and on one device.
+    Shapes: as in `momentum_step`; all tensors have one dtype and are on one device.
 
     Args:
-        weights: Changed in place.
-        velocities: Changed in place.
-        grads: Left untouched; may be sparse.
-        lr: η, at least 0.
-        momentum: m, in [0, 1).
-        weight_decay: λ, at least 0; λ·w is added to the gradient first, see `decayed`.
+        weights: The weights, changed in place.
+        velocities: The velocities, changed in place.
+        grads: The gradients, which may be sparse; left untouched.
+        lr: The learning rate η, at least 0.
+        momentum: The momentum m, in [0, 1).
+        weight_decay: The weight decay λ, at least 0; λ·w is added to the gradient first, see `add_weight_decay`.
 
     Raises:
-        ValueError: The tensors are in half precision on a CPU.
+        ValueError: If the tensors are in half precision on a CPU.
 
-    Determinism: the kernel may round m·u + g once where `momentum_step` rounds twice, and on a CPU
-    the last elements of a tensor otherwise than the rest. The bits depend on where tensors are cut.
+    Determinism: the kernel may round m·u + g once where `momentum_step` rounds twice, and on a CPU it rounds
+    the last elements of a tensor differently from the others. The bits depend on how tensors are split.
 
     >>> weight, velocity = torch.tensor([1.0]), torch.tensor([0.0])
     >>> for lr in (0.5, 0.25):
@@ -99,25 +101,26 @@ def fused_momentum_step(
     """
     if not weights:
         return
-    check_fused(weights[0])
+    check_fused_support(weights[0])
     if torch.compiler.is_compiling():
-        # The compiler fuses on its own, and to it the kernel's numbers would be constants.
-        grads = decayed(weights, grads, weight_decay)
+        # The compiler fuses on its own, and would treat the kernel's numbers as constants.
+        grads = add_weight_decay(weights, grads, weight_decay)
         momentum_step(weights, velocities, grads, lr=lr, momentum=momentum)
         return
     if momentum == 0:
-        torch._foreach_copy_(velocities, decayed(weights, grads, weight_decay))
+        # Without momentum the kernel takes no velocities; they must still hold what `momentum_step` would leave.
+        torch._foreach_copy_(velocities, add_weight_decay(weights, grads, weight_decay))
     numbers: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-    if all(map(_lie_alike, weights, velocities, grads)):
+    if all(map(_all_contiguous, weights, velocities, grads)):
         _run_fused_kernel(weights, velocities, grads, **numbers)
         return
     laid_weights = [laid_out_for(weight, weight) for weight in weights]
     laid_velocities = [laid_out_for(*pair) for pair in zip(weights, velocities, strict=True)]
-    laid_grads = [laid_out_for(weight, _plain(grad)) for weight, grad in zip(weights, grads, strict=True)]
+    laid_grads = [laid_out_for(weight, _materialized(grad)) for weight, grad in zip(weights, grads, strict=True)]
     _run_fused_kernel(laid_weights, laid_velocities, laid_grads, **numbers)
-    for own, laid in zip([*weights, *velocities], [*laid_weights, *laid_velocities], strict=True):
-        if laid is not own:
-            own.copy_(laid)
+    for original, laid in zip([*weights, *velocities], [*laid_weights, *laid_velocities], strict=True):
+        if laid is not original:
+            original.copy_(laid)
 
 
 def _run_fused_kernel(
@@ -129,7 +132,7 @@ def _run_fused_kernel(
     momentum: float,
     weight_decay: float,
 ) -> None:
-    """Step dense tensors that have the strides of their weights."""
+    """Run torch's fused kernel on dense tensors that have the strides of their weights."""
     torch._fused_sgd_(
         weights,
         grads,
@@ -144,49 +147,50 @@ def _run_fused_kernel(
     )
 
 
-def _lie_alike(weight: Tensor, velocity: Tensor, grad: Tensor) -> bool:
-    """Tell whether all lie row after row, the usual case, at little cost."""
+def _all_contiguous(weight: Tensor, velocity: Tensor, grad: Tensor) -> bool:
+    """Return whether all three are contiguous: the usual case, which is cheap to check."""
     return (
         weight.is_contiguous()
         and velocity.is_contiguous()
         and grad.layout is torch.strided
         and grad.is_contiguous()
+        # A tensor with the negative bit set is negated when it is read; the kernel reads memory as it is.
         and not grad.is_neg()
     )
 
 
-def _plain(grad: Tensor) -> Tensor:
-    """Give a gradient as dense numbers in memory."""
+def _materialized(grad: Tensor) -> Tensor:
+    """Return a gradient whose values are dense in memory."""
     return grad.resolve_neg() if grad.layout is torch.strided else grad.to_dense()
 
 
-def check_fused(weight: Tensor) -> None:
-    """Refuse weights that torch's fused kernel does not step rightly.
+def check_fused_support(weight: Tensor) -> None:
+    """Check that torch's fused kernel computes correct results for a weight.
 
-    In torch 2.13 its CPU version leaves garbage in velocities of bfloat16 and float16 whose size is no
-    multiple of its vectors' width.
+    In torch 2.13 its CPU version leaves garbage in bfloat16 and float16 velocities whose size is not a
+    multiple of the vector width.
 
     Raises:
-        ValueError: The weight is in half precision on a CPU.
+        ValueError: If the weight is in half precision on a CPU.
     """
     if weight.device.type == "cpu" and weight.dtype not in {torch.float32, torch.float64}:
         raise ValueError(f"`fused` must be False for weights on a CPU in half precision, got {weight.dtype}.")
 
 
 @torch.no_grad()
-def decayed(weights: list[Tensor], grads: list[Tensor], weight_decay: float) -> list[Tensor]:
-    """Give the gradients plus λ times the weights, the gradient of λ/2·‖w‖²; themselves where λ is 0.
+def add_weight_decay(weights: list[Tensor], grads: list[Tensor], weight_decay: float) -> list[Tensor]:
+    """Return the gradients plus λ·w, the gradient of λ/2·‖w‖²; return the same list if λ is 0.
 
     Shapes: each list holds P tensors; the p-th of both have one shape, one dtype and one device.
 
     Args:
-        weights: Left untouched.
-        grads: Left untouched; may be sparse, where the sum is dense.
-        weight_decay: λ, at least 0.
+        weights: The weights; left untouched.
+        grads: The gradients; left untouched. The result for a sparse gradient is dense.
+        weight_decay: The weight decay λ, at least 0.
 
-    Determinism: elementwise, so equal bits in give equal bits out, wherever the tensors are cut.
+    Determinism: elementwise, so equal inputs yield equal bits, however the tensors are split.
 
-    >>> decayed([torch.tensor([2.0])], [torch.tensor([1.0])], 0.25)
+    >>> add_weight_decay([torch.tensor([2.0])], [torch.tensor([1.0])], 0.25)
     [tensor([1.5000])]
     """
     if weight_decay == 0:
@@ -205,28 +209,28 @@ def lr_momentum_step(
     lr: float | Tensor,
     momentum: float,
 ) -> None:
-    """Move the weights one step along a velocity that has the learning rate inside.
+    """Apply one step of momentum SGD whose velocity contains the learning rate.
 
     With weight w, velocity v, gradient g, learning rate η and momentum m::
 
         v ← m·v + η·g
         w ← w - v
 
-    A change of η reaches the old part of v only as fast as momentum forgets: the weights go on for
-    about 1/(1 - m) steps at the old rate. `momentum_step` does not have this lag; here it goes away
-    when m is multiplied by new η over old η for the step of the change.
+    A change of η affects the existing part of v only as fast as that decays: the weights keep moving at the
+    old rate for about 1/(1 - m) steps. `momentum_step` does not have this lag; here it disappears if m is
+    multiplied by new η over old η in the step of the change.
 
     Shapes: each list holds P tensors; the p-th of all three have one shape and one dtype.
 
     Args:
-        weights: Changed in place.
-        velocities: Changed in place; zeros before the first step.
-        grads: Left untouched.
-        lr: η, at least 0.
-        momentum: m, the share of the velocity that outlives a step; at least 0.
+        weights: The weights, changed in place.
+        velocities: The velocities, changed in place; zeros before the first step.
+        grads: The gradients; left untouched.
+        lr: The learning rate η, at least 0.
+        momentum: The momentum m, at least 0: the fraction of the velocity that is kept in each step.
 
-    Determinism: elementwise, so equal bits in give equal bits out on devices that round alike,
-    wherever the tensors are cut.
+    Determinism: elementwise, so equal inputs yield equal bits on devices with the same rounding, however the
+    tensors are split.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
     equation 10 and the remark on momentum correction.
@@ -245,23 +249,23 @@ def lr_momentum_step(
 
 @torch.no_grad()
 def add_to_lr_velocity(velocities: list[Tensor], grads: list[Tensor], *, lr: float | Tensor, momentum: float) -> None:
-    """Do the first half of `lr_momentum_step`, v ← m·v + η·g, and leave the weights alone.
+    """Apply the first half of `lr_momentum_step`, v ← m·v + η·g, and leave the weights unchanged.
 
     Args:
-        velocities: Changed in place.
-        grads: Left untouched.
-        lr: η, at least 0.
-        momentum: m, at least 0.
+        velocities: The velocities, changed in place.
+        grads: The gradients; left untouched.
+        lr: The learning rate η, at least 0.
+        momentum: The momentum m, at least 0.
     """
     _decay(velocities, momentum)
     add_scaled_(velocities, grads, lr)
 
 
 def _decay(velocities: list[Tensor], momentum: float) -> None:
-    """Multiply the velocities by m; m = 0 clears them, so that an infinite one leaves no NaN behind."""
+    """Multiply the velocities by m in place; m = 0 clears them, so that an infinite velocity leaves no NaN."""
     if momentum == 0:
         torch._foreach_zero_(velocities)
-        # Minus zero plus x is x to the bit, as if there had been no velocity.
+        # Minus zero plus x equals x bit for bit, as if there had been no velocity.
         torch._foreach_neg_(velocities)
     else:
         torch._foreach_mul_(velocities, momentum)

@@ -1,4 +1,4 @@
-"""Momentum SGD whose velocity has the learning rate inside, with or without momentum correction."""
+"""Momentum SGD whose velocity contains the learning rate, with or without momentum correction."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lockstep.optim.hooked import ForeachOptimizer, scalar
-from lockstep.optim.momentum import add_to_lr_velocity, decayed, lr_momentum_step
+from lockstep.optim.momentum import add_to_lr_velocity, add_weight_decay, lr_momentum_step
 
 
 class MomentumSGD(ForeachOptimizer):
-    """Step along a velocity that has the learning rate inside.
+    """Momentum SGD whose velocity contains the learning rate.
 
     With weight w, velocity v, gradient g (plus λ·w with a weight decay λ), learning rate η and momentum m::
 
         v ← m·v + η·g
         w ← w - v
 
-    When η changes, the old part of v keeps the old rate for about 1/(1 - m) steps. With
-    ``correction=True`` it is brought to the new rate in the step of the change, and the weights
-    follow `CorrectedMomentumSGD` up to rounding::
+    When η changes, the existing part of v keeps the old rate for about 1/(1 - m) steps. With
+    ``correction=True`` it is rescaled to the new rate in the step of the change, and the weights
+    equal those of `CorrectedMomentumSGD` up to rounding::
 
         v ← m·(new η / old η)·v + η·g
 
-    While η is 0 nothing moves and the velocity goes on at the last rate that was not 0 (at 1 if there
-    was none yet), for a velocity of zeros could not be brought to any other rate.
+    While η is 0 the weights do not move, and the velocity is updated with the last rate other than 0 (with 1
+    if there was none), because a velocity of zeros could not be rescaled to any other rate.
 
     Args:
-        params: Parameters, or dicts of groups with options of their own.
-        lr: η, at least 0; with ``correction`` a plain number, for the old one is compared on the host.
-        momentum: m, in [0, 1).
-        weight_decay: λ, at least 0. λ·w is added to the gradient before it meets the velocity, as in
-            ``torch.optim.SGD``; `SGDW` keeps it out of there.
-        correction: Whether a change of η rescales the velocity.
-        missing_grad: "skip" leaves a parameter without gradient alone, "zero" has momentum move it.
-        frozen: Whether the parameters stay as they are.
+        params: The parameters to optimize, or dicts that define parameter groups with options of their own.
+        lr: The learning rate η, at least 0; a plain number with ``correction``, which compares it with the
+            previous one on the host.
+        momentum: The momentum m, in [0, 1).
+        weight_decay: The weight decay λ, at least 0. λ·w is added to the gradient before the velocity is
+            updated, as in ``torch.optim.SGD``; `SGDW` keeps the decay out of the velocity.
+        correction: Whether the velocity is rescaled when η changes.
+        missing_grad: What happens to a parameter without a gradient: "skip" leaves it unchanged, "zero"
+            applies momentum to it.
+        frozen: Whether the parameters are left unchanged.
 
     Raises:
-        ValueError: An option is out of range.
-        TypeError: ``lr`` is a tensor in a group with ``correction``.
+        ValueError: If an option is out of range.
+        TypeError: If ``lr`` is a tensor in a group with ``correction``.
 
-    Determinism: elementwise, so the same bits wherever each parameter is stepped.
+    Determinism: elementwise, so the bits do not depend on where each parameter is updated.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 3,
-    equation 10 and the remark on momentum correction. Chainer's optimizer of this name keeps -v.
+    equation 10 and the remark on momentum correction. Chainer's optimizer of this name stores -v.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.tensor([1.0]))
@@ -81,7 +83,7 @@ class MomentumSGD(ForeachOptimizer):
         super().__init__(params, defaults)
 
     def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
-        """Name what is remembered for a parameter: its velocity v and, to correct it, the η inside."""
+        """Return the keys of a parameter's state: the velocity v and, with correction, the η it contains."""
         return super().state_keys(group) | ({"velocity_lr"} if group["correction"] else set())
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
@@ -92,16 +94,18 @@ class MomentumSGD(ForeachOptimizer):
     def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
         weights, velocities, grads = lists
         step: Any = self._corrected_step if group["correction"] else lr_momentum_step
-        grads = decayed(weights, grads, self._coupled_decay(group))
+        grads = add_weight_decay(weights, grads, self._coupled_decay(group))
         step(weights, velocities, grads, lr=scalar(group["lr"]), momentum=group["momentum"])
 
     def _coupled_decay(self, group: Mapping[str, Any]) -> float:
-        """Give the decay that passes through the velocity."""
+        """Return the weight decay that passes through the velocity."""
         return cast("float", group["weight_decay"])
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
         super()._init_group(group, *lists)
         if not group["correction"]:
+            # Correction may have been turned off. The rate would be out of date when it is turned on again, and
+            # a saved state with it would not load.
             for weight in lists[0]:
                 self.state[weight].pop("velocity_lr", None)
 
@@ -114,9 +118,10 @@ class MomentumSGD(ForeachOptimizer):
         lr: float,
         momentum: float,
     ) -> None:
-        """Step the parameters by the rate inside their velocities, which differs where some were skipped."""
+        """Apply a step, grouped by the rate inside the velocities, which differs where steps were skipped."""
         rows_by_lr: dict[float, list[tuple[Tensor, Tensor, Tensor]]] = {}
         for row in zip(weights, velocities, grads, strict=True):
+            # Not 0, from which a velocity could not be rescaled to another rate.
             old_lr = self.state[row[0]].setdefault("velocity_lr", lr or 1.0)
             rows_by_lr.setdefault(old_lr, []).append(row)
         for old_lr, rows in rows_by_lr.items():
@@ -124,6 +129,7 @@ class MomentumSGD(ForeachOptimizer):
             if lr == 0:
                 add_to_lr_velocity(some_velocities, some_grads, lr=old_lr, momentum=momentum)
                 continue
+            # The quotient comes first: it is exactly 1 while the rate is constant, and changes no bit then.
             lr_momentum_step(some_weights, some_velocities, some_grads, lr=lr, momentum=momentum * (lr / old_lr))
             for weight in some_weights:
                 self.state[weight]["velocity_lr"] = lr

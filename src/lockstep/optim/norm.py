@@ -1,4 +1,4 @@
-"""Euclidean norms whose order of summation depends on the shapes alone."""
+"""Euclidean norms whose order of summation depends only on the shapes of the tensors."""
 
 from __future__ import annotations
 
@@ -8,71 +8,74 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-# In elements. From 32768 on, torch's reductions on a CPU share one sum among the threads they find.
-PIECE = 16384
+# In elements. From 32768 elements on, torch splits a reduction on a CPU over its threads, so that the order of
+# the additions would depend on their number.
+CHUNK_NUMEL = 16384
 
 
 @torch.no_grad()
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of each tensor, without waiting for the device.
+    """Return the norm of each tensor, without synchronizing with the device.
 
-    Every tensor is cut into pieces so small that each is summed by one thread, and the norms of
-    the pieces are joined the same way.
+    Every tensor is split into chunks that are small enough to be summed by one thread each, and the norms of
+    the chunks are combined in the same way.
 
     Args:
-        tensors: Left untouched.
+        tensors: The tensors whose norms are computed; left untouched.
 
     Returns:
-        A 0-d tensor each, on the tensor's device; float64 for tensors of that precision, else float32.
+        A 0-d tensor per input, on the input's device; float64 for inputs of that precision, otherwise float32.
 
-    Determinism: the order of summation is a function of the shape. The number of threads, the layout
-    in memory and the other tensors do not matter.
+    Determinism: the order of summation is a function of the shape. It does not depend on the number of
+    threads, the memory layout or the other tensors.
 
     >>> norms([torch.tensor([3.0, 4.0]), torch.tensor([])])
     [tensor(5.), tensor(0.)]
     """
-    pieces = [torch.split(tensor.detach().reshape(-1), PIECE) for tensor in tensors]
-    flat = _piece_norms([piece for parts in pieces for piece in parts])
-    return [_join(list(islice(flat, len(parts)))) for parts in pieces]
+    # Flattened in logical order first, or the order of the additions would follow the layout in memory.
+    chunks = [torch.split(tensor.detach().reshape(-1), CHUNK_NUMEL) for tensor in tensors]
+    chunk_norms = _chunk_norms([chunk for parts in chunks for chunk in parts])
+    return [_combine(list(islice(chunk_norms, len(parts)))) for parts in chunks]
 
 
 @torch.no_grad()
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all tensors taken as one vector, without waiting for the device.
+    """Return the norm of all tensors as if they were concatenated, without synchronizing with the device.
 
     Args:
-        tensors: At least one; left untouched. They may be on several devices.
+        tensors: At least one tensor; they may be on several devices, and are left untouched.
 
     Returns:
-        A 0-d tensor on the device of the first.
+        A 0-d tensor on the device of the first tensor.
 
-    Determinism: as `norms`; the order of summation is a function of the shapes and their order.
+    Determinism: the order of summation is a function of the shapes and of their order, see `norms`.
 
     >>> global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
     tensor(5.)
     """
-    return _join(norms(tensors))
+    return _combine(norms(tensors))
 
 
-def _piece_norms(pieces: list[Tensor]) -> Iterator[Tensor]:
-    """Take the norms of many small tensors, in half precision with float32 inside."""
-    kinds = {piece.dtype for piece in pieces}
-    if kinds <= {torch.float32, torch.float64, torch.complex64, torch.complex128}:
-        return iter(torch._foreach_norm(pieces))
-    return iter([torch.linalg.vector_norm(piece.to(_precision(piece))) for piece in pieces])
+def _chunk_norms(chunks: list[Tensor]) -> Iterator[Tensor]:
+    """Compute the norms of many small tensors; those in half precision are computed in float32."""
+    dtypes = {chunk.dtype for chunk in chunks}
+    if dtypes <= {torch.float32, torch.float64, torch.complex64, torch.complex128}:
+        return iter(torch._foreach_norm(chunks))
+    return iter([torch.linalg.vector_norm(chunk.to(_norm_dtype(chunk))) for chunk in chunks])
 
 
-def _precision(tensor: Tensor) -> torch.dtype:
-    """Say in which precision a tensor's norm is taken."""
+def _norm_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which a tensor's norm is computed."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _join(parts: list[Tensor]) -> Tensor:
-    """Combine norms of parts into the norm of the whole."""
+def _combine(parts: list[Tensor]) -> Tensor:
+    """Combine the norms of parts into the norm of the whole."""
     if len(parts) == 1:
         return parts[0]
     row = torch.stack([part.to(parts[0].device) for part in parts])
-    if len(row) > PIECE:
-        return global_norm(torch.split(row, PIECE))
+    # So many parts that their own sum would be split over threads again.
+    if len(row) > CHUNK_NUMEL:
+        return global_norm(torch.split(row, CHUNK_NUMEL))
     norm: Tensor = torch.linalg.vector_norm(row)
     return norm

@@ -1,8 +1,8 @@
-"""Learning rates as functions of the update count, and the scheduler that follows them.
+"""Learning rates as functions of the number of updates, and a scheduler that applies them.
 
-A `Factor` is a pure function: it takes how many updates were applied and returns what the base rate
-is multiplied by in the next one. So nothing about it is to be saved, and a run may stop and go on
-anywhere in it. Factors are multiplied (`product`) and started later (`delayed`).
+A `Factor` is a pure function: it takes the number of applied updates and returns the factor that the base
+learning rate is multiplied by in the next update. It has no state to save, so a run can stop and resume at any
+point of it. Factors can be multiplied (`product`) and started later (`delayed`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Factor: TypeAlias = Callable[[int], float]
 
 
 def linear_scaling(base_lr: float, *, batch_size: int, base_batch_size: int) -> float:
-    """Scale a rate with the batch: k times the samples, k times the rate.
+    """Scale a learning rate linearly with the batch size.
 
-    k updates on batches of n samples move the weights by about as much as one update on k·n samples
-    at k times the rate, as long as the gradient changes little between them.
+    k updates on batches of n samples move the weights by about as much as one update on k·n samples with k
+    times the learning rate, as long as the gradient changes little between them.
 
     Args:
-        base_lr: The rate that is right for ``base_batch_size``.
-        batch_size: Samples in one update, over all devices and accumulated batches; at least 1.
-        base_batch_size: At least 1.
+        base_lr: The learning rate that suits ``base_batch_size``.
+        batch_size: The number of samples per update, over all devices and accumulated batches; at least 1.
+        base_batch_size: The number of samples per update for which ``base_lr`` was chosen; at least 1.
 
     Raises:
-        ValueError: A size is out of range.
+        ValueError: If a size is out of range.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 2.1.
 
@@ -47,14 +47,14 @@ def linear_scaling(base_lr: float, *, batch_size: int, base_batch_size: int) -> 
 
 
 def warmup(updates: int, *, start: float = 0.0) -> Factor:
-    """Rise in a straight line from ``start`` to 1 over some updates, and stay there.
+    """Rise linearly from ``start`` to 1 over a number of updates, and stay at 1.
 
     Args:
-        updates: After how many updates 1 is reached; 0 is no warm-up.
+        updates: The number of updates after which 1 is reached; with 0 there is no warmup.
         start: The factor of the first update, at least 0.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: If a number is out of range.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, section 2.2.
 
@@ -71,35 +71,34 @@ def warmup(updates: int, *, start: float = 0.0) -> Factor:
 
 
 def steps(milestones: Sequence[int], *, gamma: float = 0.1) -> Factor:
-    """Multiply by ``gamma`` at each milestone.
+    """Multiply the factor by ``gamma`` at each milestone.
 
     Args:
-        milestones: Counts of updates, in rising order; a count twice multiplies twice.
-        gamma: At least 0.
+        milestones: Numbers of updates, in ascending order; a number that occurs twice counts twice.
+        gamma: The factor per milestone, at least 0.
 
     Raises:
-        ValueError: The milestones fall, or a number is out of range.
+        ValueError: If the milestones are not in ascending order, or a number is out of range.
 
     >>> [steps([2, 3], gamma=0.5)(count) for count in range(5)]
     [1.0, 1.0, 0.5, 0.25, 0.25]
     """
     if list(milestones) != sorted(milestones):
-        raise ValueError(f"`milestones` must rise, got {list(milestones)}.")
+        raise ValueError(f"`milestones` must be in ascending order, got {list(milestones)}.")
     _check_at_least("gamma", gamma, 0)
     return lambda count: float(gamma ** bisect_right(milestones, count))
 
 
 def every(updates: int, *, gamma: float = 0.1, final: float | None = None) -> Factor:
-    """Multiply by ``gamma`` again and again, after the same number of updates.
+    """Multiply the factor by ``gamma`` each time a fixed number of updates has passed.
 
     Args:
-        updates: From one change to the next, at least 1.
-        gamma: At least 0.
-        final: The least factor where ``gamma`` is at most 1, the greatest where it is above; None for
-            no bound.
+        updates: The number of updates between two changes, at least 1.
+        gamma: The factor per change, at least 0.
+        final: The smallest factor if ``gamma`` is at most 1, the largest if it is above 1; None for no bound.
 
     Raises:
-        ValueError: A number is out of range, or ``final`` lies where ``gamma`` does not lead.
+        ValueError: If a number is out of range, or ``final`` lies where ``gamma`` does not lead.
 
     >>> [every(2, gamma=0.5, final=0.3)(count) for count in range(6)]
     [1.0, 1.0, 0.5, 0.5, 0.3, 0.3]
@@ -112,15 +111,14 @@ def every(updates: int, *, gamma: float = 0.1, final: float | None = None) -> Fa
 
 
 def exponential(rate: float, *, final: float | None = None) -> Factor:
-    """Multiply by ``rate`` in every update.
+    """Multiply the factor by ``rate`` in every update.
 
     Args:
-        rate: At least 0.
-        final: The least factor where ``rate`` is at most 1, the greatest where it is above; None for
-            no bound.
+        rate: The factor per update, at least 0.
+        final: The smallest factor if ``rate`` is at most 1, the largest if it is above 1; None for no bound.
 
     Raises:
-        ValueError: The rate is out of range, or ``final`` lies where it does not lead.
+        ValueError: If the rate is out of range, or ``final`` lies where the rate does not lead.
 
     >>> [exponential(0.5, final=0.2)(count) for count in range(4)]
     [1.0, 0.5, 0.25, 0.2]
@@ -129,7 +127,7 @@ def exponential(rate: float, *, final: float | None = None) -> Factor:
 
 
 def _bounded_power(name: str, base: float, final: float | None) -> Factor:
-    """Give the powers of a number up to a bound, or down to it."""
+    """Return the powers of a number as a factor, clamped at a bound in the direction in which they lead."""
     _check_at_least(name, base, 0)
     if final is None:
         return lambda count: float(base**count)
@@ -143,6 +141,7 @@ def _bounded_power(name: str, base: float, final: float | None) -> Factor:
         try:
             value = float(base**count)
         except OverflowError:
+            # Only a base above 1 can overflow, and then the bound is the upper one.
             return bound
         return min(value, bound) if base > 1 else max(value, bound)
 
@@ -150,14 +149,14 @@ def _bounded_power(name: str, base: float, final: float | None) -> Factor:
 
 
 def cosine(updates: int, *, final: float = 0.0) -> Factor:
-    """Fall from 1 to ``final`` along half a wave, and stay there.
+    """Fall from 1 to ``final`` along half a cosine wave, and stay there.
 
     Args:
-        updates: After how many updates ``final`` is reached, at least 1.
-        final: The factor at the end; may be negative, or above 1.
+        updates: The number of updates after which ``final`` is reached, at least 1.
+        final: The factor at the end; it may be negative or above 1.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: If a number is out of range.
 
     References: Loshchilov and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2016,
     arXiv:1608.03983, equation 5, without restarts.
@@ -176,18 +175,18 @@ def cosine(updates: int, *, final: float = 0.0) -> Factor:
 
 
 def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: float | None = None) -> Factor:
-    """Fall from 1 to ``final`` as a power of what is left, and stay there: a line, where power is 1.
+    """Fall from 1 to ``final`` polynomially, and stay there; a power of 1 is a straight line.
 
-    With the share p of updates done: final + (1 - final)·(1 - p)^power.
+    With the fraction p of the updates that are done: final + (1 - final)·(1 - p)^power.
 
     Args:
-        updates: After how many updates ``final`` is reached, at least 1.
-        power: Above 0.
-        final: The factor at the end; may be negative, or above 1.
-        bound: The least factor, which may be met before the end; None for no bound.
+        updates: The number of updates after which ``final`` is reached, at least 1.
+        power: The exponent, above 0.
+        final: The factor at the end; it may be negative or above 1.
+        bound: The smallest factor, which may be reached before the end; None for no bound.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: If a number is out of range.
 
     >>> [polynomial(4, power=2)(count) for count in range(6)]
     [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
@@ -208,15 +207,15 @@ def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: f
 
 
 def inverse(gamma: float, *, power: float = 1.0, final: float = 0.0) -> Factor:
-    """Fall as a power of the count: (1 + gamma·count)^-power.
+    """Fall as a power of the number of updates: (1 + gamma·count)^-power.
 
     Args:
-        gamma: At least 0.
-        power: At least 0.
-        final: The least factor, at most 1.
+        gamma: The factor of the count, at least 0.
+        power: The exponent, at least 0.
+        final: The smallest factor, at most 1.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: If a number is out of range.
 
     >>> [inverse(1.0, final=0.3)(count) for count in range(4)]
     [1.0, 0.5, 0.3333333333333333, 0.3]
@@ -230,7 +229,7 @@ def inverse(gamma: float, *, power: float = 1.0, final: float = 0.0) -> Factor:
 
 
 def product(*factors: Factor) -> Factor:
-    """Multiply factors, say a warm-up and what comes after it.
+    """Multiply factors, for example a warmup and the decay after it.
 
     >>> [product(warmup(2), steps([3], gamma=0.5))(count) for count in range(5)]
     [0.0, 0.5, 1.0, 0.5, 0.5]
@@ -239,14 +238,14 @@ def product(*factors: Factor) -> Factor:
 
 
 def delayed(factor: Factor, updates: int) -> Factor:
-    """Begin later, with the first value until then.
+    """Start a factor later; until then it has its first value.
 
     Args:
-        factor: Any.
-        updates: How many updates later, at least 0.
+        factor: The factor to start later.
+        updates: The number of updates to wait, at least 0.
 
     Raises:
-        ValueError: ``updates`` is out of range.
+        ValueError: If ``updates`` is out of range.
 
     >>> [delayed(polynomial(2), 2)(count) for count in range(5)]
     [1.0, 1.0, 1.0, 0.5, 0.0]
@@ -256,23 +255,23 @@ def delayed(factor: Factor, updates: int) -> Factor:
 
 
 class UpdateSchedule(LRScheduler):
-    """Set the rates of an optimizer by a function of how many updates were applied.
+    """Set the learning rates of an optimizer by a function of the number of applied updates.
 
-    Before update number n (counted from 0) the rate of each group is ``base_lr · factor(n)``. Call
-    `step` after each update that was applied, and not after one that was skipped; how many processes
-    or batches it took does not matter.
+    Before update number n (counted from 0), the learning rate of each group is ``base_lr · factor(n)``. Call
+    `step` after each update that was applied, and not after one that was skipped; the number of processes and
+    of batches per update does not matter.
 
-    Loading a state sets the optimizer's rates too, so that a run goes on rightly whichever of
-    optimizer and schedule is made or loaded first, inside a warm-up and after it.
+    Loading a state also sets the optimizer's learning rates, so that a run resumes correctly in whichever
+    order optimizer and schedule are created and loaded, during a warmup and after it.
 
     Args:
-        optimizer: Any of torch's.
-        factor: A pure function of the count; nothing of it is saved.
-        base_lr: One for all groups, or one for each. By default each group's own rate, or its
-            ``initial_lr`` where an earlier schedule or a loaded state has left one.
+        optimizer: Any torch optimizer.
+        factor: A pure function of the number of updates; it is not saved.
+        base_lr: The base learning rate, one number for all groups or one per group. By default each group's
+            current learning rate, or its ``initial_lr`` where an earlier schedule or a loaded state has set one.
 
     Raises:
-        ValueError: There are more or fewer base rates than groups.
+        ValueError: If the number of base rates is not the number of groups.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
@@ -289,24 +288,24 @@ class UpdateSchedule(LRScheduler):
     def __init__(self, optimizer: Optimizer, factor: Factor, *, base_lr: float | Sequence[float] | None = None) -> None:
         self.factor = factor
         if base_lr is not None:
-            # Where torch's scheduler takes the base rates from.
+            # torch's scheduler reads the base rates from there.
             _set_initial_lrs(optimizer, _base_lrs(optimizer, base_lr))
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Tensor]:
-        """Return the rate of each group for the next update."""
+        """Return the learning rate of each group for the next update."""
         factor = self.factor(self.last_epoch)
         return [base * factor for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count and the base rates."""
+        """Return the number of updates and the base rates."""
         return {"last_epoch": self.last_epoch, "base_lrs": [float(lr) for lr in self.base_lrs]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a count, and set the optimizer's rates to what they are there.
+        """Restore the number of updates and the base rates, and set the optimizer's learning rates accordingly.
 
         Raises:
-            StateError: A key is missing or unknown, or the number of groups is another.
+            StateError: If a key is missing or unknown, or the number of groups differs.
         """
         if state_dict.keys() != {"last_epoch", "base_lrs"}:
             raise StateError(f"The state of a schedule must hold ['base_lrs', 'last_epoch'], got {sorted(state_dict)}.")
@@ -316,8 +315,10 @@ class UpdateSchedule(LRScheduler):
                 f"got {len(state_dict['base_lrs'])}."
             )
         self.last_epoch = state_dict["last_epoch"]
+        # torch also counts the step that its constructor takes.
         self._step_count = self.last_epoch + 1
         self.base_lrs = list(state_dict["base_lrs"])
+        # A schedule that is created later reads its base rates from the groups.
         _set_initial_lrs(self.optimizer, state_dict["base_lrs"])
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
@@ -325,7 +326,7 @@ class UpdateSchedule(LRScheduler):
 
 
 def _base_lrs(optimizer: Optimizer, base_lr: float | Sequence[float]) -> list[float]:
-    """Settle the base rate of each group."""
+    """Return the base rate of each group."""
     count = len(optimizer.param_groups)
     base_lrs = [base_lr] * count if isinstance(base_lr, (int, float)) else list(base_lr)
     if len(base_lrs) != count:
@@ -334,13 +335,13 @@ def _base_lrs(optimizer: Optimizer, base_lr: float | Sequence[float]) -> list[fl
 
 
 def _set_initial_lrs(optimizer: Optimizer, base_lrs: Sequence[float]) -> None:
-    """Write down the base rate of each group."""
+    """Store the base rate of each group where torch's schedulers look for it."""
     for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
         group["initial_lr"] = lr
 
 
 def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
-    """Change a group's rate; a tensor in place, for compiled steps hold on to it."""
+    """Set a group's learning rate; a tensor is changed in place, because compiled steps hold a reference to it."""
     if isinstance(group["lr"], Tensor):
         group["lr"].fill_(lr)
     else:
@@ -348,12 +349,12 @@ def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
 
 
 def _check_finite(name: str, value: float) -> None:
-    """Refuse an infinity and NaN."""
+    """Check that a number is neither infinite nor NaN."""
     if not math.isfinite(value):
         raise ValueError(f"`{name}` must be finite, got {value}.")
 
 
 def _check_at_least(name: str, value: float, least: float) -> None:
-    """Refuse a number that is too small or not finite."""
+    """Check that a number is finite and at least ``least``."""
     if not least <= value < math.inf:
         raise ValueError(f"`{name}` must be finite and at least {least}, got {value}.")

@@ -1,4 +1,4 @@
-"""Momentum SGD whose weight decay stays out of the velocity."""
+"""Momentum SGD with decoupled weight decay."""
 
 from __future__ import annotations
 
@@ -15,33 +15,35 @@ from lockstep.optim.momentum_sgd import MomentumSGD
 
 
 class SGDW(MomentumSGD):
-    """Step as `MomentumSGD`, and shrink the weights beside it.
+    """Momentum SGD, as `MomentumSGD`, with a weight decay that bypasses the velocity.
 
-    With weight w, velocity v, gradient g, learning rate η, its first value η₀, momentum m and decay λ::
+    With weight w, velocity v, gradient g, learning rate η, its initial value η₀, momentum m and decay λ::
 
         v ← m·v + η·g
         w ← (1 - λ·η/η₀)·w - v
 
-    `lockstep.optim.hooks.WeightDecay` adds λ·w to the gradient instead, where it passes through the velocity
-    and its share of a step is λ·η. Here it is λ while η is at its first value, and follows η from there.
+    `lockstep.optim.hooks.WeightDecay` adds λ·w to the gradient instead, so that the decay passes through the
+    velocity and shrinks the weights by λ·η per step. Here the decay per step is λ while η has its initial
+    value, and is scaled with η when that changes.
 
     Args:
-        params: Parameters, or dicts of groups with options of their own.
-        lr: η, at least 0 and at the beginning above; with ``correction`` a plain number.
-        momentum: m, in [0, 1).
-        weight_decay: λ, in [0, 1).
-        correction: Whether a change of η rescales the velocity, as in `MomentumSGD`.
-        missing_grad: "skip" leaves a parameter without gradient alone, "zero" has momentum and decay move it.
-        frozen: Whether the parameters stay as they are.
+        params: The parameters to optimize, or dicts that define parameter groups with options of their own.
+        lr: The learning rate η, at least 0, and above 0 at the start; a plain number with ``correction``.
+        momentum: The momentum m, in [0, 1).
+        weight_decay: The weight decay λ, in [0, 1).
+        correction: Whether the velocity is rescaled when η changes, as in `MomentumSGD`.
+        missing_grad: What happens to a parameter without a gradient: "skip" leaves it unchanged, "zero"
+            applies momentum and decay to it.
+        frozen: Whether the parameters are left unchanged.
 
-    A group's option ``initial_lr`` is η₀, by default its first ``lr``; torch's schedulers keep theirs by the
-    same name.
+    The option ``initial_lr`` of a group is η₀, by default its first ``lr``; torch's schedulers store the
+    initial learning rate under the same name.
 
     Raises:
-        ValueError: An option is out of range.
-        TypeError: ``lr`` is a tensor in a group with ``correction``.
+        ValueError: If an option is out of range.
+        TypeError: If ``lr`` is a tensor in a group with ``correction``.
 
-    Determinism: elementwise, so the same bits wherever each parameter is stepped.
+    Determinism: elementwise, so the bits do not depend on where each parameter is updated.
 
     References: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, arXiv:1711.05101,
     algorithm 1 (SGDW), with η/η₀ for its schedule multiplier.
@@ -76,27 +78,28 @@ class SGDW(MomentumSGD):
             "missing_grad": missing_grad,
             "frozen": frozen,
         }
-        # Past the constructor of MomentumSGD, which knows fewer options and does nothing else.
+        # Skip the constructor of MomentumSGD: all it does is to collect its own options, which are fewer.
         super(MomentumSGD, self).__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take more parameters in, with options of their own.
+        """Add a group of parameters.
 
         Args:
-            param_group: "params" and any of the options; the others are those of the constructor.
+            param_group: A dict of "params" and any options; missing options take the constructor's values.
 
         Raises:
-            ValueError: An option is out of range.
-            TypeError: ``lr`` is a tensor and ``correction`` is asked for.
+            ValueError: If an option is out of range.
+            TypeError: If ``lr`` is a tensor and ``correction`` is True.
         """
         super().add_param_group(param_group)
-        first = _first_lr(param_group)
-        # A copy, for a schedule may write to the tensor.
+        first = _initial_lr(param_group)
+        # A copy, because a schedule may write to the tensor in place.
         param_group["initial_lr"] = first.clone() if isinstance(first, Tensor) else first
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
+        # First the size: comparing a learning rate of several elements below would raise an error of torch's.
         check_lr_size(options["lr"])
-        first = _first_lr(options)
+        first = _initial_lr(options)
         if not 0 <= options["weight_decay"] < 1:
             raise ValueError(f"`weight_decay` must lie in [0, 1), got {options['weight_decay']}.")
         if not 0 < first < math.inf:
@@ -106,23 +109,23 @@ class SGDW(MomentumSGD):
         super()._check_options(options)
 
     def _coupled_decay(self, group: Mapping[str, Any]) -> float:  # noqa: ARG002 - none in any group
-        """Give no decay that passes through the velocity: this one stays beside it."""
+        """Return 0: no decay passes through the velocity."""
         return 0.0
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Shrink the weights, then move them one step by their gradients, and do nothing else."""
+        """Decay the weights, then apply one step; no hook is called and nothing is counted."""
         self.fill_missing_grads()
         for group in self.param_groups:
             moving = [weight for weight in group["params"] if weight.grad is not None]
             if moving and group["weight_decay"] != 0 and not group["frozen"]:
                 share = group["weight_decay"] * scalar(group["lr"]) / scalar(group["initial_lr"])
-                # Not times 1 - share, which rounds a small share away.
+                # Not a multiplication by 1 - share, which would round a small share away.
                 torch._foreach_sub_(moving, torch._foreach_mul(moving, share))  # noqa: SLF001 - torch's multi-tensor kernels have no other name
         super().advance()
 
 
-def _first_lr(options: Mapping[str, Any]) -> float | Tensor:
-    """Give η₀: the rate of the beginning, unless the options say another."""
+def _initial_lr(options: Mapping[str, Any]) -> float | Tensor:
+    """Return η₀: the option ``initial_lr`` where it is set, otherwise the current learning rate."""
     first: float | Tensor = options["lr"] if options["initial_lr"] is None else options["initial_lr"]
     return first

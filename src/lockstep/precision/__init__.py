@@ -1,4 +1,4 @@
-"""Loss scales as values that name their successor, the finiteness check, master weights, and autocast."""
+"""Mixed precision: loss scales, the check for non-finite gradients, master weights, and autocast."""
 
 from lockstep.precision.backward import first_gradient as first_gradient, multiply_ as multiply_
 from lockstep.precision.finite import (
@@ -7,15 +7,10 @@ from lockstep.precision.finite import (
     first_nonfinite as first_nonfinite,
     nonfinite_flag as nonfinite_flag,
     nonfinite_flags as nonfinite_flags,
+    resolved as resolved,
     sent as sent,
-    settled as settled,
     unscale_ as unscale_,
-    unscale_and_look_ as unscale_and_look_,
-)
-from lockstep.precision.leaving_out import (
-    ChangesOnlyGradients as ChangesOnlyGradients,
-    cannot_skip as cannot_skip,
-    left_out_if as left_out_if,
+    unscale_and_check_ as unscale_and_check_,
 )
 from lockstep.precision.masters import (
     HALF_PRECISION as HALF_PRECISION,
@@ -32,4 +27,9 @@ from lockstep.precision.scales import (
     StaticLossScale as StaticLossScale,
     nnabla_loss_scale as nnabla_loss_scale,
     parse_loss_scale as parse_loss_scale,
+)
+from lockstep.precision.skipping import (
+    ChangesOnlyGradients as ChangesOnlyGradients,
+    cannot_skip as cannot_skip,
+    skipped_if as skipped_if,
 )

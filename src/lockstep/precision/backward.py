@@ -1,4 +1,4 @@
-"""Begin backward with a factor that the format of the loss may not hold."""
+"""Start backward with a factor that the number format of the loss may not be able to hold."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from lockstep.precision.masters import HALF_PRECISION
 
 
 def first_gradient(loss: Tensor, factor: float | Tensor) -> tuple[Tensor | None, float | Tensor | None]:
-    """Give what backward begins with to compute the gradient of factor times loss.
+    """Return the gradient with which backward starts, to compute the gradient of factor times loss.
 
-    A loss in half precision can begin with few numbers: 257 becomes 256 in bfloat16. So its backward begins
-    with the power of two at or below the factor, and the rest multiplies the gradients that come out.
+    Half precision holds few numbers: in bfloat16 a first gradient of 257 would become 256. For a loss in half
+    precision, backward therefore starts with the largest power of two that is not above the factor. You must
+    multiply the resulting gradients by the rest of the factor.
 
     Args:
-        loss: One element.
-        factor: Positive; a number, or 0-d and float64 on any device.
+        loss: The loss, a tensor of one element.
+        factor: The factor, which must be positive: a number, or a 0-d float64 tensor on any device.
 
     Returns:
-        The first gradient, None for torch's own of 1; and the rest, at least 1 and below 2, or None for 1.
+        The first gradient, or None for a gradient of 1; and the rest, at least 1 and below 2, or None for 1.
 
-    Determinism: nothing is rounded but the factor, to the loss's format if that is no half.
+    Determinism: nothing is rounded but the factor, to the format of the loss unless that is half precision.
 
     >>> first_gradient(torch.tensor(0.5, dtype=torch.bfloat16), 257.0)
     (tensor(256., dtype=torch.bfloat16), 1.00390625)
@@ -35,21 +36,28 @@ def first_gradient(loss: Tensor, factor: float | Tensor) -> tuple[Tensor | None,
         factor, rest = _split(factor)
     if isinstance(factor, Tensor):
         return sent(factor, loss.device).to(loss.dtype).reshape(loss.shape), rest
+    # None saves the creation of a tensor in the usual case.
     if factor == 1.0 and loss.dim() == 0:
         return None, rest
     return torch.full_like(loss, factor), rest
 
 
 def multiply_(gradients: Sequence[Tensor | None], rest: float | Tensor) -> None:
-    """Multiply gradients by the rest of a factor, in place."""
+    """Multiply gradients by the rest of a factor.
+
+    Args:
+        gradients: The gradients, or None for missing ones. Changed in place.
+        rest: The rest of the factor, as `first_gradient` returned it.
+    """
     for gradient in gradients:
         if gradient is not None:
             gradient.mul_(sent(rest, gradient.device) if isinstance(rest, Tensor) else rest)
 
 
 def _split(factor: float | Tensor) -> tuple[float | Tensor, float | Tensor | None]:
-    """Split a factor into a power of two and a rest; both are exact."""
+    """Split a factor into a power of two and a rest in [1, 2), without rounding."""
     if isinstance(factor, Tensor):
+        # A comparison with 1 would wait for the device, so gradients are multiplied by a rest of 1 as well.
         rest = torch.frexp(factor).mantissa * 2.0
         return factor / rest, rest
     mantissa, exponent = math.frexp(factor)

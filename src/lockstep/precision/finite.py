@@ -1,6 +1,6 @@
-"""Divide gradients by a factor and find out whether they are finite, without waiting for their device.
+"""Divide gradients by a factor and check that they are finite, without waiting for their device.
 
-This is the one place of the project that does either: for updaters, for `LossScaler`, for optimizers.
+Updaters, `LossScaler` and optimizers all use these functions, so that there is a single implementation.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from torch import Tensor
 CPU: Final = torch.device("cpu")
 
 _LARGEST_INVERTIBLE = 2.0**126
-"""The inverse is a normal float32, in which torch's kernel takes it."""
+"""The largest power of two whose inverse is a normal float32, the format in which torch's kernel takes it."""
 
 _MANTISSA_OF_POWERS = 0.5
-"""What `math.frexp` says of powers of two."""
+"""The mantissa that `math.frexp` returns for powers of two."""
 
-_WIDE: Final = frozenset({torch.float32, torch.float64})
-"""Real formats in which the sum of ordinary gradients is far from the largest number."""
+_SUMMABLE: Final = frozenset({torch.float32, torch.float64})
+"""Real dtypes in which the sum of ordinary gradients is far from the largest number."""
 
-Kinds: TypeAlias = dict[tuple[torch.device, torch.dtype], list[Tensor]]
-"""Elements of gradients by device and dtype, as torch's kernels want them."""
+TensorGroups: TypeAlias = dict[tuple[torch.device, torch.dtype], list[Tensor]]
+"""Elements of gradients by device and dtype, as torch's foreach kernels need them."""
 
 
 def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
-    """Divide gradients by a factor and tell, without waiting, whether all that came out is finite.
+    """Divide gradients by a factor, and check without waiting whether the results are finite.
 
-    What is checked is the quotient: a factor below 1 can carry a finite gradient past the largest number
-    of its format. Where neither that nor rounding can be (a power of two from 1 on, known on the host) both
-    are done in one pass over the memory.
+    The quotients are checked, because a factor below 1 can turn a finite gradient into an infinite one. If the
+    division can neither overflow nor round (the factor is a power of two of at least 1, and a number), both are
+    done in one pass over the memory.
 
     Args:
-        gradients: Changed in place; `settled`.
-        factor: Positive; a number, or 0-d, float64, on any device.
+        gradients: The gradients, as `resolved` returns them. Changed in place.
+        factor: The factor, which must be positive: a number, or a 0-d float64 tensor on any device.
 
     Returns:
-        1 if an element is not finite, else 0: 0-d, float32, on the factor's device if that is a tensor.
+        A flag that is 1 if an element is not finite, else 0: 0-d, float32, on the device of the factor if that is
+        a tensor.
 
-    Determinism: elementwise division by the factor in the gradient's own format (float32 for halves), rounded
-    once.
+    Determinism: elementwise division by the factor in the format of the gradient (float32 for half precision),
+    rounded once.
 
     >>> gradients = [torch.tensor([8.0, 16.0])]
     >>> unscale_(gradients, 8.0), gradients
@@ -52,90 +53,105 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
         divide_(gradients, factor)
         return nonfinite_flag(gradients, factor.device)
     device = gradients[0].device if gradients else CPU
-    if _is_harmless(factor) and not any(map(_is_in_parts, gradients)):
-        return _check_and_multiply_(_by_kind(map(_elements, gradients)), 1.0 / factor, device)
+    # The parts of an uncoalesced element may be finite while their sum is not, so those are checked separately.
+    if _divides_exactly(factor) and not any(map(_is_uncoalesced, gradients)):
+        return _check_and_multiply_(_group(map(_elements, gradients)), 1.0 / factor, device)
     divide_(gradients, factor)
     return nonfinite_flag(gradients, device)
 
 
-def unscale_and_look_(gradients: Sequence[Tensor], factor: float | Tensor) -> bool:
-    """Do what `unscale_` does and wait for the answer, which on a CPU takes no pass that writes.
+def unscale_and_check_(gradients: Sequence[Tensor], factor: float | Tensor) -> bool:
+    """Divide gradients as `unscale_` does, and wait for the result of the check.
+
+    On a CPU the check needs no pass that writes memory.
 
     Args:
-        gradients: As `unscale_`.
-        factor: As `unscale_`.
+        gradients: The gradients, as for `unscale_`. Changed in place.
+        factor: The factor, as for `unscale_`.
 
     Returns:
-        Whether all that came out is finite.
+        Whether all results are finite.
 
-    Determinism: the quotients of `unscale_`.
+    Determinism: the quotients are those of `unscale_`.
 
     >>> gradients = [torch.tensor([9.0, 18.0])]
-    >>> unscale_and_look_(gradients, 3.0), gradients
+    >>> unscale_and_check_(gradients, 3.0), gradients
     (True, [tensor([3., 6.])])
     """
-    if isinstance(factor, Tensor) or (factor != 1.0 and _is_harmless(factor)):
+    if isinstance(factor, Tensor) or (factor != 1.0 and _divides_exactly(factor)):
         return not unscale_(gradients, factor)
     divide_(gradients, factor)
-    return _add_up(gradients) or not nonfinite_flag(gradients, CPU)
+    # The sums are only a fast path. If one is not finite, each element is checked.
+    return _all_sums_finite(gradients) or not nonfinite_flag(gradients, CPU)
 
 
 def divide_(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Do the first half of `unscale_`: divide, and tell nothing."""
+    """Divide gradients as `unscale_` does, without a check.
+
+    Args:
+        gradients: The gradients, as for `unscale_`. Changed in place.
+        factor: The factor, as for `unscale_`.
+    """
     if isinstance(factor, Tensor):
-        for (device, dtype), values in _by_kind(map(_elements, gradients)).items():
+        for (device, dtype), values in _group(map(_elements, gradients)).items():
             _divide_on_device_(values, sent(factor, device), dtype)
     elif factor != 1.0:
-        for values in _by_kind(map(_elements, gradients)).values():
+        for values in _group(map(_elements, gradients)).values():
             torch._foreach_div_(values, factor)
 
 
 def _divide_on_device_(values: list[Tensor], factor: Tensor, dtype: torch.dtype) -> None:
-    """Divide by a tensor in its own format, without which CUDA's kernel goes through values one by one.
-
-    In half precision a GPU would round the factor to the format, past its largest number to infinity.
-    """
+    """Divide by a factor that is a tensor."""
     if dtype.itemsize >= torch.float32.itemsize:
+        # The factor needs the dtype of the values: with another one, CUDA's kernel would run once per tensor.
         torch._foreach_div_(values, factor.to(dtype))
         return
+    # The division goes through float32, because a GPU would round the factor to half precision, in which a large one is
+    # infinite.
     wide = [value.float() for value in values]
     torch._foreach_div_(wide, factor.float())
     torch._foreach_copy_(values, wide)
 
 
 def nonfinite_flag(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Tell, without waiting, whether gradients are finite, and leave them as they are.
+    """Check without waiting whether gradients are finite.
+
+    Args:
+        gradients: The gradients, as `resolved` returns them. They are not changed.
+        device: The device of the result.
 
     Returns:
-        1 if an element is not finite, else 0: 0-d, float32, on the device.
+        A flag that is 1 if an element is not finite, else 0: 0-d, float32, on `device`.
 
     >>> nonfinite_flag([torch.ones(2), torch.tensor([float("inf")])], torch.device("cpu"))
     tensor(1.)
     """
-    return _check_and_multiply_(_by_kind(map(_sums, gradients)), 1.0, device)
+    return _check_and_multiply_(_group(map(_coalesced_elements, gradients)), 1.0, device)
 
 
 def nonfinite_flags(gradients: Sequence[Tensor]) -> Tensor:
-    """Tell of each gradient, without waiting, whether it is finite.
+    """Check without waiting which gradients are finite.
 
     Args:
-        gradients: At least one; `settled`, on one device; left as they are.
+        gradients: At least one gradient, as `resolved` returns them, all on one device. They are not changed.
 
     Returns:
-        1 where an element is not finite, else 0: one float32 for each gradient, on their device.
+        One flag per gradient that is 1 if an element is not finite, else 0: float32, on their device.
 
     >>> nonfinite_flags([torch.ones(2), torch.tensor([float("inf")])])
     tensor([0., 1.])
     """
-    parts = [_sums(gradient) for gradient in gradients]
+    parts = [_coalesced_elements(gradient) for gradient in gradients]
     if parts[0].device.type == "cpu":
-        # Neither the default dtype, for the kernel takes no other, nor the default device.
+        # The dtype and the device are given, because you may have changed the defaults, and the kernel accepts no
+        # others.
         flags = torch.zeros(len(parts), dtype=torch.float32, device=CPU)
         one = torch.ones((), dtype=torch.float32, device=CPU)
         for part, flag in zip(parts, flags.unbind(), strict=True):
             torch._amp_foreach_non_finite_check_and_unscale_([part], flag, one)
         return flags
-    # One pass of one kernel over all; a CPU takes a maximum sixteen times slower than it checks.
+    # A single kernel computes the maximum of each gradient. On a CPU that takes sixteen times as long as the check
+    # above.
     norms = list(torch._foreach_norm(parts, math.inf))
     if len({norm.dtype for norm in norms}) > 1:
         norms = [norm.double() for norm in norms]
@@ -143,48 +159,73 @@ def nonfinite_flags(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def first_nonfinite(tensors: Mapping[str, Tensor | None]) -> str | None:
-    """Name the first tensor that holds an infinity or a NaN; waits for their device, which is one.
+    """Find the first tensor that holds an infinity or a NaN, and wait for its device to do so.
+
+    Args:
+        tensors: The tensors by name, all on one device; None for missing ones.
+
+    Returns:
+        The name of the tensor; None if all elements are finite.
 
     >>> first_nonfinite({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
     'b'
     """
-    present = {name: settled(tensor) for name, tensor in tensors.items() if tensor is not None}
+    present = {name: resolved(tensor) for name, tensor in tensors.items() if tensor is not None}
     return first_flagged(list(present), nonfinite_flags(list(present.values()))) if present else None
 
 
 def first_flagged(names: Sequence[str], flags: Tensor) -> str | None:
-    """Give the first name whose flag, as `nonfinite_flags` gave it, is up; waits for the device."""
+    """Return the first name whose flag is set, after waiting for the device.
+
+    Args:
+        names: One name per flag.
+        flags: The flags, as `nonfinite_flags` returned them.
+    """
     return next((name for name, flag in zip(names, flags.tolist(), strict=True) if flag), None)
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """List the gradients there are, `settled` where they are."""
+    """Return the gradients of parameters that have one, after resolving them.
+
+    Args:
+        parameters: The parameters. A gradient that had to be resolved is replaced.
+    """
     found: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = settled(parameter.grad)
+            gradient = resolved(parameter.grad)
             if gradient is not parameter.grad:
                 parameter.grad = gradient
             found.append(gradient)
     return found
 
 
-def settled(gradient: Tensor) -> Tensor:
-    """Conjugate or negate the elements of a tensor that is only marked so; mostly there is nothing to do."""
+def resolved(gradient: Tensor) -> Tensor:
+    """Return a tensor with its elements in memory as they are, not merely marked as conjugate or negative.
+
+    Args:
+        gradient: The tensor. It is usually returned as it is.
+    """
     marked = gradient.is_conj() or gradient.is_neg()
     return gradient.resolve_conj().resolve_neg() if marked else gradient
 
 
 def sent(number: Tensor, device: torch.device) -> Tensor:
-    """Send a tensor to a device; waits only for one on its way to the CPU, where it is read at once."""
+    """Return a tensor on a device. Only a copy to the CPU waits.
+
+    Args:
+        number: The tensor.
+        device: The device of the result.
+    """
+    # A copy to the CPU must wait: the host could read it at once, before it has arrived.
     return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
 
 
-def _check_and_multiply_(kinds: Kinds, inverse: float, device: torch.device) -> Tensor:
-    """Run torch's kernel for both, kind by kind, and gather the flags."""
+def _check_and_multiply_(groups: TensorGroups, inverse: float, device: torch.device) -> Tensor:
+    """Multiply by the inverse of a factor and check, by one kernel of torch per group, and merge the flags."""
     flags = []
-    for (there, _), values in kinds.items():
-        # Not the default dtype: the kernel takes no other.
+    for (there, _), values in groups.items():
+        # The dtype is given, because you may have changed the default, and the kernel accepts no other.
         flag = torch.zeros((), dtype=torch.float32, device=there)
         factor = torch.full((), inverse, dtype=torch.float32, device=there)
         torch._amp_foreach_non_finite_check_and_unscale_(values, flag, factor)
@@ -194,43 +235,45 @@ def _check_and_multiply_(kinds: Kinds, inverse: float, device: torch.device) -> 
     return torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=device)
 
 
-def _by_kind(parts: Iterable[Tensor]) -> Kinds:
-    """Sort the elements of gradients."""
-    kinds: Kinds = {}
+def _group(parts: Iterable[Tensor]) -> TensorGroups:
+    """Group the elements of gradients by device and dtype."""
+    groups: TensorGroups = {}
     for part in parts:
-        kinds.setdefault((part.device, part.dtype), []).append(part)
-    return kinds
+        groups.setdefault((part.device, part.dtype), []).append(part)
+    return groups
 
 
 def _elements(gradient: Tensor) -> Tensor:
-    """View what a gradient has in memory as dense real numbers."""
-    # values() would be a copy where gradients are off.
+    """Return a view of the dense real numbers that a gradient stores."""
+    # With gradients disabled, `values()` returns a copy.
     values = gradient._values() if gradient.is_sparse else gradient  # noqa: SLF001 - see above
     return torch.view_as_real(values) if values.is_complex() else values
 
 
-def _sums(gradient: Tensor) -> Tensor:
-    """Give the dense real numbers that a gradient means; a sparse one may hold an element in parts."""
+def _coalesced_elements(gradient: Tensor) -> Tensor:
+    """Return the dense real numbers of a gradient, after adding up the parts of a sparse one."""
     return _elements(gradient.coalesce() if gradient.is_sparse else gradient)
 
 
-def _add_up(gradients: Sequence[Tensor]) -> bool:
-    """Tell whether all have finite sums, so that each element is finite; where one has none, all may be.
+def _all_sums_finite(gradients: Sequence[Tensor]) -> bool:
+    """Return whether all gradients have finite sums, and therefore finite elements.
 
-    No infinity and no NaN is lost in a sum. Only dense gradients on a CPU are added up.
+    Returns:
+        If False, the elements may still be finite: a sum may overflow, and not every kind of gradient is summed.
     """
     for gradient in gradients:
-        if not gradient.is_cpu or gradient.layout is not torch.strided or gradient.dtype not in _WIDE:
+        if not gradient.is_cpu or gradient.layout is not torch.strided or gradient.dtype not in _SUMMABLE:
             return False
+        # A sum with an infinity or a NaN among its terms is never finite.
         if not math.isfinite(gradient.sum().item()):
             return False
     return True
 
 
-def _is_in_parts(gradient: Tensor) -> bool:
+def _is_uncoalesced(gradient: Tensor) -> bool:
     return gradient.is_sparse and not gradient.is_coalesced()
 
 
-def _is_harmless(factor: float) -> bool:
-    """Tell whether dividing by it can neither round a normal number nor overflow."""
+def _divides_exactly(factor: float) -> bool:
+    """Return whether division by a factor can neither round a normal number nor overflow."""
     return 1.0 <= factor <= _LARGEST_INVERTIBLE and math.frexp(factor)[0] == _MANTISSA_OF_POWERS

@@ -1,7 +1,8 @@
-"""Float32 masters: what an optimizer moves in the place of parameters held in half precision.
+"""Float32 master weights: what an optimizer updates instead of parameters in half precision.
 
-A step of 1e-4 of a weight is lost in bfloat16, which keeps 8 bits, and in float16, which keeps 11. So the
-optimizer moves a float32 copy, the master, and the parameter is the master rounded to its own format.
+A step of 1e-4 times a weight is lost in bfloat16, which keeps 8 bits, and in float16, which keeps 11. The optimizer
+therefore updates a float32 copy of the parameter, its master weight, and the parameter is the master weight rounded
+to its own format.
 
 References: Micikevicius et al., "Mixed Precision Training", 2018, arXiv:1710.03740, section 3.1.
 """
@@ -26,26 +27,26 @@ from lockstep.state import check_keys
 from lockstep.strides import laid_out_for
 
 HALF_PRECISION: Final = frozenset({torch.float16, torch.bfloat16})
+"""The dtypes whose parameters get a master weight."""
 
 
 class MasterWeights:
-    """Let any optimizer move float32 masters of its half-precision parameters.
+    """Float32 master weights for the half-precision parameters of any optimizer.
 
-    Between steps the optimizer looks as it always did: its groups hold the model's parameters, and what it
-    remembers for them is found under them, in float32. For the length of a step the masters stand in
-    their place, each with the float32 gradient, so that step hooks see masters and their gradients too.
+    Between steps the optimizer looks as it did before: its groups hold the parameters of the model, and its state
+    is stored under them, in float32. During a step the master weights replace the parameters, each with its
+    gradient in float32, so step hooks see master weights and their gradients, too.
 
-    A write to a parameter from outside (a loaded checkpoint, a clamp, a copy from another replica) is
-    followed: before each step, elements of the parameter that are not their master rounded replace it. So is
-    a state that the optimizer itself has loaded, which torch rounds to the parameters' format on the way;
-    `load_state_dict` here does not round it.
+    You may write to a parameter, for example to load a checkpoint, to clamp it, or to copy it from another replica.
+    Before each step, elements of a parameter that differ from their rounded master weight replace the master weight.
+    If you load a state into the optimizer itself, it is used as well, but torch rounds it to the format of the
+    parameters; `load_state_dict` of this class does not round.
 
     Args:
-        optimizer: Anything with ``param_groups`` and ``state`` in torch's form. Parameters of float32 and
-            float64 are moved as ever.
+        optimizer: The optimizer. Its parameters in float32 and float64 are updated as usual.
 
     Raises:
-        TypeError: It is no optimizer.
+        TypeError: If `optimizer` is not a `torch.optim.Optimizer`.
 
     Determinism: elementwise. Nothing waits for the device.
 
@@ -69,29 +70,36 @@ class MasterWeights:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer that moves them."""
+        """The optimizer that updates the master weights."""
         return self._optimizer
 
     @property
     def active(self) -> bool:
-        """Whether the masters are in the place of the parameters just now."""
+        """Whether the master weights replace the parameters at the moment."""
         return self._active
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Give a parameter's master.
+        """Return the master weight of a parameter.
+
+        Args:
+            parameter: A half-precision parameter of the optimizer.
 
         Raises:
-            KeyError: It has none: it is not in half precision, or not the optimizer's.
+            KeyError: If the parameter has no master weight.
         """
         if parameter not in self._masters:
             raise KeyError(
-                f"`parameter` must be one of the optimizer's in half precision, got one of {parameter.dtype} "
+                f"`parameter` must be a half-precision parameter of the optimizer, got one of {parameter.dtype} "
                 f"and shape {tuple(parameter.shape)}."
             )
         return self._masters[parameter].detach()
 
     def named(self, model: nn.Module) -> dict[str, Tensor]:
-        """Give the masters by the names that a model has for their parameters."""
+        """Return the master weights by the names of their parameters.
+
+        Args:
+            model: The model that defines the names.
+        """
         return {
             name: self._masters[parameter].detach()
             for name, parameter in model.named_parameters()
@@ -101,14 +109,15 @@ class MasterWeights:
     # One step --------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the optimizer's step on the masters, and round them into the parameters.
+        """Run a step of the optimizer on the master weights, and round them to the parameters.
 
         Args:
-            closure: Computes the loss and the parameters' gradients; called once, before. An optimizer that
-                asks for one, as `torch.optim.LBFGS` does, calls it as often as it likes.
+            closure: A function that computes the loss and the gradients of the parameters. It is called once before
+                the step. An optimizer that requires a closure, such as `torch.optim.LBFGS`, calls it as often as it
+                needs.
 
         Returns:
-            What the closure or else the optimizer returned.
+            What the closure returned, or what the optimizer returned if there is no closure.
         """
         if closure is not None and asks_for_closure(self._optimizer):
             self.refresh()
@@ -116,6 +125,8 @@ class MasterWeights:
                 return self._optimizer.step(partial(self._gradients_at_masters, closure))
         loss = None
         if closure is not None:
+            # The closure is called here and not by the optimizer: in a step the model would compute gradients for the
+            # parameters, while the optimizer reads those of the master weights.
             with torch.enable_grad():
                 loss = closure()
         self.take_gradients()
@@ -124,14 +135,18 @@ class MasterWeights:
         return returned if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the parameters' gradients."""
+        """Reset the gradients of the parameters.
+
+        Args:
+            set_to_none: Whether to set them to None instead of zero.
+        """
         self._optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Give each master its parameter's gradient in float32; the parameter keeps its own.
+        """Copy the gradient of each parameter to its master weight, in float32.
 
-        Within `in_place` there is nothing to do: the masters have theirs.
+        Within `in_place` this does nothing, because the master weights have gradients already.
         """
         if self._active:
             return
@@ -140,18 +155,23 @@ class MasterWeights:
             master.grad = _gradient_for(master, parameter)
 
     def receiver(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Say whose ``grad`` a step within `in_place` reads: that of the master, if there is one."""
+        """Return the tensor whose ``grad`` a step within `in_place` reads: the master weight if there is one.
+
+        Args:
+            parameter: A parameter of the optimizer.
+        """
         return self._masters.get(parameter, parameter)
 
     def gradients(self) -> list[Tensor]:
-        """List the gradients that a step would use: of masters, where there are, after `take_gradients`."""
+        """Return the gradients that a step would use, after `take_gradients`."""
         return gradients_of(self._masters.get(parameter, parameter) for parameter in parameters_of(self._optimizer))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the masters in the place of the parameters, and round them into these at the end.
+        """Return a context in which the master weights replace the parameters, which are updated at its end.
 
-        Where the block raises, the parameters stay as they are; masters follow them back at the next step.
+        If the block raises, the parameters are not changed, and the master weights are reset to them at the next
+        step.
         """
         try:
             with self._swapped():
@@ -161,40 +181,44 @@ class MasterWeights:
             self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Let go of what `take_gradients` took, unless a step is under way."""
+        """Free the gradients of the master weights, unless a step is in progress."""
         for master in self._masters.values() if not self._active else ():
             master.grad = None
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Make masters for parameters that are new, and follow writes from outside to the others.
+        """Create master weights for new parameters, and update the others where a parameter was written to.
 
-        Within `in_place` there is nothing to do: the optimizer holds the masters themselves.
+        Within `in_place` this does nothing, because the optimizer holds the master weights themselves.
         """
         if self._active:
             return
         ours = list(self._in_half_precision().values())
+        # Parameters that have left the optimizer must not keep their master weights.
         self._masters = {parameter: self._masters[parameter] for parameter in ours if parameter in self._masters}
         for parameter in ours:
             master = self._masters.get(parameter)
             if master is None or master.shape != parameter.shape or master.device != parameter.device:
-                # Dense, so that fused kernels step it rightly, with the strides of the parameter's gradients.
+                # Fused kernels ignore strides, so a master weight is dense and has the strides of the parameter's
+                # gradients.
                 values = laid_out_for(parameter, parameter.detach().float())
                 self._masters[parameter] = nn.Parameter(values)
                 self._cast_state(parameter, torch.float32)
             else:
+                # The choice is elementwise, because a branch on the host would wait for the device.
                 master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
         self._follow_load()
 
     def _follow_load(self) -> None:
-        """Bring what is remembered to float32 again, where the optimizer has loaded another state."""
+        """Convert the state of the optimizer to float32 again if the optimizer has loaded another one."""
+        # An optimizer that loads a state replaces the dictionary.
         if self._state is not self._optimizer.state:
             self._state = self._optimizer.state
             for parameter in self._masters:
                 self._cast_state(parameter, torch.float32)
 
     def dissolve(self) -> None:
-        """Go back to moving the parameters themselves, with what is remembered in their own format."""
+        """Remove the master weights, so that the optimizer updates the parameters, with its state in their format."""
         for parameter in self._masters:
             self._cast_state(parameter, parameter.dtype)
         self._masters.clear()
@@ -202,14 +226,19 @@ class MasterWeights:
     # State -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the optimizer's state and the masters by the index of their parameter."""
+        """Return the state of the optimizer, and the master weights by the index of their parameter."""
         return {"optimizer": self._optimizer.state_dict(), "masters": self.saved_masters()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state. Load the model's too: a parameter that is no rounded master replaces it.
+        """Load a saved state.
+
+        Load the state of the model as well: a parameter that is not its rounded master weight replaces it.
+
+        Args:
+            state: A state that `state_dict` returned.
 
         Raises:
-            StateError: Something is missing, unknown or of another shape; nothing has been changed.
+            StateError: If something is missing, unknown or of another shape. Nothing has been changed then.
         """
         check_keys(state, ["optimizer", "masters"], of="MasterWeights")
         self.check_masters(state["masters"])
@@ -218,7 +247,7 @@ class MasterWeights:
         self.load_masters(state["masters"])
 
     def saved_masters(self) -> dict[int, Tensor]:
-        """Give the masters by the index of their parameter among all of the optimizer's."""
+        """Return the master weights by the index of their parameter among all parameters of the optimizer."""
         return {
             index: self._masters[parameter].detach()
             for index, parameter in enumerate(parameters_of(self._optimizer))
@@ -226,19 +255,26 @@ class MasterWeights:
         }
 
     def check_masters(self, saved: Mapping[int, Tensor]) -> None:
-        """Refuse masters of other parameters.
+        """Check that saved master weights fit the parameters of the optimizer.
+
+        Args:
+            saved: Master weights that `saved_masters` returned.
 
         Raises:
-            StateError: They are of other indices or shapes.
+            StateError: If their indices or shapes are different.
         """
         here = {index: tuple(parameter.shape) for index, parameter in self._in_half_precision().items()}
         there = {index: tuple(master.shape) for index, master in saved.items()}
         if here != there:
-            raise StateError(f"The masters must be of the shapes {here} by index, got {there}.")
+            raise StateError(f"The master weights must have the shapes {here} by index, got {there}.")
 
     @torch.no_grad()
     def load_masters(self, saved: Mapping[int, Tensor]) -> None:
-        """Take masters over, after `check_masters`."""
+        """Copy saved master weights, which `check_masters` has accepted.
+
+        Args:
+            saved: Master weights that `saved_masters` returned.
+        """
         self.refresh()
         for index, parameter in enumerate(parameters_of(self._optimizer)):
             if parameter in self._masters and index in saved:
@@ -246,15 +282,16 @@ class MasterWeights:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Have the optimizer load its state for the masters, so that torch keeps that in float32."""
+        """Return a context in which the optimizer loads its state for the master weights, and thus in float32."""
         self.refresh()
+        # torch casts a loaded state to the dtype of the parameters that it finds in the groups.
         with self._swapped():
             yield
 
     # Inside ----------------------------------------------------------------------------------
 
     def _in_half_precision(self) -> dict[int, Tensor]:
-        """Return the parameters that need a master, by their index among all of the optimizer's."""
+        """Return the parameters that need a master weight, by their index among all parameters of the optimizer."""
         return {
             index: parameter
             for index, parameter in enumerate(parameters_of(self._optimizer))
@@ -263,18 +300,20 @@ class MasterWeights:
 
     @contextmanager
     def _swapped(self) -> Iterator[None]:
+        """Return a context in which the groups of the optimizer hold the master weights."""
         back: dict[Tensor, Tensor] = {master: parameter for parameter, master in self._masters.items()}
         self._replace(self._masters)
         self._active = True
         try:
             yield
         finally:
-            # The optimizer may hold other dicts than before, if it has loaded a state.
+            # The tensors are searched for, because an optimizer that has loaded a state holds other groups and another
+            # state.
             self._active = False
             self._replace(back)
 
     def _replace(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Put other tensors into the groups, and what is remembered under them, in order."""
+        """Replace tensors in the groups of the optimizer, and as keys of its state, in order."""
         if not others:
             return
         state = self._optimizer.state
@@ -282,13 +321,15 @@ class MasterWeights:
             for index, old in enumerate(group["params"]):
                 new = others.get(old, old)
                 group["params"][index] = new
+                # Every entry is moved, replaced or not, so that the order of the state stays that of the groups.
                 if old in state:
                     state[new] = state.pop(old)
 
     def _gradients_at_masters(self, closure: Callable[[], Any]) -> Any:
-        """Have the parameters' gradients computed where the masters are now, and give them to the masters."""
+        """Call a closure with the parameters at the current master weights, and copy the gradients to these."""
         self._write_back()
         self._active = False
+        # The closure may call `zero_grad`, which must find the parameters in the groups.
         self._replace({master: parameter for parameter, master in self._masters.items()})
         try:
             loss = closure()
@@ -301,6 +342,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def _write_back(self) -> None:
+        """Round the master weights to the parameters, with one kernel per device and dtype."""
         by_kind: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = defaultdict(
             lambda: ([], [])
         )
@@ -312,25 +354,34 @@ class MasterWeights:
             torch._foreach_copy_(parameters, masters)
 
     def _cast_state(self, parameter: Tensor, dtype: torch.dtype) -> None:
-        """Keep what is remembered for each element in another format."""
-        remembered = self._optimizer.state.get(parameter, {})
-        for key, value in remembered.items():
-            # torch's optimizers count steps in a tensor, which for a 0-d parameter has its shape.
+        """Convert the elementwise state of a parameter to another dtype."""
+        state = self._optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            # torch's optimizers count steps in a tensor, which has the shape of a 0-d parameter.
             if key != "step" and isinstance(value, Tensor) and value.shape == parameter.shape:
-                remembered[key] = laid_out_for(parameter, value.to(dtype)) if value.is_floating_point() else value
+                state[key] = laid_out_for(parameter, value.to(dtype)) if value.is_floating_point() else value
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """List the parameters of all groups of an optimizer."""
+    """Return the parameters in all groups of an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+    """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _gradient_for(master: Tensor, parameter: Tensor) -> Tensor | None:
-    """Give a parameter's gradient in float32, with the strides of its master as fused kernels need it."""
+    """Return the gradient of a parameter in float32."""
+    # Fused kernels ignore strides, so the gradient gets those of the master weight.
     return None if parameter.grad is None else laid_out_for(master, parameter.grad.float())
 
 
 def asks_for_closure(optimizer: Optimizer) -> bool:
-    """Tell whether a step of the optimizer must be given a closure that computes gradients anew."""
+    """Return whether a step of an optimizer requires a closure that computes the gradients.
+
+    Args:
+        optimizer: The optimizer.
+    """
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

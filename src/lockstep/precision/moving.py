@@ -1,4 +1,4 @@
-"""A loss scale on its way: its numbers are on the host or on a device, and move there without a wait."""
+"""A loss scale whose numbers may be on the host or on a device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lockstep.precision.scales import LossScale
 
 
 class MovingScale:
-    """A loss scale at one moment, wherever its numbers are; it returns its successor.
+    """A loss scale at one point in training, with its numbers on the host or on a device.
 
-    It begins as a value. After the first flag its numbers are tensors on that flag's device, with the same
-    bits. Looking at `value` waits for them, and makes it a value again.
+    It starts as a value on the host. After the first flag its numbers are tensors on the device of that flag, with
+    the same bits. Reading `value` waits for them, and moves them back to the host.
 
     Args:
-        scale: Of the policy it is; its moving fields count where `moving` has none.
-        moving: The factor and the moving fields by name, as tensors on one device: 0-d and float64.
+        scale: The loss scale, which defines the policy. Its fields are used where `moving` holds none.
+        moving: The factor and the moving fields by name, as 0-d float64 tensors on one device.
 
     >>> from lockstep.precision import DynamicLossScale
     >>> scale = MovingScale(DynamicLossScale(factor=8.0)).after(torch.ones(()))
@@ -29,22 +29,30 @@ class MovingScale:
         self._scale = scale
         self._moving = moving or {}
         self.fixed_factor = None if scale.moving else scale.factor
-        """The factor of a scale that no gradient moves; None of any other."""
+        """The factor of a scale that never changes; None for any other."""
 
     @property
     def policy(self) -> type[LossScale]:
-        """Which policy it follows."""
+        """The class of the loss scale."""
         return type(self._scale)
 
     @property
     def value(self) -> LossScale:
-        """The scale as a value, the same object every time; waits for the device if it is there."""
+        """The loss scale as a value, the same object every time. Reading it waits for the device if necessary."""
         if self._moving and self.fixed_factor is None:
+            # The value is stored, so that a second read does not wait again.
             self._scale, self._moving = self._scale.with_moving(self._moving), {}
         return self._scale
 
     def factor_on(self, device: torch.device) -> Tensor:
-        """Bring the numbers to a device, and give the factor there: 0-d and float64."""
+        """Move the numbers to a device, and return the factor there.
+
+        Args:
+            device: The device to move the numbers to.
+
+        Returns:
+            The factor: 0-d, float64.
+        """
         if not self._moving:
             factor = torch.full((), self._scale.factor, dtype=torch.float64, device=device)
             self._moving = {"factor": factor, **self._scale.moving_on(device)}
@@ -53,12 +61,12 @@ class MovingScale:
         return self._moving["factor"]
 
     def after(self, nonfinite: Tensor, *, given: MovingScale | None = None) -> MovingScale:
-        """Choose the next scale, on the device of the flag; nothing waits for it.
+        """Return the next scale, computed on the device of the flag without waiting for it.
 
         Args:
-            nonfinite: 0-d; above 0 after a gradient that was not finite.
-            given: The scale that gradient was computed with, if this one may have moved on since: then the
-                gradient can lower it, and no longer raise it.
+            nonfinite: The flag: 0-d, above 0 if the gradient was not finite.
+            given: The scale with which the gradient was computed, if this scale may have changed since. The
+                gradient can then lower this scale, but not raise it.
         """
         if self.fixed_factor is not None:
             return self
@@ -69,7 +77,8 @@ class MovingScale:
         return MovingScale(self._scale, {**self._moving, **following})
 
     def _lower_of(self, other: MovingScale, device: torch.device) -> MovingScale:
-        """Choose the one of a lower factor, this one if they are equal."""
+        """Return the scale with the lower factor, or this one if the factors are equal."""
         is_lower = other.factor_on(device) < self.factor_on(device)
+        # All fields are taken from the same scale: a factor and a count of two scales would belong to no policy.
         pairs = {name: (other._moving[name], value) for name, value in self._moving.items()}
         return MovingScale(self._scale, {name: torch.where(is_lower, *pair) for name, pair in pairs.items()})

@@ -1,4 +1,4 @@
-"""What is computed in which number format."""
+"""Policies that define which number formats are used in forward and backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import nn
 
-_AS_IT_IS: Final = nullcontext()
+_NO_AUTOCAST: Final = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,11 @@ class Precision:
     """A policy of number formats for forward and backward.
 
     Attributes:
-        name: As the user writes it.
-        autocast_dtype: Operations that gain from it run in this format, chosen by PyTorch's autocast; None
-            leaves every operation, and an autocast around the update, as they are.
-        held_dtype: The format the model's parameters are held in, with float32 masters inside the update;
-            None where the optimizer moves the parameters themselves.
+        name: The name that users pass.
+        autocast_dtype: The dtype in which PyTorch's autocast runs the operations that benefit from it; None to
+            leave all operations, and an autocast that surrounds the update, as they are.
+        held_dtype: The dtype of the parameters of the model, for which the updater holds float32 master weights;
+            None if the optimizer updates the parameters themselves.
     """
 
     name: str
@@ -31,22 +31,30 @@ class Precision:
     held_dtype: torch.dtype | None = None
 
     def autocast(self, device_type: str) -> AbstractContextManager[object]:
-        """Open autocast for one shard, without the cache of cast weights that all threads would share."""
+        """Return the autocast context for one shard.
+
+        Args:
+            device_type: The type of the device of the shard, as in `torch.device.type`.
+        """
         if self.autocast_dtype is None:
-            return _AS_IT_IS
+            return _NO_AUTOCAST
+        # The cache of cast weights is disabled, because the threads of all devices would share it.
         return torch.autocast(device_type, dtype=self.autocast_dtype, cache_enabled=False)
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse a model that is not held as the policy says.
+        """Check that a model has parameters in the dtype of the policy.
+
+        Args:
+            model: The model to check.
 
         Raises:
-            ValueError: It has no parameter in that format.
+            ValueError: If the model has no parameter in that dtype.
         """
         if self.held_dtype is None or any(each.dtype == self.held_dtype for each in model.parameters()):
             return
         raise ValueError(
             f"`model` must hold parameters in {self.held_dtype} with precision={self.name!r}, got none. "
-            f"Call model.to({self.held_dtype}), or take {self.name.removesuffix('-true')!r}."
+            f"Call model.to({self.held_dtype}), or use precision={self.name.removesuffix('-true')!r}."
         )
 
 
@@ -59,13 +67,17 @@ PRECISIONS: Final[Mapping[str, Precision]] = MappingProxyType(
         "fp16-true": Precision("fp16-true", held_dtype=torch.float16),
     }
 )
+"""All policies by name."""
 
 
 def parse_precision(name: str) -> Precision:
-    """Find a policy by its name.
+    """Return the policy with a name.
+
+    Args:
+        name: One of the keys of `PRECISIONS`.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: If there is no policy with this name.
     """
     if name not in PRECISIONS:
         raise ValueError(f"`precision` must be one of {', '.join(map(repr, PRECISIONS))}, got {name!r}.")

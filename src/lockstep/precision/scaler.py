@@ -1,4 +1,4 @@
-"""Scale the loss in a loop of one's own, with the scale and every decision on the device."""
+"""Loss scaling for training loops that you write yourself, with the scale and every decision on the device."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from torch.optim import Optimizer
 from lockstep import nest
 from lockstep.errors import OrderError, StateError
 from lockstep.precision.finite import gradients_of, nonfinite_flag, sent, unscale_
-from lockstep.precision.leaving_out import cannot_skip, left_out_if
 from lockstep.precision.masters import HALF_PRECISION, MasterWeights, parameters_of
 from lockstep.precision.moving import MovingScale
 from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_scale
+from lockstep.precision.skipping import cannot_skip, skipped_if
 from lockstep.state import check_keys
 
 
 class HasMasters:
-    """What an optimizer inherits from that may hold master weights of its own."""
+    """The base class of optimizers that may hold master weights of their own."""
 
     @property
     def masters(self) -> MasterWeights | None:
-        """The masters, or None."""
+        """The master weights; None if there are none."""
         return None
 
 
 Steppable: TypeAlias = Optimizer | MasterWeights
+"""What `LossScaler` can step."""
 
 Losses = TypeVar("Losses")
-"""A tensor, or a nest of them."""
+"""A tensor, or tensors nested in tuples, lists and dicts."""
 
 
 @dataclass(slots=True)
-class _Checked:
-    """An optimizer whose gradients were divided since the last update of the scale.
+class _CheckedOptimizer:
+    """An optimizer whose gradients have been divided since the last update of the scale.
 
     Attributes:
-        optimizer: Kept, so that no other gets its ``id``.
-        nonfinite: 1 if one of them was not finite, else 0; on the device of the scale.
-        masters: What holds the divided gradients, if not the parameters.
-        stepped: Whether the step was taken, or left out for the flag.
+        optimizer: The optimizer. It is held so that no other object can get its ``id``.
+        nonfinite: A flag that is 1 if a gradient was not finite, else 0, on the device of the scale.
+        masters: The master weights that hold the divided gradients; None if the parameters hold them.
+        stepped: Whether `step` has been called, even if the step was skipped.
     """
 
     optimizer: Steppable
@@ -54,34 +55,34 @@ class _Checked:
 
 
 class LossScaler:
-    """Scale the loss, divide the gradients, step if they are finite, and choose the next scale.
+    """Scales losses, divides gradients, steps if they are finite, and adjusts the scale.
 
-    In the loop that users of ``torch.amp.GradScaler`` know::
+    It is used like ``torch.amp.GradScaler``::
 
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 
-    The order is: divide, check, step hooks, step, next scale. So whatever hook the optimizer has sees true
+    The order is: divide, check, step hooks, step, next scale. Step hooks of the optimizer therefore see the true
     gradients. To see them between backward and step, call `unscale_` there.
 
-    Factor, flag and decision are tensors on the device. With an optimizer that can leave its step out by a
-    flag on the device (`skips_on_device`) nothing waits for it; with others `step` reads the flag. An update
-    that is left out changes nothing but the scale.
+    The factor, the flags and the decisions are tensors on the device. With an optimizer that can skip its step by a
+    flag on the device (see `skips_on_device`) nothing waits for the device; with others `step` reads the flag. A
+    skipped step changes nothing but the scale.
 
     Args:
-        scale: A `LossScale`, a number for a static one, or None for 1; by default dynamic. A gradient that
-            is not finite is left out whatever the scale.
+        scale: A `LossScale`, or a number for a static one; by default a `DynamicLossScale`. Whatever the scale, a
+            step is skipped if a gradient is not finite.
 
     Raises:
-        TypeError: `scale` is none of these.
-        ValueError: It is a number and not positive and finite.
+        TypeError: If `scale` is not one of these.
+        ValueError: If `scale` is a number that is not positive and finite.
 
     Determinism: elementwise; a power of two as factor changes no bit of a gradient that neither overflows
     nor underflows.
 
     References: Micikevicius et al., "Mixed Precision Training", 2018, arXiv:1710.03740, section 3.2. The
-    calls are those of ``torch.amp.GradScaler``.
+    interface is that of ``torch.amp.GradScaler``.
 
     >>> weight = torch.nn.Parameter(torch.ones(1))
     >>> optimizer = torch.optim.SGD([weight], lr=0.5)
@@ -99,61 +100,67 @@ class LossScaler:
         self._scale = MovingScale(DynamicLossScale() if scale is None else parse_loss_scale(scale))
         self._device = torch.device("cpu")
         self._formats: set[torch.dtype] = set()
-        self._checked: dict[int, _Checked] = {}
+        self._checked: dict[int, _CheckedOptimizer] = {}
 
     @property
     def loss_scale(self) -> LossScale:
-        """The scale of the next loss as a value; reading it waits for the device."""
+        """The scale of the next loss as a value. Reading it waits for the device."""
         return self._scale.value
 
     @property
     def factor(self) -> float:
-        """What the next loss is multiplied by; reading it waits for the device."""
+        """The factor of the next loss. Reading it waits for the device."""
         return self.loss_scale.factor
 
     @staticmethod
     def skips_on_device(optimizer: Steppable) -> bool:
-        """Tell whether `step` can leave the optimizer's step out without reading the flag.
+        """Return whether `step` can skip the step of an optimizer without reading the flag.
 
-        True of torch's fused optimizers, unless a hook of their step does more than change gradients. Not of
-        the first step of a fused SGD with momentum: left out on the device, it would leave the new velocities
-        uninitialised, and those move the weights afterwards.
+        That is so for torch's fused optimizers, unless a hook of their step does more than change gradients. An
+        exception is the first step of a fused SGD with momentum: skipped on the device, it would leave the new
+        velocities uninitialized, and later steps would use them.
+
+        Args:
+            optimizer: The optimizer.
         """
         return cannot_skip(_inner(optimizer), _masters_of(optimizer)) is None
 
     def scale(self, loss: Losses) -> Losses:
-        """Multiply a loss by the factor, in float32 at least, on the loss's device.
+        """Multiply a loss by the factor, in at least float32 and on the device of the loss.
 
-        A loss in half precision hands backward the factor rounded to its format, by which gradients are then
-        divided. Where losses of several formats are scaled between two calls of `update`, they are divided by
-        the factor itself, so let it be a power of two there.
+        Backward of a loss in half precision starts with the factor rounded to its format, and gradients are then
+        divided by the rounded factor. If you scale losses of several formats between two calls of `update`, the
+        gradients are divided by the factor itself. Use a power of two in this case.
 
         Args:
-            loss: Left untouched; any shape. Or several, in tuples, lists and dicts.
+            loss: A tensor of any shape, or several in tuples, lists and dicts. It is not changed.
 
         Returns:
-            The product, in containers like those given.
+            The product, in the same containers.
 
         Raises:
-            TypeError: There is no tensor in it.
+            TypeError: If `loss` holds no tensor.
         """
         if not nest.tensors(loss):
-            raise TypeError(f"`loss` must be a tensor, or hold some, got a {type(loss).__name__} without.")
+            raise TypeError(f"`loss` must be a tensor or hold tensors, got a {type(loss).__name__} without tensors.")
         return cast("Losses", nest.map_tensors(self._scaled, loss))
 
     def _scaled(self, loss: Tensor) -> Tensor:
+        """Multiply one tensor by the factor, and store its device and format for the division."""
         self._device = loss.device
         self._formats.add(loss.dtype)
+        # The product may be too large for half precision although the gradients are not, so it is computed in float32.
         wide = loss.float() if loss.dtype in HALF_PRECISION else loss
         return wide * self._scale.factor_on(loss.device).to(wide.dtype)
 
     def unscale_(self, optimizer: Steppable) -> None:
-        """Divide an optimizer's gradients by the factor and check them, ahead of `step`.
+        """Divide the gradients of an optimizer by the factor and check them, before `step`.
 
-        Gradients of masters are those in the masters' ``grad``.
+        Args:
+            optimizer: The optimizer. With master weights, the divided gradients are in the ``grad`` of these.
 
         Raises:
-            OrderError: They were divided already since the last `update`.
+            OrderError: If the gradients have been divided since the last call of `update`.
         """
         if id(optimizer) in self._checked:
             raise OrderError(
@@ -163,16 +170,20 @@ class LossScaler:
         if masters is None:
             gradients = gradients_of(parameters_of(_inner(optimizer)))
         else:
+            # The division is in float32: in half precision it would lose the small gradients that the scale has saved.
             masters.take_gradients()
             gradients = masters.gradients()
         nonfinite = unscale_(gradients, self._divisor())
-        self._checked[id(optimizer)] = _Checked(optimizer, nonfinite, masters)
+        self._checked[id(optimizer)] = _CheckedOptimizer(optimizer, nonfinite, masters)
 
     def nonfinite(self, optimizer: Steppable) -> Tensor:
-        """Tell whether an optimizer's gradients are finite: 0 if so, else 1, on the device.
+        """Return a flag that is 1 if a gradient of an optimizer is not finite, else 0, on the device.
 
-        After `unscale_` it is the divided gradients that count, else those that are there, which stay as
-        they are.
+        After `unscale_` the flag is that of the divided gradients. Before, it is that of the current gradients,
+        which are not changed.
+
+        Args:
+            optimizer: The optimizer.
         """
         checked = self._checked.get(id(optimizer))
         if checked is not None:
@@ -180,13 +191,16 @@ class LossScaler:
         return nonfinite_flag(gradients_of(parameters_of(_inner(optimizer))), self._device)
 
     def step(self, optimizer: Steppable) -> Any:
-        """Step the optimizer if its gradients are finite, dividing them first if `unscale_` has not.
+        """Run a step of an optimizer if its gradients are finite, after dividing them unless `unscale_` has.
+
+        Args:
+            optimizer: The optimizer.
 
         Returns:
-            What the optimizer's step returned, or None where the step was left out.
+            What the step of the optimizer returned, or None if the step was skipped.
 
         Raises:
-            OrderError: It was called already since the last `update`.
+            OrderError: If `step` has been called for this optimizer since the last call of `update`.
         """
         if id(optimizer) not in self._checked:
             self.unscale_(optimizer)
@@ -196,28 +210,30 @@ class LossScaler:
         checked.stepped = True
         inner = _inner(optimizer)
         on_device = cannot_skip(inner, checked.masters) is None
+        # Reading the flag waits for the device, so it is read only if the optimizer cannot use it there.
         if not on_device and bool(checked.nonfinite):
             if checked.masters is not None:
                 checked.masters.drop_gradients()
             return None
         with (
-            left_out_if(inner, checked.nonfinite) if on_device else nullcontext(),
+            skipped_if(inner, checked.nonfinite) if on_device else nullcontext(),
             nullcontext() if checked.masters is None else checked.masters.in_place(),
         ):
             return inner.step()
 
     def update(self, *, nonfinite: Tensor | None = None) -> None:
-        """Choose the scale of the next loss; down if any optimizer's gradients were not finite.
+        """Adjust the scale for the next loss; it is lowered if a gradient of any optimizer was not finite.
 
         Args:
-            nonfinite: Decides in the place of what `step` and `unscale_` found: 0-d, above 0 for down.
+            nonfinite: A flag to use instead of those that `step` and `unscale_` found: 0-d, above 0 to lower the
+                scale.
 
         Raises:
-            OrderError: No gradients were checked since the last call.
+            OrderError: If no gradients have been checked since the last call, and `nonfinite` is None.
         """
         if nonfinite is None:
             if not self._checked:
-                raise OrderError("`update` must follow `step` or `unscale_`, once for each time.")
+                raise OrderError("`update` must follow `step` or `unscale_`, and be called once after them.")
             flags = [checked.nonfinite for checked in self._checked.values()]
             nonfinite = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
         self._scale = self._scale.after(sent(nonfinite, self._device))
@@ -228,36 +244,44 @@ class LossScaler:
         self._formats.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the scale's class and fields; waits for the device."""
+        """Return the class and the fields of the scale, after waiting for the device."""
         scale = self.loss_scale
         return {"policy": type(scale).__name__, "scale": scale.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved scale.
+        """Load a saved scale.
+
+        Args:
+            state: A state that `state_dict` returned.
 
         Raises:
-            StateError: Keys are missing or unknown, or it is of another class of scale.
+            StateError: If keys are missing or unknown, or the state is that of another class of scale.
         """
         self._scale = MovingScale(self.restored(state))
         self._checked.clear()
 
     def restored(self, state: Mapping[str, Any]) -> LossScale:
-        """Read a saved scale and change nothing.
+        """Return a saved scale without loading it.
+
+        Args:
+            state: A state that `state_dict` returned.
 
         Raises:
-            StateError: Keys are missing or unknown, or it is of another class of scale.
+            StateError: If keys are missing or unknown, or the state is that of another class of scale.
         """
         check_keys(state, ["policy", "scale"], of="a LossScaler")
         name = type(self.loss_scale).__name__
         if state["policy"] != name:
-            raise StateError(f"The state of a LossScaler must be of a {name}, got {state['policy']!r}.")
+            raise StateError(f"The state of this LossScaler must be that of a {name}, got {state['policy']!r}.")
         return self.loss_scale.restored(state["scale"])
 
     def _divisor(self) -> float | Tensor:
-        """Give what gradients are divided by: as a number where looking is free, which saves a pass."""
+        """Return the number that gradients are divided by."""
         factor = self._scale.factor_on(self._device)
         if len(self._formats) == 1 and self._formats <= HALF_PRECISION:
+            # Backward started with the rounded factor: the gradient of the product was cast to the loss's format.
             factor = factor.to(next(iter(self._formats))).double()
+        # Reading a tensor on a CPU does not wait, and division by a number can be checked in the same pass.
         return factor.item() if self._device.type == "cpu" else factor
 
 

@@ -1,8 +1,8 @@
-"""Loss scales: a factor for the loss that keeps small gradients from vanishing in half precision.
+"""Loss scales: factors for the loss that keep small gradients from vanishing in half precision.
 
-A scale is a frozen value that names its successor: ``scale = scale.after(finite=True)``. It is saved as
-its fields. Every scale has a floor and a ceiling; without a floor a run of bad updates drives the factor
-to zero, and the next good gradient divided by it is NaN.
+A scale is a frozen value that returns its successor: ``scale = scale.after(finite=True)``. Its fields are its saved
+state. Every scale has a minimum and a maximum. Without a minimum, many overflows in a row would lower the factor to
+zero, and the next good gradient divided by it would be NaN.
 
 References: Micikevicius et al., "Mixed Precision Training", 2018, arXiv:1710.03740, section 3.2.
 """
@@ -21,61 +21,82 @@ from torch import Tensor
 from lockstep.state import check_keys
 
 FLOAT16_MAX = 65504.0
+"""The largest float16."""
 
 
 @dataclass(frozen=True)
 class LossScale(ABC):
-    """The factor of one try, and the rule that gives the factor of the next.
+    """The factor of one attempt at an update, and the policy that defines the factor of the next attempt.
 
     Attributes:
-        factor: The loss is multiplied by it before backward, the gradient divided by it afterwards.
+        factor: The number that the loss is multiplied by before backward, and gradients are divided by afterwards.
     """
 
     factor: float
 
     moving: ClassVar[tuple[str, ...]] = ("factor",)
-    """The fields that `after` changes."""
+    """The names of the fields that `after` changes."""
 
     @abstractmethod
     def after(self, *, finite: bool) -> LossScale:
-        """Give the scale that follows a try whose gradient was finite or not."""
-
-    def after_on_device(self, moving: Mapping[str, Tensor], nonfinite: Tensor) -> dict[str, Tensor]:
-        """Do what `after` does to the moving fields where they are tensors.
-
-        The policies of this module do it on the device, with the same bits as `after`. One that has only
-        `after` gets this, which waits for the device.
+        """Return the scale for the next attempt.
 
         Args:
-            moving: The moving fields by name, each 0-d and float64, on one device.
-            nonfinite: 0-d, on the same device; true or above 0 after a gradient that was not finite.
+            finite: Whether the gradient of this attempt was finite.
+        """
+
+    def after_on_device(self, moving: Mapping[str, Tensor], nonfinite: Tensor) -> dict[str, Tensor]:
+        """Compute the moving fields for the next attempt from tensors.
+
+        The policies of this module compute them on the device, with the same bits as `after`. A policy that defines
+        only `after` inherits this implementation, which waits for the device.
+
+        Args:
+            moving: The moving fields by name, as 0-d float64 tensors on one device.
+            nonfinite: A flag on the same device: 0-d, true or above 0 if the gradient was not finite.
+
+        Returns:
+            The moving fields of the next scale, like `moving`.
         """
         now = self.with_moving(moving)
         return now.after(finite=not bool(nonfinite)).moving_on(nonfinite.device)
 
     def moving_on(self, device: torch.device) -> dict[str, Tensor]:
-        """Give the moving fields as tensors on a device, 0-d and float64."""
+        """Return the moving fields by name, as 0-d float64 tensors.
+
+        Args:
+            device: The device of the tensors.
+        """
+        # A float64 holds every Python float exactly, and every count that occurs.
         return {
             name: torch.full((), float(getattr(self, name)), dtype=torch.float64, device=device) for name in self.moving
         }
 
     def with_moving(self, moving: Mapping[str, Tensor]) -> LossScale:
-        """Give this scale with its moving fields read from tensors; waits for their device."""
+        """Return this scale with other moving fields, after waiting for their device.
+
+        Args:
+            moving: The moving fields by name, as 0-d tensors on one device.
+        """
         names = list(self.moving)
+        # The fields are stacked, so that the host waits for a single copy.
         values = torch.stack([moving[name] for name in names]).tolist() if names else []
         kinds = [type(getattr(self, name)) for name in names]
         return replace(self, **{name: kind(value) for name, kind, value in zip(names, kinds, values, strict=True)})
 
     def state_dict(self) -> dict[str, float | int | bool | None]:
-        """Give every field by name."""
+        """Return all fields by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def restored(self, state: Mapping[str, float | int | bool | None]) -> LossScale:
-        """Give a scale of this class with the fields that `state_dict` gave.
+        """Return a scale of this class with saved fields.
+
+        Args:
+            state: Fields that `state_dict` returned.
 
         Raises:
-            StateError: Fields are missing or unknown.
-            ValueError: A field is out of range.
+            StateError: If fields are missing or unknown.
+            ValueError: If a field is out of range.
         """
         check_keys(state, [field.name for field in fields(self)], of=f"a {type(self).__name__}")
         return replace(self, **state)  # type: ignore[arg-type]  # each field has its own type
@@ -83,10 +104,10 @@ class LossScale(ABC):
 
 @dataclass(frozen=True)
 class StaticLossScale(LossScale):
-    """One factor for ever.
+    """A loss scale with a constant factor.
 
     Args:
-        factor: Positive and finite; a power of two changes no bit of a float32 or float64 gradient
+        factor: The factor, positive and finite. A power of two changes no bit of a float32 or float64 gradient
             that neither overflows nor underflows.
 
     >>> StaticLossScale(128.0).after(finite=False)
@@ -100,30 +121,30 @@ class StaticLossScale(LossScale):
     def __post_init__(self) -> None:
         _check_positive("factor", self.factor)
 
-    def after(self, *, finite: bool) -> StaticLossScale:  # noqa: ARG002 - a static scale hears but does not listen
-        """Give the same scale again."""
+    def after(self, *, finite: bool) -> StaticLossScale:  # noqa: ARG002 - a static scale does not depend on it
+        """Return this scale."""
         return self
 
     def after_on_device(self, moving: Mapping[str, Tensor], nonfinite: Tensor) -> dict[str, Tensor]:  # noqa: ARG002 - as above
-        """Give the same fields, none, again."""
+        """Return the same fields, of which there are none."""
         return dict(moving)
 
 
 @dataclass(frozen=True)
 class DynamicLossScale(LossScale):
-    """Step down after an overflow, and up after a run of updates without one.
+    """A loss scale that is lowered after an overflow, and raised after several finite gradients in a row.
 
     Args:
-        factor: The factor now.
-        growth: What the factor is multiplied by after `interval` finite gradients in a row; above 1.
-        backoff: What it is multiplied by after one that is not finite; in (0, 1). None to divide by
-            `growth`, which rounds otherwise where `growth` is no power of two.
-        interval: At least 1.
-        minimum: The floor, positive.
-        maximum: The ceiling, at least `minimum`.
-        finite_updates: How many finite gradients in a row the factor has seen; -`uncounted` at the least.
-        uncounted: How many finite gradients after an overflow do not count, at least 0; see
-            `nnabla_loss_scale`, which alone needs it.
+        factor: The current factor.
+        growth: The number by which the factor is multiplied after `interval` finite gradients in a row; above 1.
+        backoff: The number by which the factor is multiplied after a gradient that is not finite; in (0, 1). None to
+            divide by `growth`, which rounds differently if `growth` is not a power of two.
+        interval: The number of finite gradients in a row after which the factor grows, at least 1.
+        minimum: The smallest factor, positive.
+        maximum: The largest factor, at least `minimum`.
+        finite_updates: The number of finite gradients in a row so far, at least -`uncounted`.
+        uncounted: The number of finite gradients after an overflow that do not count, at least 0. Only
+            `nnabla_loss_scale` needs it.
 
     >>> DynamicLossScale(factor=8.0).after(finite=False).factor
     4.0
@@ -144,6 +165,7 @@ class DynamicLossScale(LossScale):
 
     def __post_init__(self) -> None:
         _check_bounds(self.factor, self.minimum, self.maximum)
+        # The conditions also fail for NaN.
         if not (math.isfinite(self.growth) and self.growth > 1):
             raise ValueError(f"`growth` must be finite and above 1, got {self.growth}.")
         if self.backoff is not None and not 0 < self.backoff < 1:
@@ -159,7 +181,7 @@ class DynamicLossScale(LossScale):
             )
 
     def after(self, *, finite: bool) -> DynamicLossScale:
-        """Give the scale for the next try."""
+        """Return the scale for the next attempt; see `LossScale.after`."""
         if not finite:
             lower = self.factor / self.growth if self.backoff is None else self.factor * self.backoff
             return replace(self, factor=max(lower, self.minimum), finite_updates=-self.uncounted)
@@ -168,7 +190,9 @@ class DynamicLossScale(LossScale):
         return replace(self, factor=min(self.factor * self.growth, self.maximum), finite_updates=0)
 
     def after_on_device(self, moving: Mapping[str, Tensor], nonfinite: Tensor) -> dict[str, Tensor]:
-        """Give the moving fields for the next try; nothing waits for the device."""
+        """Compute the moving fields for the next attempt without waiting; see `LossScale.after_on_device`."""
+        # These are the operations of `after` in the same order, because the bits must be the same. `where` chooses
+        # between results that are all computed, as the host does not know the flag.
         factor, bad = moving["factor"], nonfinite.bool()
         lower = factor / self.growth if self.backoff is None else factor * self.backoff
         run = moving["finite_updates"] + 1
@@ -182,16 +206,16 @@ class DynamicLossScale(LossScale):
 
 @dataclass(frozen=True)
 class RampLossScale(LossScale):
-    """Double after every finite gradient until the first overflow ever, then creep.
+    """A loss scale that doubles after every finite gradient until the first overflow, and then grows slowly.
 
-    After that first overflow a finite gradient multiplies the factor by ``2**(1/interval)``; an overflow
-    always halves it.
+    After the first overflow, a finite gradient multiplies the factor by ``2**(1/interval)``. Every overflow halves
+    the factor.
 
     Args:
-        factor: The factor now.
-        interval: Finite updates it takes to double after the first overflow; at least 1.
-        minimum: The floor, positive.
-        maximum: The ceiling, at least `minimum`; by default the largest float16.
+        factor: The current factor.
+        interval: The number of finite gradients that double the factor after the first overflow; at least 1.
+        minimum: The smallest factor, positive.
+        maximum: The largest factor, at least `minimum`; by default the largest float16.
         overflowed: Whether there has been an overflow.
 
     References: Chainer 7.8.1, ``GradientMethod.loss_scaling``.
@@ -214,14 +238,15 @@ class RampLossScale(LossScale):
             raise ValueError(f"`interval` must be at least 1, got {self.interval}.")
 
     def after(self, *, finite: bool) -> RampLossScale:
-        """Give the scale for the next try."""
+        """Return the scale for the next attempt; see `LossScale.after`."""
         if not finite:
             return replace(self, factor=max(self.factor * 0.5, self.minimum), overflowed=True)
         growth = 2.0 ** (1.0 / self.interval) if self.overflowed else 2.0
         return replace(self, factor=min(self.factor * growth, self.maximum))
 
     def after_on_device(self, moving: Mapping[str, Tensor], nonfinite: Tensor) -> dict[str, Tensor]:
-        """Give the moving fields for the next try; nothing waits for the device."""
+        """Compute the moving fields for the next attempt without waiting; see `LossScale.after_on_device`."""
+        # The growth is computed on the host as in `after`: a device may round a power differently.
         factor, bad = moving["factor"], nonfinite.bool()
         creeping = factor * 2.0 ** (1.0 / self.interval)
         higher = torch.where(moving["overflowed"].bool(), creeping, factor * 2.0).clamp(max=self.maximum)
@@ -239,20 +264,21 @@ def nnabla_loss_scale(
     minimum: float = DynamicLossScale.minimum,
     maximum: float = DynamicLossScale.maximum,
 ) -> DynamicLossScale:
-    """Count as NNabla's updater does: grow one later than the interval says, two after an overflow.
+    """Return a scale that counts as NNabla's updater does.
 
-    NNabla compares before it counts. With its N the first growth comes with finite gradient N + 2, later
-    ones every N + 1, and N + 2 after an overflow; a negative N grows every time.
+    NNabla compares before it counts. With its interval N the factor first grows at finite gradient N + 2, then every
+    N + 1 gradients, and N + 2 gradients after an overflow. With a negative N it grows every time.
 
     Args:
         factor: The factor at the start.
-        growth: NNabla's ``scaling_factor``, above 1; multiplied by, and divided by after an overflow.
-        interval: NNabla's N.
-        minimum: The floor, which NNabla lacks.
-        maximum: The ceiling, which NNabla lacks.
+        growth: The ``scaling_factor`` of NNabla, above 1. The factor is multiplied by it, and divided by it after an
+            overflow.
+        interval: The interval N of NNabla.
+        minimum: The smallest factor, which NNabla does not have.
+        maximum: The largest factor, which NNabla does not have.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: If a number is out of range.
 
     References: nnabla 1.35.1, ``DynamicLossScalingUpdater.update``.
 
@@ -280,16 +306,20 @@ def nnabla_loss_scale(
 
 
 def parse_loss_scale(loss_scale: LossScale | float | None) -> LossScale:
-    """Take a policy as it is, a number as a static scale, and nothing as the factor 1.
+    """Return the loss scale that a user has passed in one of several forms.
+
+    Args:
+        loss_scale: A loss scale, a number for a static one, or None for the factor 1.
 
     Raises:
-        TypeError: It is none of these.
-        ValueError: The number is not positive and finite.
+        TypeError: If `loss_scale` is not one of these.
+        ValueError: If `loss_scale` is a number that is not positive and finite.
     """
     if loss_scale is None:
         return StaticLossScale()
     if isinstance(loss_scale, LossScale):
         return loss_scale
+    # A bool is an int in Python, and almost certainly a mistake here.
     if isinstance(loss_scale, bool) or not isinstance(loss_scale, int | float):
         raise TypeError(f"`loss_scale` must be a number, a LossScale or None, got a {type(loss_scale).__name__}.")
     _check_positive("loss_scale", loss_scale)

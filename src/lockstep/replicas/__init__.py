@@ -1,4 +1,4 @@
-"""One model on several devices of this process."""
+"""Replicas of one model on several devices of this process."""
 
 from lockstep.replicas.buffers import (
     AnyBufferSum as AnyBufferSum,
@@ -6,11 +6,11 @@ from lockstep.replicas.buffers import (
     BufferRule as BufferRule,
     BufferSum as BufferSum,
     ReplicaBuffers as ReplicaBuffers,
+    as_real as as_real,
     buffer_refs as buffer_refs,
-    combine as combine,
-    real as real,
-    refuse_trained_buffers as refuse_trained_buffers,
-    unpackable as unpackable,
+    check_no_trained_buffers as check_no_trained_buffers,
+    combine_buffers as combine_buffers,
+    unpackable_buffer as unpackable_buffer,
 )
 from lockstep.replicas.group import ReplicaGroup as ReplicaGroup, Updatable as Updatable
 from lockstep.replicas.modules import DataParallel as DataParallel, ModuleWrapper as ModuleWrapper, OnDevice as OnDevice
@@ -20,10 +20,10 @@ from lockstep.replicas.passes import (
     ShardStreams as ShardStreams,
     TreeSum as TreeSum,
     apply_tensor_hooks as apply_tensor_hooks,
+    check_no_accumulate_hooks as check_no_accumulate_hooks,
     check_no_leaked_gradients as check_no_leaked_gradients,
     finish_whole as finish_whole,
-    gather as gather,
-    refuse_accumulate_hook as refuse_accumulate_hook,
+    move_partials as move_partials,
 )
 from lockstep.replicas.pool import (
     SINGLE_THREAD as SINGLE_THREAD,
@@ -34,4 +34,5 @@ from lockstep.replicas.pool import (
     ReplicaSet as ReplicaSet,
     ThreadSettings as ThreadSettings,
     Timeout as Timeout,
+    fork_error as fork_error,
 )

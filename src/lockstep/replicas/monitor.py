@@ -1,4 +1,4 @@
-"""Look into a model at work: a number for every output, parameter and gradient of every replica and shard."""
+"""Statistics of a model at work: of every output, parameter and gradient of every replica and shard."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Protocol, TextIO, TypeAlias
+from typing import Any, Protocol, TextIO, TypeAlias
 
 import torch
 from torch import nn
@@ -19,16 +19,18 @@ from lockstep import nest
 from lockstep.errors import OrderError
 from lockstep.plan import Shard
 from lockstep.replicas.batch import argument_names
+from lockstep.replicas.pool import NULL_CONTEXT
 from lockstep.state import check_keys
 
-NOTHING: Final = nullcontext()
-
 Statistic: TypeAlias = "Callable[[torch.Tensor], torch.Tensor | float]"
-"""Makes one number of a tensor, on the tensor's device."""
+"""A function that reduces a tensor to one number, on the device of the tensor."""
 
 
 def rms(tensor: torch.Tensor) -> torch.Tensor:
-    """Give the root mean square, in float32 at least.
+    """Return the root mean square of a tensor, computed in float32 or a wider dtype.
+
+    Args:
+        tensor: The tensor. Of an empty one the result is 0.
 
     >>> rms(torch.tensor([3.0, -3.0]))
     tensor(3.)
@@ -40,18 +42,18 @@ def rms(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MonitorRow:
-    """One number that a monitor has taken.
+    """One number that a monitor has recorded.
 
     Attributes:
-        step: Which step it belongs to, counted from 1 by `Monitor.tic`.
-        name: ``"fc1.output"`` for what a module returned, ``"fc1.weight"`` for a parameter or buffer,
-            an argument's name for what was given to the model; with ``".grad"`` the gradient there. A nest
-            is taken apart: ``"lstm.output[1][0]"``. The model's own output is ``"output"``.
+        step: The step in which it was recorded, counted from 1 by `Monitor.tic`.
+        name: ``"fc1.output"`` for the output of a module, ``"fc1.weight"`` for a parameter or buffer, the name of an
+            argument for an input of the model, and ``".grad"`` added to it for the gradient there. Tensors in a nest
+            are named by their path, such as ``"lstm.output[1][0]"``. The output of the model itself is ``"output"``.
         value: The statistic.
-        nonfinite: How many elements are infinite or no number.
-        replica: Which replica, in the order of devices; None for a buffer, which is the model's own.
-        device: Where it was taken.
-        shard: Which shard; None for parameters and buffers, which belong to none.
+        nonfinite: The number of elements that are infinite or NaN.
+        replica: The index of the replica, or None for a buffer, which belongs to the model itself.
+        device: The device on which it was computed.
+        shard: The number of the shard, or None for a parameter or buffer, which belongs to no shard.
     """
 
     step: int
@@ -63,7 +65,7 @@ class MonitorRow:
     shard: int | None
 
     def __str__(self) -> str:
-        """Give the row as a line of a table."""
+        """Return the row as one line of a table."""
         where = [self.device]
         where += [] if self.replica is None else [f"replica {self.replica}"]
         where += [] if self.shard is None else [f"shard {self.shard}"]
@@ -72,29 +74,29 @@ class MonitorRow:
 
 
 class Replicated(Protocol):
-    """What has replicas of a model."""
+    """An object that has replicas of a model."""
 
     devices: list[torch.device]
 
     @property
     def model(self) -> nn.Module:
-        """The original."""
+        """The original model."""
 
     @property
     def replicas(self) -> list[nn.Module]:
-        """One a device."""
+        """The replicas, one per device."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Spot:
-    """Which replica is at which shard."""
+class _ShardPlace:
+    """A shard and the index of the replica that computes it."""
 
     replica: int
     shard: int
 
 
 class _Phase(IntEnum):
-    """The order of rows."""
+    """The phases of a step, in the order of rows."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -102,8 +104,8 @@ class _Phase(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """What will be a row: the statistic and the count of what is not finite, still on the device."""
+class _Record:
+    """The future content of a row, whose statistic and number of nonfinite elements are still on the device."""
 
     phase: _Phase
     name: str
@@ -114,29 +116,29 @@ class _Taken:
 
 
 class Monitor:
-    """Take a statistic of what a model computes, every so many steps.
+    """A monitor that records a statistic of what a model computes, at an interval of steps.
 
-    Install it on a `ReplicaGroup` or a `DataParallel`, and put `tic` and `toc` around a step, which may hold
-    several forwards and backwards. In a step that is watched, hooks are on the replicas while their shards
-    are computed; statistics are taken on each device, and `toc` reads them, once a device. In all other
-    steps, and where none is installed, nothing is done.
+    Install it on a `ReplicaGroup` or a `DataParallel`, and call `tic` before and `toc` after each step, which may have
+    several forwards and backwards. In a monitored step, the replicas have hooks while their shards are computed.
+    Statistics are computed on each device, and `toc` reads them once per device. In all other steps, and if no monitor
+    is installed, nothing is done.
 
-    Rows come in this order: what was given and computed in forward, by replica, shard and time; gradients in
-    backward likewise; then parameters, by replica, and the model's buffers.
+    Rows are in this order: inputs and outputs of the forward, by replica, shard and time; then gradients of the
+    backward in the same order; then parameters, by replica; then the buffers of the model.
 
     Args:
-        interval: Steps from one watched step to the next, at least 1; the first one is watched.
-        stat: Makes one number of a tensor; must not draw random numbers, which would be the shard's. It is
-            called by several threads at once.
-        pattern: A regular expression that the beginning of a row's name must match.
-        sort: Whether rows are sorted by name; those of one name stay in order.
+        interval: The number of steps from one monitored step to the next, at least 1. The first step is monitored.
+        stat: A function that reduces a tensor to one number. It must not draw random numbers, which would come from the
+            stream of the shard, and several threads may call it at the same time.
+        pattern: A regular expression that must match the beginning of the name of a row.
+        sort: Whether rows are sorted by name. Rows of the same name keep their order.
 
     Raises:
-        ValueError: The interval is no positive number, or the pattern no regular expression.
+        ValueError: If the interval is less than 1, or the pattern is not a regular expression.
 
-    Determinism: what is watched keeps its bits.
+    Determinism: Monitoring does not change the bits of what is monitored.
 
-    References: MXNet 1.9, ``mxnet.monitor.Monitor``, which says neither the device nor the gradients' place.
+    References: MXNet 1.9, ``mxnet.monitor.Monitor``, which reports neither the device nor where a gradient is.
 
     Example:
         >>> from lockstep.replicas import DataParallel
@@ -160,151 +162,176 @@ class Monitor:
         self.stat = stat
         self.sort = sort
         self.step = 0
-        """How many steps have begun."""
+        """The number of steps that have begun."""
         self._sources: list[weakref.ref[Replicated]] = []
-        self._taken: list[_Taken] | None = None
+        self._records: list[_Record] | None = None
 
     @property
     def active(self) -> bool:
-        """Whether the present step is watched."""
-        return self._taken is not None
+        """Whether the current step is monitored."""
+        return self._records is not None
 
     def attach(self, source: Replicated) -> None:
-        """Report the parameters and buffers of this source too; its owner calls this on installing."""
-        if all(known() is not source for known in self._sources):
+        """Report the parameters and buffers of an object, which calls this when the monitor is installed on it.
+
+        Args:
+            source: The object with replicas. The monitor does not keep it alive.
+        """
+        if all(reference() is not source for reference in self._sources):
             self._sources.append(weakref.ref(source))
 
     def tic(self) -> None:
-        """Begin a step, and watch it if its turn has come.
+        """Begin a step, and monitor it if the interval has passed.
 
         Raises:
-            OrderError: The step before is watched, and `toc` has not taken its rows.
+            OrderError: If the previous step is monitored and `toc` has not been called.
         """
-        if self._taken is not None:
-            raise OrderError("The rows of a watched step must be taken by `toc` before the next `tic`.")
+        if self._records is not None:
+            raise OrderError("The rows of a monitored step must be read by `toc` before the next `tic`.")
         if self.step % self.interval == 0:
-            self._taken = []
+            self._records = []
         self.step += 1
 
     def toc(self) -> list[MonitorRow]:
         """End a step.
 
         Returns:
-            The rows of the step; none where it was not watched.
+            The rows of the step, or an empty list if it was not monitored.
         """
-        if self._taken is None:
+        if self._records is None:
             return []
-        taken, self._taken = self._taken, None
-        taken = sorted(taken, key=lambda each: (each.phase, each.replica or 0, each.shard or 0))
-        taken += [each for known in self._sources for each in self._state_of(known())]
-        rows = self._read(taken)
+        records, self._records = self._records, None
+        # Threads append in an order that varies. Within a replica and shard the order is that of time, since sorting is
+        # stable.
+        records = sorted(records, key=lambda each: (each.phase, each.replica or 0, each.shard or 0))
+        records += [each for reference in self._sources for each in self._state_of(reference())]
+        rows = self._rows(records)
         return sorted(rows, key=lambda row: row.name) if self.sort else rows
 
     def toc_print(self, file: TextIO | None = None) -> None:
         """End a step, and write its rows as lines.
 
         Args:
-            file: Where to; None for the standard output.
+            file: The file to write to, or None for standard output.
         """
         out = sys.stdout if file is None else file
         out.writelines(f"{row}\n" for row in self.toc())
-        out.flush()  # a pipe's reader watches the run while it goes on
+        # A pipe is buffered, and its reader may follow the run while it goes on.
+        out.flush()
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the count of steps."""
+        """Return the number of steps."""
         return {"step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from a saved state.
+        """Continue counting from a saved state.
+
+        Args:
+            state: A state that `state_dict` returned.
 
         Raises:
-            StateError: A key is missing or unknown.
+            StateError: If a key is missing or unknown.
         """
         check_keys(state, ["step"], of="a Monitor")
         self.step = state["step"]
 
     def forward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
-        """Watch the forward of one shard inside a ``with``; the thread that computes it calls this."""
-        taken = self._taken
-        return NOTHING if taken is None else self._forward(taken, _Spot(place, shard.index), replica)
+        """Return a context manager that monitors the forward of one shard, entered by the thread that computes it.
+
+        Args:
+            place: The index of the replica.
+            shard: The shard.
+            replica: The replica.
+        """
+        records = self._records
+        return NULL_CONTEXT if records is None else self._forward(records, _ShardPlace(place, shard.index), replica)
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
-        """Watch the gradients that the backward of one shard gives to parameters, inside a ``with``."""
-        taken = self._taken
-        return NOTHING if taken is None else self._backward(taken, _Spot(place, shard.index), replica)
+        """Return a context manager that monitors the gradients of parameters in the backward of one shard.
+
+        Args:
+            place: The index of the replica.
+            shard: The shard.
+            replica: The replica.
+        """
+        records = self._records
+        return NULL_CONTEXT if records is None else self._backward(records, _ShardPlace(place, shard.index), replica)
 
     @contextmanager
-    def _forward(self, taken: list[_Taken], spot: _Spot, replica: nn.Module) -> Iterator[None]:
-        def given(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _forward(self, records: list[_Record], at: _ShardPlace, replica: nn.Module) -> Iterator[None]:
+        def record_inputs(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             names = argument_names(replica.forward, len(args))
             for name, value in {**dict(zip(names, args, strict=True)), **kwargs}.items():
-                self._look(taken, spot, name, value)
+                self._measure_nest(records, at, name, value)
 
-        def returned(name: str) -> Callable[[nn.Module, Any, Any], None]:
-            return lambda _module, _inputs, output: self._look(taken, spot, name, output)
+        def record_output(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            return lambda _module, _inputs, output: self._measure_nest(records, at, name, output)
 
         names = {module: f"{name}.output".lstrip(".") for name, module in replica.named_modules()}
-        handles = [module.register_forward_hook(returned(name)) for module, name in names.items()]
-        with _removing([replica.register_forward_pre_hook(given, with_kwargs=True), *handles]):
+        handles = [module.register_forward_hook(record_output(name)) for module, name in names.items()]
+        with _removed_at_end([replica.register_forward_pre_hook(record_inputs, with_kwargs=True), *handles]):
             yield
 
     @contextmanager
-    def _backward(self, taken: list[_Taken], spot: _Spot, replica: nn.Module) -> Iterator[None]:
+    def _backward(self, records: list[_Record], at: _ShardPlace, replica: nn.Module) -> Iterator[None]:
         trained = {name: each for name, each in replica.named_parameters() if each.requires_grad}
-        with _removing(
-            parameter.register_hook(self._gradient_hook(taken, spot, f"{name}.grad"))  # type: ignore[no-untyped-call]
+        with _removed_at_end(
+            parameter.register_hook(self._gradient_hook(records, at, f"{name}.grad"))  # type: ignore[no-untyped-call]
             for name, parameter in trained.items()
             if self._pattern.match(f"{name}.grad")
         ):
             yield
 
-    def _look(self, taken: list[_Taken], spot: _Spot, name: str, value: Any) -> None:
-        """Take the numbers of every tensor of a nest now, and of its gradient when that comes."""
+    def _measure_nest(self, records: list[_Record], at: _ShardPlace, name: str, value: Any) -> None:
+        """Measure every tensor of a nest, and later the gradient of each if it has one."""
         for path, tensor in nest.named_tensors(value, name):
-            self._take(taken, _Phase.FORWARD, spot, path, tensor)
+            self._measure(records, _Phase.FORWARD, at, path, tensor)
             if tensor.requires_grad and self._pattern.match(f"{path}.grad"):
-                tensor.register_hook(self._gradient_hook(taken, spot, f"{path}.grad"))  # type: ignore[no-untyped-call]
+                tensor.register_hook(self._gradient_hook(records, at, f"{path}.grad"))  # type: ignore[no-untyped-call]
 
-    def _gradient_hook(self, taken: list[_Taken], spot: _Spot, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: self._take(taken, _Phase.BACKWARD, spot, name, gradient)
+    def _gradient_hook(self, records: list[_Record], at: _ShardPlace, name: str) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: self._measure(records, _Phase.BACKWARD, at, name, gradient)
 
-    def _take(self, taken: list[_Taken], phase: _Phase, spot: _Spot, name: str, tensor: torch.Tensor) -> None:
-        """Take the numbers of one tensor, unless the step it belongs to is over."""
-        if taken is self._taken and self._pattern.match(name):
+    def _measure(self, records: list[_Record], phase: _Phase, at: _ShardPlace, name: str, tensor: torch.Tensor) -> None:
+        """Measure one tensor, unless the step that it belongs to is over."""
+        # A backward may run after `toc`, or in a later step. The list of a step identifies it.
+        if records is self._records and self._pattern.match(name):
             numbers = self._numbers(tensor)
-            taken.append(_Taken(phase, name, spot.replica, tensor.device, spot.shard, numbers))
+            records.append(_Record(phase, name, at.replica, tensor.device, at.shard, numbers))
 
-    def _state_of(self, source: Replicated | None) -> Iterator[_Taken]:
-        """Take the numbers of all parameters, once for each device they are on, and of the buffers."""
+    def _state_of(self, source: Replicated | None) -> Iterator[_Record]:
+        """Measure all parameters, once for each of their devices, and the buffers."""
         if source is None:
             return
         known: dict[tuple[str, torch.device], torch.Tensor] = {}
         for index, (device, replica) in enumerate(zip(source.devices, source.replicas, strict=True)):
             for name, parameter in replica.named_parameters():
                 if self._pattern.match(name):
+                    # Replicas on one device share the memory of the parameters.
                     if (name, device) not in known:
                         known[name, device] = self._numbers(parameter)
-                    yield _Taken(_Phase.STATE, name, index, device, None, known[name, device])
+                    yield _Record(_Phase.STATE, name, index, device, None, known[name, device])
         for name, buffer in source.model.named_buffers():
             if self._pattern.match(name):
-                yield _Taken(_Phase.STATE, name, None, buffer.device, None, self._numbers(buffer))
+                yield _Record(_Phase.STATE, name, None, buffer.device, None, self._numbers(buffer))
 
     @torch.no_grad()
     def _numbers(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give the statistic and the count of what is not finite, on the tensor's device."""
+        """Return the statistic of a tensor and the number of its nonfinite elements, on its device."""
+        # Detached, so that a statistic neither records a graph nor changes the tensor's own.
         plain = tensor.detach()
         value = torch.as_tensor(self.stat(plain), device=plain.device)
         if value.numel() != 1:
-            raise ValueError(f"`stat` must give one number for a tensor, got shape {tuple(value.shape)}.")
+            raise ValueError(f"`stat` must return one number for a tensor, got shape {tuple(value.shape)}.")
         count = plain.isfinite().logical_not().sum()
         return torch.stack([value.detach().reshape(()).double(), count.double()])
 
-    def _read(self, taken: list[_Taken]) -> list[MonitorRow]:
-        """Bring the numbers to this program, all of a device at once."""
+    def _rows(self, records: list[_Record]) -> list[MonitorRow]:
+        """Copy the numbers to the host, those of each device at once, and return the rows."""
         numbers: dict[int, list[float]] = {}
-        for device in dict.fromkeys(each.device for each in taken):
-            indices = [index for index, each in enumerate(taken) if each.device == device]
-            read = torch.stack([taken[index].numbers for index in indices]).tolist()
+        for device in dict.fromkeys(each.device for each in records):
+            indices = [index for index, each in enumerate(records) if each.device == device]
+            read = torch.stack([records[index].numbers for index in indices]).tolist()
             numbers.update(zip(indices, read, strict=True))
         return [
             MonitorRow(
@@ -316,13 +343,13 @@ class Monitor:
                 str(each.device),
                 each.shard,
             )
-            for index, each in enumerate(taken)
+            for index, each in enumerate(records)
         ]
 
 
 @contextmanager
-def _removing(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
-    """Take hooks away again at the end."""
+def _removed_at_end(handles: Iterable[torch.utils.hooks.RemovableHandle]) -> Iterator[None]:
+    """Remove hooks when the context ends."""
     registered = list(handles)
     try:
         yield

@@ -1,10 +1,10 @@
-"""Random numbers that belong to a shard, whichever thread, process or device computes it.
+"""Random numbers that belong to a shard, independently of the thread, process or device that computes it.
 
-Two ways lead to the same bits. Where shards of one process are computed one at a time, the default
-generators are seeded before each (`DefaultStream`). Where several threads compute at once, that
-cannot work, because the default CPU generator is one per process: there every thread draws from
-a generator of its own (`StreamOverride` and `shard_stream`), and a `DefaultGeneratorGuard` tells
-whether something drew past it.
+There are two ways to open a stream, and both give the same bits. If the shards of a process are computed one at a time,
+`DefaultStream` seeds the default generators before each shard. If several threads compute shards at the same time, that
+does not work, because a process has only one default CPU generator. In that case `StreamOverride` and `shard_stream`
+make every thread draw from a generator of its own, and `DefaultGeneratorGuard` detects operations that drew from the
+default generator nevertheless.
 """
 
 from lockstep.streams.guard import DefaultGeneratorGuard as DefaultGeneratorGuard
@@ -14,11 +14,11 @@ from lockstep.streams.override import (
     shard_stream as shard_stream,
 )
 from lockstep.streams.seeds import stream_seed as stream_seed
-from lockstep.streams.serial import ONE_BORROWER as ONE_BORROWER, DefaultStream as DefaultStream
+from lockstep.streams.serial import DEFAULT_GENERATOR_LOCK as DEFAULT_GENERATOR_LOCK, DefaultStream as DefaultStream
 from lockstep.streams.substreams import (
     INITIALISATION as INITIALISATION,
     STEP as STEP,
     computation_substream as computation_substream,
     substream as substream,
 )
-from lockstep.streams.thread import THREAD as THREAD, stream_is_open as stream_is_open
+from lockstep.streams.thread import THREAD_STREAMS as THREAD_STREAMS, stream_is_open as stream_is_open

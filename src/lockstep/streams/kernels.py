@@ -1,10 +1,10 @@
-"""Make torch's random CPU kernels draw from the calling thread's stream.
+"""Redirect the random CPU kernels of torch to the stream of the calling thread.
 
-Every random CPU function of torch, whether or not it takes a generator, ends in a few kernels that
-do (28 in torch 2.13). A call of such a kernel passes torch's dispatcher, whose key
-``BackendSelect`` comes right before the key of the device and is unused by them. There the
-generator is filled in, and the call goes on to the kernel it was meant for: autograd, autocast, function
-transforms and other people's kernels stay as they are, and the kernel runs without the interpreter's lock.
+Every random CPU function of torch, whether or not it accepts a generator, ends in one of a few kernels that do (28 in
+torch 2.13). A call of such a kernel passes through the dispatcher of torch, in which the key ``BackendSelect`` comes
+directly before the key of the device and is not used by these operators. A function registered there fills in the
+generator and passes the call on to its original kernel. Autograd, autocast, function transforms and kernels of other
+libraries therefore work as before, and the kernel still runs without the interpreter lock.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 import torch
 
 from lockstep.streams.state import default_addresses
-from lockstep.streams.thread import THREAD
+from lockstep.streams.thread import THREAD_STREAMS
 
-_HOOK = "BackendSelect"
+_DISPATCH_KEY = "BackendSelect"
 
 
 @dataclass(frozen=True, slots=True)
 class RandomKernel:
-    """One operator with a random CPU kernel.
+    """An operator with a random CPU kernel.
 
     Args:
-        operator: Its name, as in ``"bernoulli_"``.
-        overload: The name of the overload, as in ``"float"``; empty for the unnamed one.
-        position: Where its argument ``generator`` stands.
+        operator: The name of the operator, such as ``"bernoulli_"``.
+        overload: The name of the overload, such as ``"float"``, which is empty for the unnamed overload.
+        position: The index of the argument ``generator``.
     """
 
     operator: str
@@ -37,7 +37,7 @@ class RandomKernel:
 
     @property
     def name(self) -> str:
-        """The name under which a kernel is registered, as in ``"bernoulli_.float"``."""
+        """The name under which a kernel is registered, such as ``"bernoulli_.float"``."""
         return f"{self.operator}.{self.overload}" if self.overload else self.operator
 
     @property
@@ -49,11 +49,12 @@ class RandomKernel:
 
 
 def random_kernels() -> list[RandomKernel]:
-    """List the operators of this torch that have a CPU kernel and take a generator.
+    """List the operators of the installed torch that have a CPU kernel and accept a generator.
 
     >>> "bernoulli_.float" in [kernel.name for kernel in random_kernels()]
     True
     """
+    # Listed from the dispatcher instead of written down, so that no kernel of another version of torch is missed.
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CPU")  # noqa: SLF001 - no public way
     names = [name.removeprefix("aten::") for name in registered if name.startswith("aten::")]
     kernels = [_random_kernel(name) for name in sorted(names)]
@@ -61,15 +62,22 @@ def random_kernels() -> list[RandomKernel]:
 
 
 def redirect(kernels: Iterable[RandomKernel]) -> torch.library.Library:
-    """Let these operators draw from the calling thread's stream, until the library is given to `restore`.
+    """Redirect operators to the stream of the calling thread until the library is passed to `restore`.
+
+    Args:
+        kernels: The operators to redirect.
+
+    Returns:
+        The library that holds the registrations.
 
     Raises:
-        RuntimeError: Somebody else already stands where the calls are to be met; nothing has changed.
+        RuntimeError: If another library has registered one of the operators for the same dispatch key. Nothing has
+            changed in that case.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's gap
     try:
         for kernel in kernels:
-            _hook(library, kernel)
+            _register(library, kernel)
     except BaseException:
         restore(library)
         raise
@@ -77,20 +85,25 @@ def redirect(kernels: Iterable[RandomKernel]) -> torch.library.Library:
 
 
 def restore(library: torch.library.Library) -> None:
-    """Let the operators that `redirect` changed be as they were."""
-    # Dropping the library does the same, but only once nobody refers to it.
+    """Undo what `redirect` did.
+
+    Args:
+        library: The library that `redirect` returned.
+    """
+    # Deleting the library has the same effect, but only after the last reference to it is gone.
     library._destroy()  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 def _random_kernel(name: str) -> RandomKernel | None:
     operator, _, overload = name.partition(".")
     schema = torch._C._get_schema(f"aten::{operator}", overload)  # noqa: SLF001 - no public way
-    positions = [place for place, argument in enumerate(schema.arguments) if "Generator" in str(argument.type)]
+    positions = [index for index, argument in enumerate(schema.arguments) if "Generator" in str(argument.type)]
     return RandomKernel(operator, overload, positions[0]) if positions else None
 
 
-def _hook(library: torch.library.Library, kernel: RandomKernel) -> None:
-    name, key = f"aten::{kernel.name}", _HOOK
+def _register(library: torch.library.Library, kernel: RandomKernel) -> None:
+    name, key = f"aten::{kernel.name}", _DISPATCH_KEY
+    # A second registration would replace the first one without an error and break the other library.
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, key):  # noqa: SLF001 - no public way
         raise RuntimeError(f"another library has registered {name} for {key}")
     call = _with_generator(kernel)
@@ -98,21 +111,25 @@ def _hook(library: torch.library.Library, kernel: RandomKernel) -> None:
 
 
 def _with_generator(kernel: RandomKernel) -> Callable[..., Any]:
-    """Make the function that fills in the thread's generator and passes the call on."""
+    """Return the function that fills in the generator of the thread and passes the call on."""
     position = kernel.position
     redispatch = kernel.op.redispatch
+    # All keys below `BackendSelect`, so that redispatching goes on where the call was intercepted.
     below = torch._C._dispatch_keyset_full_after(torch.DispatchKey.BackendSelect)  # noqa: SLF001 - no public way
     cpu = torch.DispatchKey.CPU
     default, addresses = torch.default_generator, default_addresses()
 
-    # All random operations of the process go through here; each line costs every one of them.
+    # Every random operation of the process calls this function, so each line of it has a cost.
     def call(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        stream = THREAD.generator
+        stream = THREAD_STREAMS.generator
         positional = len(args) > position
         given = args[position] if positional else kwargs.get("generator")
         if given is None:
+            # Calls for other devices also pass here, and a CPU generator would be an error there.
             chosen = stream if stream is not None and keyset.has(cpu) else None
         elif given._cdata in addresses:  # noqa: SLF001 - the only identity it has
+            # An explicit default generator means "the generator in effect here", as modules and `torch.random` pass it.
+            # Any other generator was chosen by the user.
             chosen = default if stream is None else stream
         else:
             chosen = given

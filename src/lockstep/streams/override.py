@@ -1,4 +1,4 @@
-"""Give every thread a random stream of its own, so that several can compute shards at once."""
+"""Assign a random stream to each thread, so that several threads can compute shards at the same time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 from lockstep.errors import LockstepError, OrderError
 from lockstep.streams.kernels import random_kernels, redirect, restore
-from lockstep.streams.seeds import SEEDS, check_seed
+from lockstep.streams.seeds import NUM_SEEDS, check_seed
 from lockstep.streams.state import ThreadAwareState
-from lockstep.streams.thread import THREAD
+from lockstep.streams.thread import THREAD_STREAMS
 
 
 class StreamOverrideError(LockstepError, RuntimeError):
-    """This torch does not let threads have streams; shards that draw must run one at a time per process."""
+    """The installed torch does not support a stream per thread, so shards that draw must run one at a time."""
 
 
 class _Installation:
-    """The override itself: one for the process, there while anybody owns it."""
+    """The override itself, which exists once per process as long as it has at least one owner."""
 
     def __init__(self) -> None:
-        # Reentrant: the garbage collector may run in any line below, and with it the `discard` of an owner
-        # that was forgotten.
+        # Reentrant: the garbage collector can run at any line below, and with it the finalizer that discards an owner
+        # that was not removed explicitly.
         self._lock = threading.RLock()
         self._owners: set[StreamOverride] = set()
         self.library: torch.library.Library | None = None
@@ -34,10 +34,12 @@ class _Installation:
 
     def add(self, owner: StreamOverride) -> None:
         with self._lock:
+            # Added before the installation, so that a finalizer that runs during it does not find an empty set and
+            # uninstall.
             self._owners.add(owner)
             if self.library is None:
                 try:
-                    self._change_torch()
+                    self._install()
                 except BaseException:
                     self._owners.discard(owner)
                     raise
@@ -46,48 +48,49 @@ class _Installation:
         with self._lock:
             self._owners.discard(owner)
             if not self._owners:
-                self._change_back()
+                self._uninstall()
 
-    def _change_torch(self) -> None:
+    def _install(self) -> None:
         try:
             self.library = redirect(random_kernels())
             self._state.install()
         except BaseException as error:
+            # No owner may claim an override that is not installed.
             self._owners.clear()
-            self._change_back()
+            self._uninstall()
             if not isinstance(error, (AttributeError, KeyError, RuntimeError, TypeError)):
                 raise
             reason = f"Threads cannot have random streams with torch {torch.__version__}: {error}."
             raise StreamOverrideError(f"{reason} Compute one shard at a time in each process.") from error
 
-    def _change_back(self) -> None:
+    def _uninstall(self) -> None:
         library, self.library = self.library, None
         self._state.remove()
         if library is not None:
             restore(library)
 
 
-# torch has one dispatcher a process, so there is one of these.
+# The dispatcher of torch exists once per process, and so does this.
 _INSTALLATION = _Installation()
 
 
 class StreamOverride:
-    """One owner's claim that threads draw from streams of their own.
+    """An override that makes the random CPU operations of each thread draw from the stream of that thread.
 
-    The first owner changes torch for the whole process, the last one to leave changes it back. While
-    it is there, the random CPU operations of a thread inside a `shard_stream` draw from that stream, and
-    `torch.get_rng_state`, `set_rng_state`, `manual_seed`, `seed`, `initial_seed`, `torch.random.fork_rng`
-    and activation checkpointing act on it. A generator passed explicitly is respected, unless it is
-    the default one. Outside of streams nothing changes, but a random operation costs some 3 µs more.
+    The first owner changes torch for the whole process, and the last one to leave restores it. While the override is
+    installed, the random CPU operations of a thread inside a `shard_stream` draw from that stream, and
+    `torch.get_rng_state`, `set_rng_state`, `manual_seed`, `seed`, `initial_seed`, `torch.random.fork_rng` and
+    activation checkpointing act on it. A generator that is passed explicitly is used as it is, unless it is the default
+    one. Outside of streams nothing changes, except that a random operation takes about 3 µs longer.
 
-    Methods called on ``torch.default_generator`` itself, and extensions that draw past torch's operators,
-    reach the default generator even inside a stream; a `DefaultGeneratorGuard` finds what they draw.
+    Methods that are called on ``torch.default_generator`` itself, and extensions that draw without an operator of
+    torch, reach the default generator even inside a stream. `DefaultGeneratorGuard` detects such draws.
 
-    Install and remove it while no thread is computing: torch's tables must not change under a call. A
-    backward pass belongs into the thread and the stream of its forward. CPU work is done there
-    anyway; for CUDA it takes ``torch.autograd.set_multithreading_enabled(False)``.
+    Install and remove the override while no thread is computing, because the tables of torch must not change during a
+    call. Run a backward pass in the thread and in the stream of its forward pass. For CPU work this is the default. For
+    CUDA it requires ``torch.autograd.set_multithreading_enabled(False)``.
 
-    Determinism: a stream gives the bits of the default generator seeded alike.
+    Determinism: A stream gives the same bits as the default generator with the same seed.
 
     >>> before = torch.get_rng_state()
     >>> with StreamOverride(), shard_stream(7):
@@ -102,19 +105,19 @@ class StreamOverride:
 
     @property
     def installed(self) -> bool:
-        """Whether this owner holds the override."""
+        """Whether this owner has installed the override."""
         return _INSTALLATION.owned_by(self)
 
     def install(self) -> None:
-        """Take hold of the override; a second time changes nothing.
+        """Install the override. Calling it again has no effect.
 
         Raises:
-            StreamOverrideError: It cannot be installed; nothing has changed.
+            StreamOverrideError: If the override cannot be installed. Nothing has changed in that case.
         """
         _INSTALLATION.add(self)
 
     def remove(self) -> None:
-        """Let go of the override; a second time changes nothing."""
+        """Remove the override, unless it has other owners. Calling it again has no effect."""
         _INSTALLATION.discard(self)
 
     def __enter__(self) -> StreamOverride:
@@ -128,38 +131,40 @@ class StreamOverride:
 
 
 class shard_stream:  # noqa: N801 - reads as a verb where it is used, like torch.no_grad
-    """Let the calling thread's random CPU operations draw from one stream, from its start, inside a ``with``.
+    """Open a stream, from its beginning, for the random CPU operations of the calling thread.
 
-    Inside another one the inner stream is drawn from; the outer one then goes on where it was.
+    Used as a context manager. In a nested use the inner stream is drawn from, and the outer one continues afterwards
+    where it was.
 
     Args:
-        seed: The stream, as `stream_seed` gives it; in 0..2³²-1.
+        seed: The seed of the stream, in 0..2³²-1, as `stream_seed` returns it.
 
     Raises:
-        ValueError: The seed is out of range.
-        OrderError: On entering, while no `StreamOverride` is installed.
+        ValueError: If the seed is out of range.
+        OrderError: On entering, if no `StreamOverride` is installed.
     """
 
     __slots__ = ("_seed",)
 
     def __init__(self, seed: int) -> None:
-        if not 0 <= seed < SEEDS:
+        if not 0 <= seed < NUM_SEEDS:
             check_seed(seed)
         self._seed = seed
 
     def __enter__(self) -> None:
         if _INSTALLATION.library is None:
             raise OrderError("A `StreamOverride` must be installed before a `shard_stream` is entered.")
-        depth = THREAD.depth
-        if depth == len(THREAD.generators):
-            THREAD.generators.append(torch.Generator())
-        generator = THREAD.generators[depth]
+        # Generators are kept per level of nesting and seeded again, because creating one is slower than seeding it.
+        depth = THREAD_STREAMS.depth
+        if depth == len(THREAD_STREAMS.generators):
+            THREAD_STREAMS.generators.append(torch.Generator())
+        generator = THREAD_STREAMS.generators[depth]
         generator.manual_seed(self._seed)
-        THREAD.depth = depth + 1
-        THREAD.generator = generator
+        THREAD_STREAMS.depth = depth + 1
+        THREAD_STREAMS.generator = generator
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        THREAD.depth = depth = THREAD.depth - 1
-        THREAD.generator = THREAD.generators[depth - 1] if depth else None
+        THREAD_STREAMS.depth = depth = THREAD_STREAMS.depth - 1
+        THREAD_STREAMS.generator = THREAD_STREAMS.generators[depth - 1] if depth else None

@@ -1,40 +1,43 @@
-"""Turn a run's seed and a shard's position in the run into the seed of that shard's stream."""
+"""Derive the seed of a shard's random stream from the seed of the run and the position of the shard in the run."""
 
 from __future__ import annotations
 
 import operator
 from functools import lru_cache
 
-SEED_BITS = 32  # a CPU generator reads no more of its seed than this
-SEEDS = 2**SEED_BITS  # so many streams there are
+SEED_BITS = 32
+"""The number of bits of its seed that a CPU generator uses. It ignores the others without an error."""
+NUM_SEEDS = 2**SEED_BITS
+"""The number of different streams."""
 
 _MASK_32 = 2**32 - 1
 _MASK_64 = 2**64 - 1
-_GOLDEN_64 = 0x9E3779B97F4A7C15  # 2**64 over the golden ratio: keeps seed 0 from folding to key 0
+# 2**64 divided by the golden ratio. Without this offset, seed 0 would give key 0.
+_GOLDEN_64 = 0x9E3779B97F4A7C15
 
 
 def stream_seed(seed: int, position: int) -> int:
-    """Give the seed of one shard's random stream: a permutation of positions, keyed by the run's seed.
+    """Return the seed of the random stream of one shard: a permutation of the positions, keyed by the seed of the run.
 
-    With f a fixed permutation of 32-bit words and a, b the halves of the seed's 64-bit key::
+    With f a fixed permutation of 32-bit words and a, b the halves of the 64-bit key of the seed::
 
         stream_seed = f(f((position + a) mod 2³²) xor b)
 
-    A hash into 32 bits would give two shards of a run of 2¹⁶ shards one stream with a probability
-    of 39 %. Every step here can be undone, so positions below 2³² never share one.
+    With a hash into 32 bits, two shards of a run of 2¹⁶ shards would share a stream with a probability of 39 %. Here
+    every step is invertible, so different positions below 2³² never share a stream.
 
     Args:
-        seed: The run's seed; any integer. Seeds in -2⁶³..2⁶³-1 have different keys.
-        position: ``update * num_shards + shard``; at least 0, counted modulo 2³².
+        seed: The seed of the run, which can be any integer. Seeds in -2⁶³..2⁶³-1 have different keys.
+        position: ``update * num_shards + shard``, at least 0 and reduced modulo 2³².
 
     Returns:
         A number in 0..2³²-1.
 
     Raises:
-        TypeError: An argument is not an integer.
-        ValueError: The position is negative.
+        TypeError: If an argument is not an integer.
+        ValueError: If the position is negative.
 
-    Determinism: integer arithmetic; the same on every machine. Part of the recipe.
+    Determinism: Integer arithmetic, which gives the same result on every machine. Part of the recipe.
 
     References:
         Chris Wellons, "Prospecting for Hash Functions", 2018 (the constants of f, "lowbias32").
@@ -52,7 +55,7 @@ def stream_seed(seed: int, position: int) -> int:
     key = _key(operator.index(seed))
     word = (position + (key & _MASK_32)) & _MASK_32
     for mask in (key >> 32, 0):
-        # The permutation f; shifts of 15 and more and odd factors can all be undone.
+        # The permutation f: xor-shifts and multiplications by odd factors are all invertible modulo 2**32.
         word ^= word >> 16
         word = word * 0x7FEB352D & _MASK_32
         word ^= word >> 15
@@ -62,19 +65,22 @@ def stream_seed(seed: int, position: int) -> int:
 
 
 def check_seed(seed: int) -> None:
-    """Refuse a number that no stream has, before a generator silently drops its upper bits.
+    """Check that a seed is in the range of streams, before a generator ignores its upper bits.
+
+    Args:
+        seed: The seed to check.
 
     Raises:
-        ValueError: The seed lies outside 0..2³²-1.
+        ValueError: If the seed lies outside 0..2³²-1.
     """
     if not 0 <= seed <= _MASK_32:
-        rule = f"must lie in 0..2**{SEED_BITS} - 1, as `stream_seed` gives it"
+        rule = f"must lie in 0..2**{SEED_BITS} - 1, as `stream_seed` returns it"
         raise ValueError(f"`seed` {rule}, got {seed}.")
 
 
 @lru_cache(maxsize=64)
 def _key(seed: int) -> int:
-    """Fold all bits of an integer into 64, sign included, 64 at a time from the lowest."""
+    """Reduce an integer of any size, including its sign, to 64 bits, 64 bits at a time from the lowest."""
     key = _MASK_64 if seed < 0 else 0
     rest = abs(seed)
     while True:
@@ -85,7 +91,7 @@ def _key(seed: int) -> int:
 
 
 def _permute_64(word: int) -> int:
-    """Mix the bits of a 64-bit word."""
+    """Mix the bits of a 64-bit word by an invertible function."""
     word ^= word >> 30
     word = word * 0xBF58476D1CE4E5B9 & _MASK_64
     word ^= word >> 27

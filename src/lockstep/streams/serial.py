@@ -1,4 +1,4 @@
-"""Give shards their streams through the default generators, where one shard is computed at a time."""
+"""Seed the default generators for each shard, where shards are computed one at a time."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from typing import Final
 import torch
 
 from lockstep.errors import OrderError
-from lockstep.streams.seeds import SEEDS, check_seed
+from lockstep.streams.seeds import NUM_SEEDS, check_seed
 
-# One for the process, because the default generator is. Threads that would borrow it at once take turns.
-ONE_BORROWER: Final = threading.RLock()
+# One per process, like the default generator. It keeps threads from seeding the generator for different shards.
+# Reentrant, because a hook may compute shards inside a shard.
+DEFAULT_GENERATOR_LOCK: Final = threading.RLock()
 
 
 class DefaultStream:
-    """Borrow the default generators for the shards of one update, and give them back as they were.
+    """Seed the default generators for the shards of one update, and restore their states at the end.
 
-    Nothing in torch is changed, so every way to draw is covered. But the default CPU generator is one
-    per process: use this in one thread at a time (`ONE_BORROWER`). Threads that each drive a CUDA device
-    of their own take ``cpu=False`` for that device's generator, and a `shard_stream` for what they draw
-    on the CPU.
+    Nothing in torch is changed, so every way to draw is covered. However, the default CPU generator exists once per
+    process, so only one thread may use this at a time (see `DEFAULT_GENERATOR_LOCK`). Threads that each drive a CUDA
+    device of their own pass ``cpu=False``, which seeds only the generator of that device, and use a `shard_stream` for
+    what they draw on the CPU.
 
     Args:
-        *devices: Where the shards are computed; "cpu" or CUDA devices, whose generators are borrowed too.
-        cpu: Whether to borrow the CPU's default generator.
+        *devices: The devices that compute the shards: "cpu", or CUDA devices, whose generators are seeded too.
+        cpu: Whether to seed the default CPU generator.
 
     Raises:
-        ValueError: A device is neither a CPU nor a CUDA device.
+        ValueError: If a device is neither a CPU nor a CUDA device.
 
-    Determinism: on a CPU, the bits of a `shard_stream` of the same seed.
+    Determinism: On a CPU, the bits are those of a `shard_stream` with the same seed.
 
     >>> before = torch.get_rng_state()
     >>> with DefaultStream("cpu") as stream:
@@ -53,16 +54,16 @@ class DefaultStream:
                 raise ValueError(f"`devices` must be CPUs or CUDA devices, got {device}.")
 
     def seed(self, seed: int) -> None:
-        """Begin a shard: put the generators to the start of its stream.
+        """Start a shard: set the generators to the beginning of its stream.
 
         Args:
-            seed: The stream, as `stream_seed` gives it; in 0..2³²-1.
+            seed: The seed of the stream, in 0..2³²-1, as `stream_seed` returns it.
 
         Raises:
-            OrderError: Outside of the ``with``.
-            ValueError: The seed is out of range.
+            OrderError: If this is called outside of the ``with`` block.
+            ValueError: If the seed is out of range.
         """
-        if not 0 <= seed < SEEDS:
+        if not 0 <= seed < NUM_SEEDS:
             check_seed(seed)
         if self._saved is None:
             raise OrderError("`DefaultStream.seed` must be called inside its `with` block.")
@@ -74,7 +75,8 @@ class DefaultStream:
             raise OrderError("A `DefaultStream` must be left before it is entered again.")
         generators = [torch.default_generator] if self._cpu else []
         for device in self._devices:
-            with torch.cuda.device(device):  # "cuda" without a number is the current one
+            # "cuda" without an index stands for the current device, so the index has to be looked up.
+            with torch.cuda.device(device):
                 generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
         self._saved = list(zip(generators, map(torch.Generator.get_state, generators), strict=True))
         return self

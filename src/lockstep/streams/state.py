@@ -1,7 +1,7 @@
-"""Make torch's functions that read, write and seed random state act on the calling thread's stream.
+"""Redirect the functions of torch that read, write or seed random state to the stream of the calling thread.
 
-Activation checkpointing saves and restores the random state around a part of the model. If its forward draws
-from a thread's stream and its recomputation from another state, gradients are wrong and nobody notices.
+Activation checkpointing saves and restores the random state around a part of the model. If the forward draws from the
+stream of a thread and the recomputation starts from another state, the gradients are wrong, and no error is raised.
 """
 
 from __future__ import annotations
@@ -12,50 +12,52 @@ from types import ModuleType
 
 import torch
 
-from lockstep.streams.thread import THREAD
+from lockstep.streams.thread import THREAD_STREAMS
 
 
-class StandInGenerator(torch.Generator):
-    """The calling thread's stream, or the default generator where none is open.
+class GeneratorProxy(torch.Generator):
+    """A proxy for the stream of the calling thread, or for the default generator if no stream is open.
 
-    The functions of `torch.random` look their generator up under a name of that module. To change what
-    the name means, rather than the functions, also reaches those who took the functions before.
+    The functions of `torch.random` look up their generator under a name of that module. Changing what this name refers
+    to, instead of the functions themselves, also affects code that imported the functions before.
     """
 
     def __getattribute__(self, name: str) -> object:
         return getattr(_current(), name)
 
 
-STAND_IN = StandInGenerator()
+GENERATOR_PROXY = GeneratorProxy()
 
 
 def default_addresses() -> tuple[int, int]:
-    """Name the default generator and its stand-in as they come through torch's dispatcher.
+    """Return the addresses by which the dispatcher identifies the default generator and its proxy.
 
-    The dispatcher may hand out another Python object for the same C++ generator; ``_cdata`` is its address.
+    The dispatcher may create another Python object for the same C++ generator, so objects cannot be compared by
+    identity. ``_cdata`` is the address of the C++ object.
     """
-    default, stand_in = (object.__getattribute__(each, "_cdata") for each in (torch.default_generator, STAND_IN))
-    return default, stand_in
+    # `object.__getattribute__` reads the attribute of the proxy itself instead of forwarding to a stream.
+    default, proxy = (object.__getattribute__(each, "_cdata") for each in (torch.default_generator, GENERATOR_PROXY))
+    return default, proxy
 
 
 class ThreadAwareState:
-    """The names of torch that mean something else while threads have streams."""
+    """The names in torch that refer to other objects while threads have streams."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[ModuleType, str, object, object]] = []
 
     def install(self) -> None:
-        """Put our own behind the names.
+        """Replace the objects behind the names.
 
         Raises:
-            KeyError: This torch lacks a name; what was put before has to be removed.
+            KeyError: If the installed torch lacks one of the names. Call `remove` to undo what was replaced before.
         """
-        self._replace(torch.random, "default_generator", STAND_IN)
+        self._replace(torch.random, "default_generator", GENERATOR_PROXY)
         for module in (torch.cuda, torch.cuda.random):
             self._replace(module, "manual_seed_all", _seed_own_device(module.manual_seed_all))
 
     def remove(self) -> None:
-        """Put the originals back, except behind names that somebody else has changed since."""
+        """Restore the original objects, except under names that other code has changed in the meantime."""
         while self._replaced:
             module, name, original, ours = self._replaced.pop()
             if vars(module)[name] is ours:
@@ -67,15 +69,19 @@ class ThreadAwareState:
 
 
 def _current() -> torch.Generator:
-    return torch.default_generator if THREAD.generator is None else THREAD.generator
+    return torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
 
 
 def _seed_own_device(original: Callable[[int], None]) -> Callable[[int], None]:
-    """Keep `torch.manual_seed` in one shard from seeding the devices of all others."""
+    """Keep a `torch.manual_seed` in one shard from seeding the devices of all other shards.
+
+    Args:
+        original: The function of torch that seeds all devices.
+    """
 
     @functools.wraps(original)
     def manual_seed_all(seed: int) -> None:
-        if THREAD.generator is None:
+        if THREAD_STREAMS.generator is None:
             original(seed)
         elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's gap
             torch.cuda.manual_seed(seed)

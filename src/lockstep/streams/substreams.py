@@ -1,9 +1,9 @@
-"""Keep the random streams of one update apart when it makes more than one computation.
+"""Separate the random streams of one update that makes more than one computation.
 
-Streams are keyed by a position in 0..2³²-1, and shards of a run's first computations count up from 0. Every
-other use has a substream of its own: substream i begins at i with its 32 bits in reverse order, so that few
-substreams lie as far apart as they can. Two of 2ᵏ substreams never share a position before a run has had
-2³²⁻ᵏ shards.
+Streams are keyed by a position in 0..2³²-1, and the shards of the first computation of each update count up from 0.
+Every other use has a substream of its own. Substream i begins at the number whose 32 bits are those of i in reverse
+order, so that a small number of substreams are as far apart as possible: two of 2ᵏ substreams share a position only
+after a run has had 2³²⁻ᵏ shards.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 from typing import Final
 
 STEP: Final = 1
-"""What a step function draws itself, between the computations it asks for."""
+"""The substream for what a step function draws itself, between the computations that it requests."""
 INITIALISATION: Final = 2
-"""Parameters that get their shapes from the first batch."""
-_FIRST_FURTHER: Final = 3
+"""The substream for parameters that get their shapes from the first batch."""
+_FIRST_ADDITIONAL: Final = 3
 
 
 def substream(number: int) -> int:
-    """Give the position at which a substream begins.
+    """Return the position at which a substream begins.
+
+    Args:
+        number: The number of the substream, in 0..2³²-1.
 
     >>> [substream(number) // 2**29 for number in range(8)]
     [0, 4, 2, 6, 1, 5, 3, 7]
@@ -27,9 +30,11 @@ def substream(number: int) -> int:
 
 
 def computation_substream(ordinal: int) -> int:
-    """Give the substream of an update's computation: the first has substream 0.
+    """Return the position at which the substream of one of the computations of an update begins.
+
+    The first computation uses substream 0.
 
     Args:
-        ordinal: How many computations the update made before.
+        ordinal: The number of computations that the update made before this one.
     """
-    return substream(_FIRST_FURTHER + ordinal - 1 if ordinal else 0)
+    return substream(_FIRST_ADDITIONAL + ordinal - 1 if ordinal else 0)

@@ -8,25 +8,25 @@ import torch
 
 
 class ThreadStreams(threading.local):
-    """What each thread draws from: one generator for each level of nested streams.
+    """The open streams of each thread, with one generator per level of nesting.
 
     Attributes:
-        generator: The innermost open stream of the calling thread; None where none is open.
-        generators: One for each level, open or not.
-        depth: How many are open.
+        generator: The innermost open stream of the calling thread, or None if no stream is open.
+        generators: The generators of all levels, whether or not they are in use.
+        depth: The number of open streams.
     """
 
     generator: torch.Generator | None = None
 
     def __init__(self) -> None:
-        self.generators: list[torch.Generator] = []  # made once a level, then seeded anew
+        self.generators: list[torch.Generator] = []
         self.depth = 0
 
 
-# One for the process, because what reads it is: torch's kernels and the functions of `torch.random`.
-THREAD = ThreadStreams()
+# One per process, because the kernels of torch and the functions of `torch.random`, which read it, are shared too.
+THREAD_STREAMS = ThreadStreams()
 
 
 def stream_is_open() -> bool:
-    """Tell whether the calling thread is inside a `shard_stream`."""
-    return THREAD.generator is not None
+    """Return whether the calling thread is inside a `shard_stream`."""
+    return THREAD_STREAMS.generator is not None

@@ -1,4 +1,4 @@
-"""The training loop, and what may be hung into it."""
+"""The training loop and its extensions."""
 
 from lockstep.trainer.extension import (
     EDITOR as EDITOR,

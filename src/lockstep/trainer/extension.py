@@ -1,7 +1,7 @@
-"""What a training run does besides updating, one subject at a time.
+"""Extensions: what a training run does besides updating.
 
-Where a function here takes ``trainer``, that is a `lockstep.Trainer`. Its module builds on this
-one, which therefore cannot name the type; subclasses can, and should.
+A parameter named ``trainer`` is a `lockstep.Trainer`. The module of that class imports this one, which
+therefore cannot name the type; subclasses can, and should.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from lockstep.state import Stateful
 from lockstep.triggers import TriggerSpec
 
 WRITER = 300
-"""The priority of what adds to the observation, and so must run before those that look at it."""
+"""The priority of extensions that add observed values, and must run before those that read them."""
 
 EDITOR = 200
-"""The priority of what changes observed values before they are read."""
+"""The priority of extensions that change observed values before they are read."""
 
 READER = 100
-"""The priority of what only looks."""
+"""The priority of extensions that only read observed values."""
 
 Action: TypeAlias = Callable[[Any], object]
 
 
 class Extension(Stateful, ABC):
-    """Something done between updates; a subclass shows only what differs from doing nothing.
+    """The base class of extensions, which run between updates; a subclass overrides the methods that it needs.
 
     Attributes:
-        trigger: When it is called, unless `Trainer.extend` is told otherwise.
-        priority: Extensions of one iteration run by descending priority, equal ones in the order
-            they were added; likewise `initialize`, `on_error` and `finalize`.
-        call_before_training: Whether it is also called once before the first update.
+        trigger: The default trigger, which `Trainer.extend` can override.
+        priority: The default priority. The extensions of one iteration run in order of descending priority, and
+            in the order in which they were added if priorities are equal; so do `initialize`, `on_error` and
+            `finalize`.
+        call_before_training: Whether the extension is also called once before the first update.
     """
 
     trigger: TriggerSpec = (1, "iteration")
@@ -43,44 +44,60 @@ class Extension(Stateful, ABC):
 
     @property
     def name(self) -> str:
-        """What it is called, unless `Trainer.extend` is told otherwise."""
+        """The default name, which `Trainer.extend` can override."""
         return type(self).__name__
 
     @abstractmethod
     def __call__(self, trainer: Any) -> None:
-        """Do it.
+        """Run the extension.
 
         Args:
-            trainer: The run, between two updates.
+            trainer: The trainer, between two updates.
         """
 
     def collect(self, trainer: Any) -> None:
-        """Look at the observation of every update, whatever the trigger; nothing by default.
+        """Read the observation of every update, whether the trigger fires or not; does nothing by default.
 
-        It comes when the extension's turn has come, before its trigger is asked.
+        It is called when it is the extension's turn, before its trigger is called.
+
+        Args:
+            trainer: The trainer, between two updates.
         """
 
     def initialize(self, trainer: Any) -> None:
-        """Get ready, whenever a run begins or goes on; nothing by default."""
+        """Prepare for a run that starts or resumes; does nothing by default.
+
+        Args:
+            trainer: The trainer, before its next update.
+        """
 
     def finalize(self, trainer: Any) -> None:
-        """Clean up, whenever a run ends, well or not, if `initialize` was called; nothing by default."""
+        """Clean up when a run ends, with or without an error, if `initialize` was called; does nothing by default.
+
+        Args:
+            trainer: The trainer, after its last update.
+        """
 
     def on_error(self, trainer: Any, error: BaseException) -> None:
-        """React to an exception that ends the run, Ctrl-C included, before `finalize`; nothing by default."""
+        """React to an exception that ends the run, including Ctrl-C, before `finalize`; does nothing by default.
+
+        Args:
+            trainer: The trainer, after its last update.
+            error: The exception that ends the run.
+        """
 
 
 class FunctionExtension(Extension):
-    """A function of the trainer, with the attributes of an extension.
+    """A function of the trainer with the attributes of an extension.
 
     Args:
-        function: What is done.
-        name: Its name; the function's own unless given.
-        trigger: When it is called.
-        priority: Its place among the others.
-        call_before_training: Whether it is also called once before the first update.
-        initialize: A function of the trainer, called whenever a run begins or goes on.
-        finalize: A function of the trainer, called whenever a run ends.
+        function: The function to call.
+        name: The name of the extension; by default that of the function.
+        trigger: The trigger that decides when the function is called.
+        priority: The priority among the extensions of an iteration.
+        call_before_training: Whether the function is also called once before the first update.
+        initialize: A function of the trainer that is called when a run starts or resumes.
+        finalize: A function of the trainer that is called when a run ends.
         on_error: A function of the trainer and the exception that ends the run.
     """
 
@@ -100,15 +117,16 @@ class FunctionExtension(Extension):
         self.trigger = trigger
         self.priority = priority
         self.call_before_training = call_before_training
-        own = function.__name__ if inspect.isroutine(function) else type(function).__name__
-        self._name = name or own
+        # A callable object has no `__name__`.
+        default_name = function.__name__ if inspect.isroutine(function) else type(function).__name__
+        self._name = name or default_name
         self._initialize = initialize
         self._finalize = finalize
         self._on_error = on_error
 
     @property
     def name(self) -> str:
-        """The name given, or the function's own."""
+        """The name passed to the constructor, or that of the function."""
         return self._name
 
     def __call__(self, trainer: Any) -> None:
@@ -116,17 +134,17 @@ class FunctionExtension(Extension):
         self.function(trainer)
 
     def initialize(self, trainer: Any) -> None:
-        """Call the function given for it, if any."""
+        """Call the ``initialize`` function, if there is one."""
         if self._initialize is not None:
             self._initialize(trainer)
 
     def finalize(self, trainer: Any) -> None:
-        """Call the function given for it, if any."""
+        """Call the ``finalize`` function, if there is one."""
         if self._finalize is not None:
             self._finalize(trainer)
 
     def on_error(self, trainer: Any, error: BaseException) -> None:
-        """Call the function given for it, if any."""
+        """Call the ``on_error`` function, if there is one."""
         if self._on_error is not None:
             self._on_error(trainer, error)
 
@@ -141,15 +159,15 @@ def make_extension(
     finalize: Action | None = None,
     on_error: Callable[[Any, BaseException], object] | None = None,
 ) -> Callable[[Action], FunctionExtension]:
-    """Return a decorator that makes a function of the trainer an extension.
+    """Return a decorator that converts a function of the trainer to an extension.
 
     Args:
-        name: Its name; the function's own unless given.
-        trigger: When it is called.
-        priority: Its place among the others.
-        call_before_training: Whether it is also called once before the first update.
-        initialize: A function of the trainer, called whenever a run begins or goes on.
-        finalize: A function of the trainer, called whenever a run ends.
+        name: The name of the extension; by default that of the function.
+        trigger: The trigger that decides when the function is called.
+        priority: The priority among the extensions of an iteration.
+        call_before_training: Whether the function is also called once before the first update.
+        initialize: A function of the trainer that is called when a run starts or resumes.
+        finalize: A function of the trainer that is called when a run ends.
         on_error: A function of the trainer and the exception that ends the run.
 
     >>> @make_extension(trigger=(1, "epoch"), priority=READER)

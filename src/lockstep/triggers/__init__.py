@@ -1,4 +1,4 @@
-"""When to act: small objects that are asked after every update and answer yes or no."""
+"""Triggers decide when an extension runs and when a run ends; they are called after every update."""
 
 from lockstep.triggers.best_value import BestValue as BestValue, MaxValue as MaxValue, MinValue as MinValue
 from lockstep.triggers.early_stopping import EarlyStopping as EarlyStopping

@@ -1,4 +1,4 @@
-"""Act when an observed value is the best so far."""
+"""Fire when an observed value is the best so far."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lockstep.triggers.trigger import Progress, Trigger
 
 
 class BestValue(Trigger):
-    """Fires at the end of an interval whose mean of an observed value is better than every one before.
+    """Fires at the end of an interval if the mean of an observed value is better than in all earlier ones.
 
-    The mean weighs samples equally. The first interval always fires, unless its mean is NaN:
-    NaN is never the best.
+    The mean weights samples equally. The first interval always fires, unless its mean is NaN: NaN is never
+    the best.
 
     Args:
-        key: The name of the observed value, such as ``"validation/main/accuracy"``. Whoever observes
-            it must have a higher priority than the extension that waits for this trigger.
-        compare: ``compare(best, new)`` says whether the new mean is better.
-        trigger: When an interval ends.
+        key: The name of the observed value, such as ``"validation/main/accuracy"``. The extension that observes
+            it must have a higher priority than the extension with this trigger.
+        compare: A function ``compare(best, new)`` that returns whether the new mean is better.
+        trigger: The trigger that ends an interval.
     """
 
     _saved = ("best", "average", "trigger")
@@ -34,14 +34,14 @@ class BestValue(Trigger):
 
     @property
     def best(self) -> float | None:
-        """The best mean so far; None before the first."""
+        """The best mean so far, or None before the first."""
         return self._best
 
     def __call__(self, progress: Progress) -> bool:
-        """Take the value in; at the end of an interval say whether its mean is the best.
+        """Add the observed value; at the end of an interval, return whether the mean is the best so far.
 
         Raises:
-            KeyError: The value was never observed in the interval.
+            KeyError: If the value was never observed in the interval.
         """
         if self.key in progress.observation:
             self._average.update(progress.observation[self.key])
@@ -54,24 +54,26 @@ class BestValue(Trigger):
         return True
 
     def initialize(self, progress: Progress) -> None:
-        """Start the intervals."""
+        """Start the first interval."""
         self._trigger.initialize(progress)
 
     def _mean(self, progress: Progress) -> float:
+        """Return the mean over the interval that has ended, and start the next."""
+        # The mean of no values is NaN, which would silently never be the best.
         if self._average.empty:
-            there = ", ".join(map(repr, sorted(progress.observation))) or "nothing"
-            raise KeyError(f"`key` must be observed before its interval ends, got {self.key!r}; there is {there}.")
+            observed = ", ".join(map(repr, sorted(progress.observation))) or "nothing"
+            raise KeyError(f"`key` must be observed before its interval ends, got {self.key!r}; there is {observed}.")
         mean = self._average.compute()
         self._average.reset()
         return mean
 
 
 class MinValue(BestValue):
-    """Fires at the end of an interval whose mean of an observed value is the lowest so far.
+    """Fires at the end of an interval if the mean of an observed value is the lowest so far.
 
     Args:
         key: The name of the observed value.
-        trigger: When an interval ends.
+        trigger: The trigger that ends an interval.
     """
 
     def __init__(self, key: str, trigger: TriggerSpec = (1, "epoch")) -> None:
@@ -79,11 +81,11 @@ class MinValue(BestValue):
 
 
 class MaxValue(BestValue):
-    """Fires at the end of an interval whose mean of an observed value is the highest so far.
+    """Fires at the end of an interval if the mean of an observed value is the highest so far.
 
     Args:
         key: The name of the observed value.
-        trigger: When an interval ends.
+        trigger: The trigger that ends an interval.
     """
 
     def __init__(self, key: str, trigger: TriggerSpec = (1, "epoch")) -> None:

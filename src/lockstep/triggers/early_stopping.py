@@ -1,4 +1,4 @@
-"""End a run that has stopped to improve."""
+"""Stop a run that no longer improves."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ from lockstep.triggers.trigger import Progress, Trigger
 class EarlyStopping(Trigger):
     """Fires when an observed value has not improved for several checks, or when a limit is reached.
 
-    Each check looks at the mean since the last one, samples weighing equally. A mean strictly
-    better than the best so far becomes the best and the count of checks without improvement
-    starts again; otherwise, and for NaN, the count grows. It fires at a check that finds the
-    count at `patience` or more.
+    Each check considers the mean since the last check, weighting samples equally. A mean that is strictly
+    better than the best so far becomes the best, and resets the count of checks without improvement. Otherwise,
+    and for NaN, the count is incremented. The trigger fires at a check that finds the count at `patience` or more.
 
-    As in Chainer, a check needs a value that is observed right then: one that finds none warns and is left
-    out, and the values before it count at the next. A run that is loaded with a later limit or with more
-    patience goes on.
+    As in Chainer, the value must be observed at the time of a check. A check at which it is not gives a warning
+    and is skipped, and the values so far count towards the next check. A run that is resumed with a later limit
+    or with more patience continues.
 
     Args:
         monitor: The name of the observed value, such as ``"validation/main/loss"``.
-        patience: How many checks without improvement are borne, at least 1.
-        mode: Whether ``"min"`` or ``"max"`` is better; ``"auto"`` takes ``"max"`` for a name with
-            ``accuracy`` in it, else ``"min"``.
-        check_trigger: When to check; at updates at which the value is observed.
-        max_trigger: The limit; None for none.
+        patience: The number of checks without improvement after which to stop, at least 1.
+        mode: Whether lower (``"min"``) or higher (``"max"``) values are better; ``"auto"`` means ``"max"`` for a
+            name that contains ``accuracy``, otherwise ``"min"``.
+        check_trigger: The trigger of the checks; it must fire at updates at which the value is observed.
+        max_trigger: The trigger of the limit, or None for no limit.
 
     Raises:
-        ValueError: The patience or the mode is out of range.
+        ValueError: If the patience or the mode is out of range.
     """
 
     _saved = ("best", "count", "average", "check_trigger", "max_trigger")
@@ -60,34 +59,36 @@ class EarlyStopping(Trigger):
 
     @property
     def best(self) -> float | None:
-        """The best mean so far; None before the first check that had a value."""
+        """The best mean so far, or None before the first check with a value."""
         return self._best
 
     @property
     def count(self) -> int:
-        """How many checks in a row brought no improvement."""
+        """The number of consecutive checks without improvement."""
         return self._count
 
     def __call__(self, progress: Progress) -> bool:
-        """Take the value in, check if it is time to, and say whether to stop."""
+        """Add the observed value, check it if a check is due, and return whether to stop."""
         if self.monitor in progress.observation:
             self._average.update(progress.observation[self.monitor])
-        impatient = self._check_trigger(progress) and self._judge(observed=self.monitor in progress.observation)
-        return self._max_trigger(progress) or impatient
+        out_of_patience = self._check_trigger(progress) and self._check(observed=self.monitor in progress.observation)
+        # First in the `or`, so that it is called every time: a trigger must see all updates.
+        return self._max_trigger(progress) or out_of_patience
 
     def initialize(self, progress: Progress) -> None:
-        """Start the checks and the limit."""
+        """Start the triggers of the checks and of the limit."""
         self._check_trigger.initialize(progress)
         self._max_trigger.initialize(progress)
 
     def stays_fired(self, progress: Progress) -> bool:
-        """Say whether patience has run out, or the limit is reached."""
+        """Return whether the patience is exhausted or the limit is reached."""
         return self._count >= self.patience or self._max_trigger.stays_fired(progress)
 
-    def _judge(self, *, observed: bool) -> bool:
+    def _check(self, *, observed: bool) -> bool:
+        """Compare the mean since the last check with the best, and return whether the patience is exhausted."""
         if not observed:
             warnings.warn(
-                f"{self.monitor!r} was not observed at this check for early stopping, which is left out.",
+                f"{self.monitor!r} was not observed at this check for early stopping, which is skipped.",
                 stacklevel=3,
             )
             return False
@@ -100,6 +101,8 @@ class EarlyStopping(Trigger):
         return self._count >= self.patience
 
     def _improves(self, mean: float) -> bool:
+        """Return whether a mean is strictly better than the best so far."""
+        # Compared with an infinity at first, so that a first mean of NaN is no improvement either.
         if self.mode == "max":
             return mean > (float("-inf") if self._best is None else self._best)
         return mean < (float("inf") if self._best is None else self._best)

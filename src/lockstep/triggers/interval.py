@@ -1,27 +1,26 @@
-"""Act at regular intervals."""
+"""Fire at regular intervals."""
 
 from __future__ import annotations
 
-from lockstep.triggers.position import Unit, check_unit, completed, position
+from lockstep.triggers.position import Unit, check_unit, num_completed, position
 from lockstep.triggers.trigger import Progress, Trigger
 
 
 class Interval(Trigger):
-    """Fires whenever another period has been completed since it was last asked.
+    """Fires whenever another period has been completed since the last call.
 
-    With position x, previous position x' and period p it fires if ``floor(x / p) != floor(x' / p)``.
-    So it fires once after several periods without a call, and epochs need not be whole
-    numbers of updates.
+    With position x, position x' at the last call and period p, it fires if ``floor(x / p) != floor(x' / p)``.
+    If several periods pass without a call, it fires once; and an epoch need not be a whole number of updates.
 
     Args:
-        period: p, more than 0; a whole number of iterations, any number of epochs or seconds.
-        unit: ``"iteration"`` (also called ``"update"``), ``"epoch"`` or ``"second"``.
+        period: The period p, above 0: an integer for iterations, any number for epochs or seconds.
+        unit: The unit of the period: ``"iteration"`` (also called ``"update"``), ``"epoch"`` or ``"second"``.
 
     Raises:
-        ValueError: The period or the unit is out of range.
+        ValueError: If the period or the unit is out of range.
 
-    Determinism: in iterations and epochs every process fires at the same update; in seconds
-    each by its own clock.
+    Determinism: with iterations and epochs, all processes fire at the same update; with seconds, each process
+    reads its own clock.
     """
 
     _saved = ("previous",)
@@ -29,7 +28,7 @@ class Interval(Trigger):
     def __init__(self, period: float, unit: Unit) -> None:
         check_unit(unit)
         if not period > 0:
-            raise ValueError(f"`period` must be more than 0, got {period}.")
+            raise ValueError(f"`period` must be above 0, got {period}.")
         if unit in ("iteration", "update") and period != int(period):
             raise ValueError(f"`period` must be a whole number of iterations, got {period}.")
         self.period = period
@@ -37,16 +36,16 @@ class Interval(Trigger):
         self._previous: float | None = None
 
     def __call__(self, progress: Progress) -> bool:
-        """Say whether a period was completed since the last call."""
-        place, previous = position(progress, self.unit), self._previous or 0
-        self._previous = place
-        return completed(place, self.period) != completed(previous, self.period)
+        """Return whether a period was completed since the last call."""
+        current, previous = position(progress, self.unit), self._previous or 0
+        self._previous = current
+        return num_completed(current, self.period) != num_completed(previous, self.period)
 
     def initialize(self, progress: Progress) -> None:
-        """Count from here, unless it was asked before: what came earlier is no completed period."""
+        """Count periods from the current position, unless the trigger was called before."""
         if self._previous is None:
             self._previous = position(progress, self.unit)
 
     def stays_fired(self, progress: Progress) -> bool:
-        """Say whether a period is completed."""
-        return completed(position(progress, self.unit), self.period) > 0
+        """Return whether a period is completed."""
+        return num_completed(position(progress, self.unit), self.period) > 0

@@ -1,4 +1,4 @@
-"""Act at given points."""
+"""Fire at given points of a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from lockstep.triggers.trigger import Progress, Trigger
 
 
 class ManualSchedule(Trigger):
-    """Fires when at least one of its points lies after the position of the last call and not after this one.
+    """Fires if at least one of its points has been passed since the last call.
+
+    A point counts as passed when the position of a run equals it.
 
     Args:
-        points: One point or several, in any order; each more than 0.
-        unit: ``"iteration"`` (also called ``"update"``), ``"epoch"`` or ``"second"``.
+        points: One point or a sequence of points in any order, each above 0.
+        unit: The unit of the points: ``"iteration"`` (also called ``"update"``), ``"epoch"`` or ``"second"``.
 
     Raises:
-        ValueError: There is no point, one is out of range, or the unit is none.
+        ValueError: If there is no point, one is out of range, or the unit is unknown.
     """
 
     _saved = ("previous",)
@@ -25,24 +27,24 @@ class ManualSchedule(Trigger):
         check_unit(unit)
         several = points if isinstance(points, Sequence) else [points]
         if not several or not all(point > 0 for point in several):
-            raise ValueError(f"`points` must be at least one number more than 0, got {points}.")
+            raise ValueError(f"`points` must be one or more numbers above 0, got {points}.")
         self.points = tuple(sorted(several))
         self.unit: Unit = unit
         self._previous: float | None = None
 
     def __call__(self, progress: Progress) -> bool:
-        """Say whether a point was passed since the last call."""
-        place, previous = position(progress, self.unit), self._previous or 0
-        self._previous = place
-        return any(reached(place, point) and not reached(previous, point) for point in self.points)
+        """Return whether a point was passed since the last call."""
+        current, previous = position(progress, self.unit), self._previous or 0
+        self._previous = current
+        return any(reached(current, point) and not reached(previous, point) for point in self.points)
 
     def initialize(self, progress: Progress) -> None:
-        """Count from here, unless it was asked before: points already passed are past."""
+        """Skip the points before the current position, unless the trigger was called before."""
         if self._previous is None:
             self._previous = position(progress, self.unit)
 
     def stays_fired(self, progress: Progress) -> bool:
-        """Say whether a point is passed."""
+        """Return whether a point has been passed."""
         return reached(position(progress, self.unit), self.points[0])
 
     @property

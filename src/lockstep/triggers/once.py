@@ -1,4 +1,4 @@
-"""Act at the first call only."""
+"""Fire at the first call only."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Once(Trigger):
         self.call_on_resume = call_on_resume
         self._fired = False
 
-    def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - whatever the progress
-        """Say whether this is the first call."""
+    def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - independent of the progress
+        """Return whether this is the first call."""
         first, self._fired = not self._fired, True
         return first
 
@@ -32,6 +32,6 @@ class Once(Trigger):
         return self._fired
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, or begin anew where it is to be called on resume."""
+        """Load a saved state; with ``call_on_resume``, the trigger can fire again."""
         super().load_state_dict(state)
         self._fired = self._fired and not self.call_on_resume

@@ -1,4 +1,4 @@
-"""How far a run has come, in one of the units of time, and which marks it has passed."""
+"""The position of a run in one of the units of time, and comparisons that tolerate rounding."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Literal, TypeAlias, get_args
 from lockstep.triggers.trigger import Progress
 
 Unit: TypeAlias = Literal["iteration", "update", "epoch", "second"]
-"""``"iteration"`` and ``"update"`` both count the updates done; ``"second"`` is the run's elapsed time."""
+"""``"iteration"`` and ``"update"`` both count updates; ``"second"`` is the elapsed time of the run."""
 
 
 def check_unit(unit: str) -> None:
-    """Refuse a word that is no unit.
+    """Check that a string is a unit.
 
     Raises:
-        ValueError: It is none.
+        ValueError: If it is not.
     """
     if unit not in get_args(Unit):
         raise ValueError(f"`unit` must be one of {', '.join(map(repr, get_args(Unit)))}, got {unit!r}.")
 
 
 def position(progress: Progress, unit: Unit) -> float:
-    """Return how far a run has come.
+    """Return the position of a run in a unit.
 
-    Determinism: iterations and epochs are equal on all processes of a run; seconds are not, so
-    what all processes must do together must not hang on them.
+    Determinism: iterations and epochs are equal on all processes of a run. Seconds are not: do not let
+    anything that all processes must do together depend on them.
     """
     if unit == "epoch":
         return progress.updater.epoch_detail
@@ -34,25 +34,26 @@ def position(progress: Progress, unit: Unit) -> float:
     return progress.updater.iteration
 
 
-def reached(place: float, mark: float) -> bool:
-    """Say whether a place lies at a mark or beyond, forgiving the rounding of fractions.
+def reached(current: float, point: float) -> bool:
+    """Return whether a position is at a point or beyond it, up to rounding errors.
 
     >>> 0.1 + 0.2 >= 0.3, 0.7 + 0.1 >= 0.8, reached(0.7 + 0.1, 0.8)
     (True, False, True)
     """
-    return place >= mark or _same(place, mark)
+    return current >= point or _is_close(current, point)
 
 
-def completed(place: float, period: float) -> int:
-    """Count the periods that lie wholly before a place, forgiving the rounding of fractions.
+def num_completed(current: float, period: float) -> int:
+    """Count the periods that are completed at a position, up to rounding errors.
 
-    >>> math.floor(0.3 / 0.1), completed(0.3, 0.1)
+    >>> math.floor(0.3 / 0.1), num_completed(0.3, 0.1)
     (2, 3)
     """
-    nearest = round(place / period)
-    return nearest if _same(place / period, nearest) else math.floor(place / period)
+    nearest = round(current / period)
+    return nearest if _is_close(current / period, nearest) else math.floor(current / period)
 
 
-def _same(a: float, b: float) -> bool:
-    # A billionth of an epoch is less than one sample; sums of a million fractions stray less than that.
+def _is_close(a: float, b: float) -> bool:
+    """Return whether two positions are equal up to rounding errors."""
+    # A billionth of an epoch is less than one sample, and the rounding error of a million additions is less than that.
     return math.isclose(a, b, rel_tol=1e-12, abs_tol=1e-9)

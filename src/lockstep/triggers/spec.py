@@ -1,4 +1,4 @@
-"""The short forms in which a trigger may be given."""
+"""The short forms in which you can pass a trigger."""
 
 from __future__ import annotations
 
@@ -12,56 +12,64 @@ from lockstep.triggers.trigger import Never, Progress, Trigger
 TriggerSpec: TypeAlias = Trigger | tuple[float, Unit] | Callable[[Progress], bool] | None
 
 
-class Call(Trigger):
-    """Asks a function that keeps no state.
+class FunctionTrigger(Trigger):
+    """Fires when a function returns True; it has no state.
 
     Args:
-        function: Called with the progress; returns whether to act.
+        function: A function that takes the progress and returns whether to fire.
     """
 
     def __init__(self, function: Callable[[Progress], bool]) -> None:
         self.function = function
 
     def __call__(self, progress: Progress) -> bool:
-        """Return the function's answer."""
+        """Return the result of the function."""
         return self.function(progress)
 
     def stays_fired(self, progress: Progress) -> bool:
-        """Return the function's answer, which depends on nothing else."""
+        """Return the result of the function, which depends on the progress alone."""
         return self.function(progress)
 
 
-def get_trigger(spec: TriggerSpec) -> Trigger:
-    """Return the trigger that a short form stands for.
+def get_trigger(spec: TriggerSpec, argument: str = "trigger") -> Trigger:
+    """Return the trigger for a short form.
 
     Args:
-        spec: A `Trigger` is returned as it is; ``(period, unit)`` is an `Interval`; a function of
-            the progress is asked each time, and nothing of it is saved; None never fires.
+        spec: A `Trigger`, which is returned unchanged; a pair ``(period, unit)`` for an `Interval`; a function
+            of the progress, which is called each time and has no saved state; or None for a trigger that never
+            fires.
+        argument: The name of the argument in error messages.
 
     Raises:
-        TypeError: It is none of these.
-        ValueError: The period or the unit is out of range.
+        TypeError: If it is none of these.
+        ValueError: If the period or the unit is out of range.
 
     >>> get_trigger((2, "epoch")).period
     2
     """
+    # First, because a trigger is callable too.
     if isinstance(spec, Trigger):
         return spec
     if spec is None:
         return Never()
     if isinstance(spec, tuple):
-        return Interval(*checked_pair(spec))
+        return Interval(*check_pair(spec, argument))
     if callable(spec):
-        return Call(spec)
-    raise TypeError(f"A trigger must be a Trigger, (period, unit), a callable or None, got {spec!r}.")
+        return FunctionTrigger(spec)
+    kinds = 'a Trigger, a pair such as (10, "epoch"), a function of the trainer or None'
+    raise TypeError(f"`{argument}` must be {kinds}, got {spec!r}.")
 
 
-def checked_pair(spec: tuple[Any, ...]) -> tuple[float, Unit]:
-    """Return a pair of a number and a unit.
+def check_pair(spec: tuple[Any, ...], argument: str) -> tuple[float, Unit]:
+    """Check that a tuple is a pair of a number and a unit, and return it.
+
+    Args:
+        spec: The tuple to check.
+        argument: The name of the argument in error messages.
 
     Raises:
-        TypeError: It is not such a pair.
+        TypeError: If it is not such a pair.
     """
     if len(spec) != 2 or not isinstance(spec[0], (int, float)):  # noqa: PLR2004 - a pair
-        raise TypeError(f"A trigger given as a tuple must be (number, unit), got {spec!r}.")
+        raise TypeError(f'`{argument}` must be a pair such as (10, "epoch") where it is a tuple, got {spec!r}.')
     return spec[0], spec[1]

@@ -1,4 +1,4 @@
-"""What a trigger is, and what it may look at."""
+"""The interface of triggers, and of the run that they observe."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ from lockstep.updaters import Updater
 
 
 class Progress(Protocol):
-    """What a trigger sees of a run; a `lockstep.Trainer` is one."""
+    """The parts of a run that a trigger can read; a `lockstep.Trainer` is one."""
 
     @property
     def updater(self) -> Updater:
-        """Who makes the updates, and counts them."""
+        """The updater, which runs and counts the updates."""
 
     @property
     def observation(self) -> Mapping[str, Observed]:
-        """What was observed in the last update and by the extensions that ran after it."""
+        """The values observed in the last update and by the extensions that ran after it."""
 
     @property
     def elapsed_time(self) -> float:
-        """How many seconds the run has taken, interruptions left out."""
+        """The duration of the run in seconds, without the time between an interruption and a resume."""
 
 
 class Trigger(Stateful, ABC):
-    """Answers, once after each update or more rarely, whether it is time to act.
+    """Decides whether to act now; called once after each update, or less often.
 
-    Subclass it whenever the answer depends on earlier calls, so that the state is saved.
+    Subclass it if the decision depends on earlier calls, so that the state is saved.
     """
 
     @abstractmethod
     def __call__(self, progress: Progress) -> bool:
-        """Say whether to act now.
+        """Return whether to act now.
 
         Args:
-            progress: The run as it stands; left untouched.
+            progress: The current state of the run; left untouched.
         """
 
     def initialize(self, progress: Progress) -> None:
-        """Take note of where a run begins or goes on; nothing by default.
+        """Prepare for a run that starts or resumes; does nothing by default.
 
         Args:
             progress: The run before its next update; left untouched.
@@ -53,22 +53,22 @@ class Trigger(Stateful, ABC):
         """Whether it can never fire again."""
         return False
 
-    def stays_fired(self, progress: Progress) -> bool:  # noqa: ARG002 - by default whatever the progress
-        """Say whether a trigger that ended a run, as a loaded state tells, ends it by its own options too.
+    def stays_fired(self, progress: Progress) -> bool:  # noqa: ARG002 - by default independent of the progress
+        """Return whether a trigger that had ended a run still ends it with its current options.
 
-        Asked before the first update that follows a load. One whose options are a bound answers by these, so
-        that a run goes on which is loaded with a later bound; by default what has fired stays fired.
+        Called before the first update after loading a state. A trigger with a bound decides by the bound, so that a
+        run that is resumed with a later one continues; by default a trigger that has fired stays fired.
 
         Args:
-            progress: The run as it was when the trigger fired; left untouched, as the trigger is.
+            progress: The run as it was when the trigger fired; left untouched, as is the trigger.
         """
         return True
 
 
 class Never(Trigger):
-    """Never fires."""
+    """A trigger that never fires."""
 
-    def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - whatever the progress
+    def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - independent of the progress
         """Return False."""
         return False
 

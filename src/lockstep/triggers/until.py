@@ -1,4 +1,4 @@
-"""When a run ends."""
+"""Triggers that end a run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from lockstep.state import check_keys
 from lockstep.triggers.position import Unit, check_unit, position, reached
-from lockstep.triggers.spec import TriggerSpec, checked_pair, get_trigger
+from lockstep.triggers.spec import TriggerSpec, check_pair, get_trigger
 from lockstep.triggers.trigger import Progress, Trigger
 
 
 class Until(Trigger):
-    """Fires from a bound on, at every call.
+    """Fires at every call from a bound on.
 
-    It keeps no state, so a finished run that is resumed with a later bound goes on, and one that
-    is resumed with the same bound does nothing.
+    It has no state: a finished run that is resumed with a later bound continues, and one that is resumed with
+    the same bound does nothing.
 
     Args:
-        bound: At least 0.
-        unit: ``"iteration"`` (also called ``"update"``), ``"epoch"`` or ``"second"``.
+        bound: The position at which the run ends, at least 0.
+        unit: The unit of the bound: ``"iteration"`` (also called ``"update"``), ``"epoch"`` or ``"second"``.
 
     Raises:
-        ValueError: The bound or the unit is out of range.
+        ValueError: If the bound or the unit is out of range.
     """
 
     def __init__(self, bound: float, unit: Unit) -> None:
@@ -32,24 +32,27 @@ class Until(Trigger):
         self.bound = bound
         self.unit: Unit = unit
 
+    def __repr__(self) -> str:
+        return repr((self.bound, self.unit))
+
     def __call__(self, progress: Progress) -> bool:
-        """Say whether the bound is reached."""
+        """Return whether the bound is reached."""
         return reached(position(progress, self.unit), self.bound)
 
     def stays_fired(self, progress: Progress) -> bool:
-        """Say whether the bound is reached."""
+        """Return whether the bound is reached."""
         return self(progress)
 
 
 class Latch(Trigger):
-    """Asks another trigger at most once per iteration, and stays fired once it has fired.
+    """Calls another trigger at most once per iteration, and stays fired once that has fired.
 
-    So a run that has ended stays ended, and one that is interrupted and goes on does not show
-    the same observation twice to a trigger that averages. A run that is loaded with a later bound
-    goes on: see `Trigger.stays_fired`.
+    A run that has ended therefore stays ended, and a trigger that averages does not see the same observation
+    twice when a run is interrupted and resumed. A run that is resumed with a later bound continues, see
+    `Trigger.stays_fired`.
 
     Args:
-        trigger: Who is asked.
+        trigger: The trigger to call.
     """
 
     def __init__(self, trigger: Trigger) -> None:
@@ -58,36 +61,41 @@ class Latch(Trigger):
         self._loaded = False
         self._asked_at: int | None = None
 
+    def __repr__(self) -> str:
+        return repr(self.trigger)
+
     def __call__(self, progress: Progress) -> bool:
-        """Say whether the other trigger has ever fired."""
+        """Return whether the other trigger has ever fired."""
         iteration = progress.updater.iteration
+        # Not when the state is loaded: the progress is known only once all parts of the run have been loaded.
         if self._loaded:
             self._fired = self._fired and self.trigger.stays_fired(progress)
             self._loaded = False
+        # Once per iteration, also after a resume: the observation is the same, and would be averaged twice.
         if not self._fired and iteration != self._asked_at:
             self._fired = self.trigger(progress)
             self._asked_at = iteration
         return self._fired
 
     def stays_fired(self, progress: Progress) -> bool:
-        """Say whether the other trigger does."""
+        """Return whether the other trigger stays fired."""
         return self.trigger.stays_fired(progress)
 
     def initialize(self, progress: Progress) -> None:
-        """Start the other trigger."""
+        """Initialize the other trigger."""
         self.trigger.initialize(progress)
 
     @property
     def finished(self) -> bool:
-        """Whether the other one can never fire again."""
+        """Whether the other trigger can never fire again."""
         return self.trigger.finished
 
     def state_dict(self) -> dict[str, object]:
-        """Return the answer so far, when it was asked for, and the other trigger's state."""
+        """Return whether it has fired, the iteration of its last call, and the state of the other trigger."""
         return {"fired": self._fired, "asked_at": self._asked_at, "trigger": self.trigger.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Load a saved state."""
         check_keys(state, ("fired", "asked_at", "trigger"), of="Latch")
         self.trigger.load_state_dict(state["trigger"])
         self._fired, self._asked_at = state["fired"], state["asked_at"]
@@ -98,14 +106,14 @@ def get_until(spec: TriggerSpec) -> Trigger:
     """Return the trigger that ends a run.
 
     Args:
-        spec: ``(bound, unit)`` is an `Until`; anything else is what `get_trigger` makes of it, in a
-            `Latch`; None never ends.
+        spec: A pair ``(bound, unit)`` for an `Until`, or any other argument of `get_trigger`, whose result is
+            wrapped in a `Latch`. With None, the run does not end.
 
     Raises:
-        TypeError: It is no trigger.
-        ValueError: The bound or the unit is out of range.
+        TypeError: If it is not a trigger.
+        ValueError: If the bound or the unit is out of range.
 
     >>> get_until((10, "epoch")).bound
     10
     """
-    return Until(*checked_pair(spec)) if isinstance(spec, tuple) else Latch(get_trigger(spec))
+    return Until(*check_pair(spec, "until")) if isinstance(spec, tuple) else Latch(get_trigger(spec, "until"))

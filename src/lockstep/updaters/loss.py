@@ -1,10 +1,11 @@
-"""What a loss function returns, and the usual one."""
+"""The return value of a loss function, and the usual loss function."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,15 +14,14 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A mean loss, what it is the mean of, and what else was measured on the way.
+    """A mean loss with its weight and metrics.
 
     Args:
-        value: The mean over the shard; one element, carrying a gradient.
-        weight: How much the mean stands for, say its number of tokens: at least 0, a number or a tensor of
-            one element. None for the number of samples. A shard of weight 0 takes no part in the update.
-        metrics: Sums and weights by name, for example ``{"accuracy": (correct, count)}``; they are added
-            up over shards, so that the quotient is that of the whole batch. A pair may be a tensor of two
-            elements as well.
+        value: The mean loss of the shard; a tensor of one element that requires a gradient.
+        weight: The weight of the mean, for example its number of tokens; at least 0, a number or a tensor of one
+            element. None stands for the number of samples. A shard of weight 0 takes no part in the update.
+        metrics: Pairs (sum, weight) by name, for example ``{"accuracy": (correct, count)}``. They are summed over
+            shards, and the metric is their quotient over the whole batch. A pair may also be a tensor of two elements.
 
     >>> Loss(torch.tensor(0.5, requires_grad=True), weight=12, metrics={"accuracy": (9, 12)}).weight
     12
@@ -35,7 +35,7 @@ class Loss:
 
 
 class LossFunction(Protocol):
-    """Called with the replica, never the original model, and the arrays of one shard.
+    """Called with a replica, never with the original model, and the arrays of one shard.
 
     For several networks it is called with a dict of their replicas by name.
     """
@@ -46,74 +46,145 @@ class LossFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """Run the model on the inputs and compare its output with the target; see `supervised`."""
+    """Run the model on the inputs and compare its output with the target; see `supervised`.
+
+    Attributes:
+        criterion: Called as ``criterion(output, target)``.
+        target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
+        summed: Whether the criterion returns a sum over samples instead of a mean.
+        weighted: Whether the criterion's mean is over class weights instead of samples.
+    """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
+    summed: bool = False
+    weighted: bool = False
 
-    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the criterion's mean loss over the shard."""
+    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
+        """Return the loss of the shard."""
         if self.target is None:
             if not args:
                 raise ValueError(
-                    "`target` must name the label of a dict batch, got None. Give supervised(criterion, "
+                    "`target` must name the label of a dict batch, got None. Call supervised(criterion, "
                     f"target=...) with one of {sorted(kwargs)}."
                 )
             *inputs, target = args
-            return self.criterion(model(*inputs, **kwargs), target)
+            loss = self.criterion(model(*inputs, **kwargs), target)
+            return self._by_class(loss, target) if self.weighted else loss
         if not kwargs:
-            raise ValueError(f"`target` must be None where a batch is no dict, got {self.target!r}.")
+            raise ValueError(f"`target` must be None for batches that are not dicts, got {self.target!r}.")
         if self.target not in kwargs:
             keys = ", ".join(kwargs)
             raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
         target = kwargs.pop(self.target)
-        return self.criterion(model(*args, **kwargs), target)
+        loss = self.criterion(model(*args, **kwargs), target)
+        return self._by_class(loss, target) if self.weighted else loss
+
+    def _by_class(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
+        """Return the criterion's mean with its weight, the summed class weights of the targets."""
+        criterion = self.criterion
+        if target.is_floating_point() or not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+            return loss  # torch divides by the number of samples where targets are probabilities
+        weights = criterion.weight
+        if weights is None:
+            return loss
+        counted = target[target != criterion.ignore_index]
+        return Loss(loss, weight=weights.to(counted.device)[counted].sum())
 
 
 def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | None = None) -> Supervised:
-    """Make a loss function of a criterion that compares an output with a target.
+    """Return a loss function that applies a criterion to the model's output and a target.
+
+    A criterion with ``reduction="sum"``, such as ``nn.MSELoss(reduction="sum")``, yields the sum over the
+    whole batch for every number of shards, and the gradient of that sum. Any other criterion must return the
+    mean over the samples of a shard. Class weights of `torch.nn.CrossEntropyLoss` and `torch.nn.NLLLoss` are
+    taken into account where means of shards are combined. Targets that the criterion ignores (`ignore_index`)
+    count as samples nevertheless; use `token_mean` if there are many of them.
 
     Args:
-        criterion: Called as ``criterion(output, target)``; returns the mean over samples.
-        target: The key of the target in a dict batch. Without it the target is the last of a tuple.
+        criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read from its
+            attribute `reduction`, or from the keyword argument of a `functools.partial`; the default is a mean.
+        target: The key of the target in a dict batch. By default the target is the last entry of a tuple.
 
     Raises:
-        TypeError: The criterion cannot be called.
+        TypeError: If the criterion is not callable.
+        ValueError: If the criterion's reduction is ``"none"``.
 
-    >>> loss_fn = supervised(nn.functional.mse_loss)
-    >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
-    tensor(2.)
+    Example:
+        >>> loss_fn = supervised(nn.functional.mse_loss)
+        >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
+        tensor(2.)
     """
     if not callable(criterion):
         raise TypeError(f"`criterion` must be callable, got a {type(criterion).__name__}.")
-    return Supervised(criterion, target)
+    keywords = criterion.keywords if isinstance(criterion, partial) else {}
+    reduction = keywords.get("reduction", getattr(criterion, "reduction", "mean"))
+    if reduction == "none":
+        raise ValueError(
+            "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "
+            "'sum' for the sum over the whole batch."
+        )
+    weighted = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
+    summed = reduction == "sum"
+    return Supervised(criterion, target, summed=summed, weighted=weighted and not summed)
+
+
+def is_summed(loss_fn: LossFunction) -> bool:
+    """Return whether a loss function returns sums over samples instead of means."""
+    return isinstance(loss_fn, Supervised) and loss_fn.summed
 
 
 def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
-    """Take what the model itself returns as the loss."""
+    """Return what the model itself returns, where no loss function is given.
+
+    Raises:
+        TypeError: If the model returns something else than a loss.
+    """
     returned: torch.Tensor | Loss = model(*args, **kwargs)
+    if not isinstance(returned, torch.Tensor | Loss):
+        raise TypeError(
+            "Without `loss_fn` the model must return its loss as a tensor or a lockstep.Loss, got a "
+            f"{type(returned).__name__}. {_remedy(returned)}"
+        )
     return returned
 
 
+def _remedy(returned: object) -> str:
+    """Return how a loss function gets from a common kind of return value to a loss."""
+    if hasattr(returned, "loss") or (isinstance(returned, Mapping) and "loss" in returned):
+        return (
+            "Pass loss_fn=lambda model, **batch: model(**batch).loss, or loss_fn=lockstep.token_mean() for the mean "
+            "over tokens."
+        )
+    return (
+        "To report other numbers with the loss, return lockstep.Loss(value, metrics={name: (sum, weight)}); to "
+        "apply a criterion to outputs, pass loss_fn=lockstep.supervised(criterion)."
+    )
+
+
 def check_loss(returned: object) -> Loss:
-    """Make a `Loss` of what a loss function returned.
+    """Check what a loss function returned, and convert it to a `Loss`.
+
+    Args:
+        returned: The return value of the loss function.
 
     Raises:
-        TypeError: It is neither a tensor nor a `Loss`, is complex, or has a metric that is no pair.
-        ValueError: It has more than one element, or carries no gradient.
+        TypeError: If it is neither a tensor nor a `Loss`, if it is complex, or if a metric is not a pair.
+        ValueError: If it has more than one element or does not require a gradient.
     """
     loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type]  # checked next
     value = loss.value
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`loss_fn` must return a tensor or a Loss, got a {type(value).__name__}.")
+        what = "a tensor or a lockstep.Loss"
+        raise TypeError(f"`loss_fn` must return {what}, got a {type(value).__name__}. {_remedy(value)}")
     if value.is_complex():
         raise TypeError(f"`loss_fn` must return a real loss, got {value.dtype}. Take its real part.")
     if value.numel() != 1:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     if not value.requires_grad:
         raise ValueError(
-            "`loss_fn` must return a loss that carries a gradient, got one without. Compute it from the "
-            "output of the model it is given, without detach(), item() or no_grad()."
+            "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from "
+            "the output of the model it is given, without detach(), item() or no_grad()."
         )
     for name, pair in loss.metrics.items():
         if not _is_pair(pair):
@@ -122,7 +193,7 @@ def check_loss(returned: object) -> Loss:
 
 
 def _is_pair(value: object) -> bool:
-    """Say whether it falls into two: two values, or a tensor of two elements."""
+    """Check whether a value is a pair: two values, or a tensor of two elements."""
     two = len(("sum", "weight"))
     if isinstance(value, torch.Tensor):
         return value.shape == (two,)
@@ -130,10 +201,14 @@ def _is_pair(value: object) -> bool:
 
 
 def loss_weight(loss: Loss, num_samples: int) -> float:
-    """Read the weight of a shard's loss; waits for the device if the weight is there.
+    """Return the weight of a shard's loss; waits for the device if the weight is there.
+
+    Args:
+        loss: The loss of the shard.
+        num_samples: The number of samples in the shard.
 
     Raises:
-        ValueError: The weight is negative or not finite.
+        ValueError: If the weight is negative or not finite.
     """
     if loss.weight is None:
         return float(num_samples)

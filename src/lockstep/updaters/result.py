@@ -1,4 +1,4 @@
-"""What one update did; its numbers stay on the device until somebody looks."""
+"""The result of an update; its numbers stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ShardReport:
     """What one shard measured.
 
     Attributes:
-        shard: Its index.
-        weight: What its loss is the mean of.
-        loss: The mean loss, one element, detached.
-        metrics: (sum, weight) by name: what the loss function returned or what was reported.
+        shard: The number of the shard.
+        weight: The weight of its loss: the number of samples unless the loss function returned another.
+        loss: The mean loss, a detached tensor of one element.
+        metrics: A pair (sum, weight) by name, for each metric that was returned or reported.
     """
 
     shard: int
@@ -35,10 +35,10 @@ class NonFiniteShard:
     """A shard whose gradient is not finite.
 
     Attributes:
-        shard: Its index.
-        batch: Which of the update's batches it is cut from.
-        samples: Which samples of that batch.
-        loss: Its mean loss, which may be finite all the same.
+        shard: The number of the shard.
+        batch: The position of its batch among the batches of the update.
+        samples: The samples of that batch that form the shard.
+        loss: The mean loss of the shard, which may be finite nevertheless.
         parameter: The name of the first parameter whose gradient is not finite.
     """
 
@@ -49,21 +49,23 @@ class NonFiniteShard:
     parameter: str
 
 
-Read = TypeVar("Read", bool, float, "str | None")
+ValueT = TypeVar("ValueT", bool, float, "str | None")
 
 
 class UpdateResult:
     """What one update did.
 
     Args:
-        applied: See the attribute; or a function that looks it up on the device. So for the next two.
-        tries: How often gradients were computed; 1 unless they were not finite at first.
-        loss_scale: See the attribute.
-        nonfinite: See the attribute.
-        reports: What each shard of the last try measured, in order; of all computations where the update made
-            several.
-        parts: Where the update made several computations for different optimizers, what each came to, by the
-            optimizer's name. Computations for the same one are taken together.
+        applied: See the attribute of this name; either its value, or a function that reads it from the device. This
+            also holds for `loss_scale` and `nonfinite`.
+        tries: The number of attempts; 1 unless a gradient was not finite.
+        loss_scale: See the attribute of this name.
+        nonfinite: See the attribute of this name.
+        reports: What each shard of the last attempt measured, in order. Where the update computed several gradients,
+            the reports of all of them.
+        summed: Whether losses are sums over the samples of a shard instead of means.
+        parts: If the update computed gradients for different optimizers, the result of each by the optimizer's name.
+            Several gradients for the same optimizer are merged.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class UpdateResult:
         loss_scale: float | Callable[[], float],
         nonfinite: str | Callable[[], str | None] | None,
         reports: Sequence[ShardReport],
+        summed: bool = False,
         parts: Mapping[str, UpdateResult] | None = None,
     ) -> None:
         self._applied = applied
@@ -81,10 +84,11 @@ class UpdateResult:
         self._loss_scale = loss_scale
         self._nonfinite = nonfinite
         self.reports = reports
+        self.summed = summed
         self.parts: Mapping[str, UpdateResult] = {} if parts is None else parts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Read what is on the device: whoever gets a copy, say in another process, could not."""
+        """Read all values from the device, because a copy in another process could not."""
         read = {"_applied": self.applied, "_loss_scale": self.loss_scale, "_nonfinite": self.nonfinite}
         return vars(self) | read
 
@@ -99,63 +103,75 @@ class UpdateResult:
     @cached_property
     def applied(self) -> bool:
         """Whether the weights moved; waits for the device if that is decided there."""
-        return _read(self._applied)
+        return _resolve(self._applied)
 
     @cached_property
     def loss_scale(self) -> float:
-        """The factor of the last try; waits for the device if it is there."""
-        return _read(self._loss_scale)
+        """The loss scale factor of the last attempt; waits for the device if it is there."""
+        return _resolve(self._loss_scale)
 
     @cached_property
     def nonfinite(self) -> str | None:
-        """The name of the first parameter whose gradient was not finite in the last bad try, or None.
+        """The name of the first non-finite parameter in the last attempt that had one; None if there was none.
 
-        Waits for the device if that is known there.
+        Reading it waits for the device if the check is there.
         """
-        return _read(self._nonfinite)
+        return _resolve(self._nonfinite)
 
     @cached_property
     def weight(self) -> float:
-        """The summed weight of the shards: samples, unless the loss function said otherwise."""
+        """The total weight of the shards: the number of samples unless the loss function returned other weights."""
         return sum(report.weight for report in self.reports)
 
     @cached_property
     def loss(self) -> torch.Tensor:
-        """The mean loss over all shards, 0-d, float64, not scaled; NaN where no shard took part."""
+        """The loss of the update, not scaled: the mean or sum over all shards; NaN if no shard took part.
+
+        It has no dimension and is in float64.
+        """
         total = torch.as_tensor(self._loss_sum(), dtype=torch.float64)
-        return total / self.weight if self.reports else total
+        return total / self._loss_weight() if self.reports else total
 
     @cached_property
     def metrics(self) -> dict[str, Mean]:
-        """What the loss function returned and what it and the model reported, over all shards."""
+        """The metrics that the loss function returned and that it and the model reported, over all shards."""
         names = dict.fromkeys(name for report in self.reports for name in report.metrics)
         return {name: merge(self._means(name)) for name in names}
 
     def observation(self) -> dict[str, Mean]:
-        """Give the loss and the metrics by name, as means that can still be merged.
+        """Return the loss and the metrics by name, as means that can still be merged.
 
-        Of an update with `parts` those of each part, under ``"name/loss"`` and so on.
+        If the update has `parts`, return those of each part instead, under ``"name/loss"`` and so on.
         """
         if self.parts:
             return {
                 f"{name}/{key}": mean for name, part in self.parts.items() for key, mean in part.observation().items()
             }
-        return {"loss": Mean(self._loss_sum(), self.weight), **self.metrics}
+        return {"loss": Mean(self._loss_sum(), self._loss_weight()), **self.metrics}
+
+    def _loss_weight(self) -> float:
+        """Return what `_loss_sum` is divided by: a summed loss is not divided."""
+        return float(bool(self.reports)) if self.summed else self.weight
 
     def _loss_sum(self) -> float | torch.Tensor:
-        """Sum weight times loss in order of shards, in float64: a number on CPUs, else on one device."""
+        """Sum weight times loss in order of shards, in float64: a Python float on CPUs, else a tensor on one device."""
         if not self.reports:
             return math.nan
+        # The sum of Python floats is the same float64 arithmetic, at a fraction of the time of tensors.
         if all(report.loss.device.type == "cpu" for report in self.reports):
-            return sum(report.loss.item() * report.weight for report in self.reports)
+            return sum(report.loss.item() * self._factor(report) for report in self.reports)
         device = self.reports[0].loss.device
+        # Added one by one: a stacked reduction would round by an order of its own.
         total = torch.zeros((), dtype=torch.float64, device=device)
         for report in self.reports:
-            total += report.loss.reshape(()).to(device, torch.float64) * report.weight
+            total += report.loss.reshape(()).to(device, torch.float64) * self._factor(report)
         return total
 
+    def _factor(self, report: ShardReport) -> float:
+        return 1.0 if self.summed else report.weight
+
     def _means(self, name: str) -> list[Mean]:
-        """List one metric's parts in order of shards, all on one device."""
+        """List the values of one metric in order of shards, all on one device."""
         device = self.reports[0].loss.device
         parts = [report.metrics[name] for report in self.reports if name in report.metrics]
         return [Mean(_move(total, device), _move(weight, device)) for total, weight in parts]
@@ -165,5 +181,5 @@ def _move(value: float | torch.Tensor, device: torch.device) -> float | torch.Te
     return value.detach().to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _read(value: Read | Callable[[], Read]) -> Read:
+def _resolve(value: ValueT | Callable[[], ValueT]) -> ValueT:
     return value() if callable(value) else value

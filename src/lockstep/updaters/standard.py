@@ -1,4 +1,4 @@
-"""The same update on one device."""
+"""Updates on one device."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from lockstep.updaters.parallel import ParallelUpdater
 
 
 class StandardUpdater(ParallelUpdater):
-    """Train on one device, with the bits of a `ParallelUpdater` of as many shards.
+    """Train on one device, with the same result as a `ParallelUpdater` with the same number of shards.
 
     Args:
-        iterator: Gives the batches; or several by name.
+        iterator: The source of the batches, or several by name.
         optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name.
-        model: Moved to the device; or several networks by name.
-        device: Where to train.
-        **options: Those of `ParallelUpdater` but `devices` and `workloads`. By default a batch is one shard,
+        model: The model, which is moved to the device; or several networks by name.
+        device: The device to train on.
+        **options: The options of `ParallelUpdater`, except `devices` and `workloads`. By default a batch is one shard,
             and the gradient is that of a plain loop on one intra-op thread, bit for bit.
 
     Raises:
-        TypeError: As `ParallelUpdater`.
-        ValueError: As `ParallelUpdater`.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or if arguments do not belong together.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a training loop needs from whoever makes the updates."""
+"""The interface that a training loop needs of an updater."""
 
 from __future__ import annotations
 
@@ -14,55 +14,55 @@ from lockstep.metrics import Mean
 
 
 class Result(Protocol):
-    """What one call of `Updater.update` returns, as far as a training loop looks into it."""
+    """What `Updater.update` returns, as far as a training loop reads it."""
 
     def observation(self) -> dict[str, Mean]:
-        """Return what the update measured: ``"loss"`` and every metric of the loss function, by name.
+        """Return what the update measured: ``"loss"`` and the metrics of the loss function, by name.
 
-        The numbers stay on their device until somebody reads them.
+        The numbers stay on their device until they are read.
         """
 
 
 class Updater(ABC):
-    """Makes one update after another and counts them; a trainer decides when and what happens between.
+    """Makes one update after another and counts them; a trainer decides when, and what happens in between.
 
-    A subclass says what an update is. Everything below is asked between updates only, from the
-    thread that calls `update`.
+    A subclass defines what an update is. Everything else in this interface is called between updates, from the thread
+    that calls `update`.
     """
 
     @abstractmethod
     def update(self) -> Result:
-        """Consume one batch: change the weights, or give the batch up by the updater's own rules.
+        """Consume one batch: change the weights, or skip the batch by the rules of the updater.
 
         Returns:
-            What was done and measured.
+            What the update did and measured.
 
-        An exception leaves the state of the last update, and a later call goes on from it.
+        An exception leaves the state as it was after the previous update, and you can call `update` again.
         """
 
     @property
     def communicator(self) -> Communicator:
-        """What joins the processes of the run; unless a subclass says otherwise, this one is alone."""
+        """The communicator of the run; by default that of a single process."""
         return LocalCommunicator()
 
     @property
     @abstractmethod
     def iteration(self) -> int:
-        """How many updates were done, which is the number of batches consumed; 0 before the first."""
+        """The number of complete updates, 0 before the first."""
 
     @property
     def epoch(self) -> int:
-        """How many epochs are complete."""
+        """The number of complete epochs."""
         return self.get_iterator("main").epoch
 
     @property
     def epoch_detail(self) -> float:
-        """How many epochs are done, with the fraction of the one under way."""
+        """The number of epochs, including the fraction of the current one."""
         return self.get_iterator("main").epoch_detail
 
     @property
     def previous_epoch_detail(self) -> float:
-        """`epoch_detail` as it was before the last update; 0 before the first."""
+        """The value of `epoch_detail` before the last update; 0 before the first."""
         return self.get_iterator("main").previous_epoch_detail or 0.0
 
     @property
@@ -72,23 +72,23 @@ class Updater(ABC):
 
     @abstractmethod
     def get_iterator(self, name: str) -> Iterator:
-        """Return the batch iterator of this name.
+        """Return the batch iterator of a name.
 
         Args:
-            name: ``"main"`` where there is only one.
+            name: The name; ``"main"`` if there is only one iterator.
 
         Raises:
-            KeyError: There is none of this name; the message lists those there are.
+            KeyError: If there is no iterator of this name; the message lists the names.
         """
 
     def get_optimizer(self, name: str) -> torch.optim.Optimizer:
-        """Return the optimizer of this name.
+        """Return the optimizer of a name.
 
         Args:
-            name: ``"main"`` where there is only one.
+            name: The name; ``"main"`` if there is only one optimizer.
 
         Raises:
-            KeyError: There is none of this name; the message lists those there are.
+            KeyError: If there is no optimizer of this name; the message lists the names.
         """
         optimizers = self.get_all_optimizers()
         if name not in optimizers:
@@ -97,40 +97,40 @@ class Updater(ABC):
 
     @abstractmethod
     def get_all_optimizers(self) -> dict[str, torch.optim.Optimizer]:
-        """Return the optimizers by name, in a new dict."""
+        """Return all optimizers by name, in a new dict."""
 
     @abstractmethod
     def get_all_models(self) -> dict[str, torch.nn.Module]:
-        """Return the models by name, in a new dict: of each the one replica that holds the weights."""
+        """Return all models by name, in a new dict; of each the one that holds the weights."""
 
     def connect_trainer(self, trainer: Any) -> None:  # noqa: B027 - optional; most updaters need no trainer
-        """Get to know the trainer, at the end of its construction; nothing by default.
+        """Receive the trainer at the end of its construction; by default, do nothing.
 
         Args:
-            trainer: The `lockstep.Trainer`, whose type a part below it cannot name.
+            trainer: The `lockstep.Trainer`. Its type is not named here, because trainers depend on updaters.
         """
 
     def finalize(self) -> None:  # noqa: B027 - optional; an updater may hold nothing
-        """Release what is held between updates (threads, worker processes); nothing by default.
+        """Release what is held between updates, such as threads and worker processes; by default, do nothing.
 
-        The trainer calls it whenever a run ends, well or not, so it may be called again; and
-        an update may follow, for which what was released is taken up again.
+        The trainer calls this at the end of every run, also after an error, so it may be called repeatedly. If another
+        update follows, it acquires what it needs again.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, object]:
-        """Return all that the next update depends on: counters, iterators, models, optimizers, streams.
+        """Return everything the next update depends on: counters, iterators, models, optimizers, random streams.
 
-        Values are numbers, text, None, tensors, and lists and dicts of these.
+        Values are numbers, strings, None, tensors, and lists and dicts of these.
         """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state.
+        """Load a saved state.
 
         Args:
-            state: What `state_dict` returned; left untouched.
+            state: What `state_dict` returned; left unchanged.
 
         Raises:
-            StateError: It does not fit; nothing has been changed.
+            StateError: If the state does not fit; nothing has changed in that case.
         """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.communicators.failures.failure import Failure
-from lockstep.communicators.failures.heartbeat import ALERT_LOOKS, INTERVAL, Beat, Heartbeat
+from lockstep.communicators.failures.heartbeat import ALERT_READS, INTERVAL, Beat, Heartbeat
 from lockstep.communicators.failures.watch import START, PeerWatch, Watch
 from tests.support.waiting import LONG, await_true
 
@@ -33,14 +33,14 @@ def test_alone_there_is_nobody_to_watch() -> None:
 
 
 def test_all_ranks_hear_of_an_error(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 3, keeper=None) for rank, store in enumerate(stores)]
+    watches = [PeerWatch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
     try:
         for watch in watches:
-            watch.gather()
+            watch.wait_for_all()
         watches[1].doing = "backward"
-        watches[1].tell(ZeroDivisionError("in the middle"))
+        watches[1].report_failure(ZeroDivisionError("in the middle"))
         for rank in (0, 2):
-            assert watches[rank]._found.wait(LONG)
+            assert watches[rank]._failure_found.wait(LONG)
             with pytest.raises(ls.PeerError, match=r"Rank 1 raised ZeroDivisionError: in") as raised:
                 watches[rank].check()
             assert (raised.value.rank, raised.value.phase) == (1, "backward")
@@ -52,14 +52,14 @@ def test_all_ranks_hear_of_an_error(stores: list[dist.Store]) -> None:
 
 
 def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, timeout=1, keeper=None) for rank, store in enumerate(stores[:2])]
+    watches = [PeerWatch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
     watches[1].doing = "optimizer"
     try:
         gather(watches)
         await_true(lambda: _beat(watches[0], 1).phase == "optimizer")
-        watches[1]._pulse._stopping = True  # its thread ends, and tells nobody
-        watches[1]._pulse._store = _Lost()
-        assert watches[0]._found.wait(LONG)
+        watches[1]._heartbeat._stopping = True  # its thread ends, and tells nobody
+        watches[1]._heartbeat._store = _Lost()
+        assert watches[0]._failure_found.wait(LONG)
         with pytest.raises(ls.PeerError, match=r"Rank 1 has been silent for 3 s.*the phase 'optimizer'"):
             watches[0].check()
     finally:
@@ -70,12 +70,12 @@ def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store])
 def gather(watches: list[PeerWatch]) -> None:
     """Let ranks take their time to come, whatever time they have for each other then."""
     for watch in watches:
-        assert watch._pulse.everyone.wait(LONG)
-        watch.gather()
+        assert watch._heartbeat.all_joined.wait(LONG)
+        watch.wait_for_all()
 
 
 def _beat(watch: PeerWatch, rank: int) -> Beat:
-    return watch._pulse.beats.get(rank) or Beat(0, False, START)
+    return watch._heartbeat.beats.get(rank) or Beat(0, False, START)
 
 
 class _Lost:
@@ -86,24 +86,24 @@ class _Lost:
 
 
 def test_a_rank_that_did_not_come_is_named(stores: list[dist.Store]) -> None:
-    watch = PeerWatch(stores[0], 0, 3, timeout=0.5, keeper=None)
+    watch = PeerWatch(stores[0], 0, 3, timeout=0.5, store_rank=None)
     try:
-        with pytest.raises(ls.PeerError, match=r"Rank 1 has not come within 0.5 s") as raised:
-            watch.gather()
+        with pytest.raises(ls.PeerError, match=r"Rank 1 has not started within 0.5 s") as raised:
+            watch.wait_for_all()
         assert (raised.value.rank, raised.value.phase) == (1, "start-up")
     finally:
         watch.close()
 
 
 def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, timeout=5, keeper=None) for rank, store in enumerate(stores[:2])]
+    watches = [PeerWatch(store, rank, 2, timeout=5, store_rank=None) for rank, store in enumerate(stores[:2])]
     try:
         gather(watches)
         watches[1].doing = "forward"
         with watches[0].waiting():
             error = watches[0].explain()
         assert error is not None
-        assert str(error).startswith("Rank 1 has not come for 5 s, but is alive.")
+        assert str(error).startswith("Rank 1 is alive, but has not joined the call within 5 s.")
         with watches[1].waiting():
             await_true(lambda: _beat(watches[0], 1).waiting)
             assert watches[0].explain() is None, "both wait: nobody is late"
@@ -113,39 +113,41 @@ def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[d
 
 
 def test_a_rank_that_ended_is_missed_only_by_who_waits_for_it(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 2, timeout=1, keeper=None) for rank, store in enumerate(stores[:2])]
+    watches = [PeerWatch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
     try:
         gather(watches)
         watches[1].close()
-        assert not watches[0]._found.wait((ALERT_LOOKS + 4) * INTERVAL), "it ended in order"
+        assert not watches[0]._failure_found.wait((ALERT_READS + 4) * INTERVAL), "it ended in order"
         watches[0].check()
         error = watches[0].explain()
         assert error is not None
-        assert str(error).startswith("Rank 1 has ended, and others were waiting for it.")
+        assert str(error).startswith("Rank 1 has ended while other ranks waited for it.")
     finally:
         watches[0].close()
 
 
 def test_who_was_stopped_himself_accuses_nobody(stores: list[dist.Store]) -> None:
     # Silence is counted in looks: however much time passes between two of them, they are two.
-    pulse = Heartbeat(stores[0], 0, 2, news=lambda: (False, "forward"), patience=12, keeper=None)
+    heartbeat = Heartbeat(stores[0], 0, 2, status=lambda: (False, "forward"), max_unchanged=12, store_rank=None)
     stores[1].set("beat/1", "7 0 forward")
     for _ in range(12):
-        pulse._look_at(1)
-    assert pulse._judge() is None
-    pulse._look_at(1)
-    assert pulse._judge() == Failure(1, "has been silent for 3 s: it was stopped, or cannot be reached", "forward")
+        heartbeat._read_beat(1)
+    assert heartbeat._find_failure() is None
+    heartbeat._read_beat(1)
+    assert heartbeat._find_failure() == Failure(
+        1, "has been silent for 3 s: it was stopped, or cannot be reached", "forward"
+    )
 
 
 def test_the_first_failure_is_the_one_that_is_told(stores: list[dist.Store]) -> None:
-    watches = [PeerWatch(store, rank, 3, keeper=None) for rank, store in enumerate(stores)]
+    watches = [PeerWatch(store, rank, 3, store_rank=None) for rank, store in enumerate(stores)]
     try:
         for watch in watches:
-            watch.gather()
-        watches[0].tell(ValueError("first"))
-        assert watches[2]._found.wait(LONG)
-        watches[1].tell(ValueError("second"))
-        assert watches[1]._found.wait(LONG)
+            watch.wait_for_all()
+        watches[0].report_failure(ValueError("first"))
+        assert watches[2]._failure_found.wait(LONG)
+        watches[1].report_failure(ValueError("second"))
+        assert watches[1]._failure_found.wait(LONG)
         assert {watch._failure.what for watch in watches[1:]} == {"raised ValueError: first"}
     finally:
         for watch in watches:

@@ -275,9 +275,9 @@ def test_a_bucket_is_sent_before_the_next_has_been_made(seen: dict[int, list[See
 @pytest.mark.parametrize("size", range(1, LARGEST + 1))
 def test_a_rank_that_gives_up_holds_nobody_up(seen: dict[int, list[Seen]], size: int) -> None:
     assert seen[size][0].told == [
-        "Everything announced must be brought before `finish`, but tensor 0 was not.",
-        "`bring` must get what was announced, once, but a part of tensor 1 is not awaited.",
-        "`bring` must get what was announced, once, but a part of tensor 0 is missing.",
+        "All announced terms must be brought before `finish`, but those of tensor 0 were not.",
+        "`bring` must get every announced term once, but a term of tensor 1 was not announced, or was brought before.",
+        "`bring` must get every announced term once, but a term of tensor 0 is missing.",
         str(float(size)),
     ]
     assert all(rank.told == [str(float(size))] for rank in seen[size][1:])

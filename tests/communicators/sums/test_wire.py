@@ -14,17 +14,17 @@ from lockstep.communicators.sums.wire import (
     wire_format,
 )
 
-ARENA = ScratchBuffer(torch.device("cpu"))
+SCRATCH = ScratchBuffer(torch.device("cpu"))
 
 
 def travel(wire: WireFormat, tensor: torch.Tensor) -> torch.Tensor:
     """Send a tensor from here to here."""
-    ARENA.clear()
-    message = wire.encode(tensor, ARENA)
+    SCRATCH.reset()
+    message = wire.encode(tensor, SCRATCH)
     arrived = torch.empty_like(tensor)
-    room = wire.room(arrived, ARENA)
-    room.copy_(message)  # the transport
-    wire.decode(room, arrived)
+    received = wire.receive_buffer(arrived, SCRATCH)
+    received.copy_(message)  # the transport
+    wire.decode(received, arrived)
     return arrived
 
 
@@ -66,8 +66,8 @@ def test_what_is_not_finite_arrives_so_and_zeros_stay_zeros(wire: WireFormat) ->
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float16])
 def test_what_is_short_or_counts_travels_as_it_is(wire: WireFormat, dtype: torch.dtype) -> None:
     values = torch.arange(7).to(dtype)
-    assert wire.encode(values, ARENA) is values
-    assert wire.room(values, ARENA) is values
+    assert wire.encode(values, SCRATCH) is values
+    assert wire.receive_buffer(values, SCRATCH) is values
 
 
 def test_only_these_formats_have_names() -> None:

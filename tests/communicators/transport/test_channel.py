@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.transport.channel import LONGEST_PAIR, looks_for, spin_wait
+from lockstep.communicators.transport.channel import SPIN_SECONDS_PAIR, spin_seconds_for, spin_wait
 
 SECONDS = timedelta(seconds=60)
 
@@ -35,8 +35,8 @@ def test_polling_ends_with_the_work_or_after_a_short_time() -> None:
     tensor = torch.ones(3)
     work = here.allreduce([tensor])
     begin = time.perf_counter()
-    spin_wait(work, LONGEST_PAIR)
-    assert time.perf_counter() - begin >= LONGEST_PAIR
+    spin_wait(work, SPIN_SECONDS_PAIR)
+    assert time.perf_counter() - begin >= SPIN_SECONDS_PAIR
     assert not work.is_completed()
     other = there.allreduce([torch.full((3,), 2.0)])
     for each in (work, other):
@@ -50,5 +50,5 @@ def test_polling_ends_with_the_work_or_after_a_short_time() -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not count usable cores")
 def test_ranks_look_only_where_each_has_a_core() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert looks_for(cores) > 0.0
-    assert looks_for(cores + 1) == 0.0
+    assert spin_seconds_for(cores) > 0.0
+    assert spin_seconds_for(cores + 1) == 0.0

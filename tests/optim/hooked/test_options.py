@@ -39,7 +39,7 @@ def weight() -> nn.Parameter:
 @ALL
 @pytest.mark.parametrize("option", ["nesterov", "maximize", "dampening", "momentun", "weight_decays"])
 def test_an_option_that_an_optimizer_does_not_have_is_refused_by_name(cls: type[HookedOptimizer], option: str) -> None:
-    message = f"options of {cls.__name__} only .*missing_grad.*, got '{option}'"
+    message = f"only options of {cls.__name__} .*missing_grad.*, got '{option}'"
     with pytest.raises(ValueError, match=message):
         cls([{"params": [weight()]}, {"params": [weight()], option: 0.5}])
     optimizer = cls([weight()])

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from lockstep.errors import StateError
 from lockstep.optim import CorrectedMomentumSGD, MomentumSGD, hooks
-from lockstep.optim.norm import PIECE, global_norm, norms
+from lockstep.optim.norm import CHUNK_NUMEL, global_norm, norms
 from tests.support.optimizers import same_bits
 
 ALL = [
@@ -22,7 +22,7 @@ ALL = [
     hooks.GradientNoise(0.1, seed=3),
     hooks.GradientLARS(weight_decay=0.1),
 ]
-SHAPES = [(2, 3), (2, 0, 3), (), (PIECE + 5,)]
+SHAPES = [(2, 3), (2, 0, 3), (), (CHUNK_NUMEL + 5,)]
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -161,7 +161,7 @@ def test_norms_do_not_depend_on_threads_layout_or_neighbours() -> None:
 
 def test_norms_are_right() -> None:
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(shape, generator=generator) for shape in [(3 * PIECE + 1,), (2, 0), (), (5, 5)]]
+    tensors = [torch.randn(shape, generator=generator) for shape in [(3 * CHUNK_NUMEL + 1,), (2, 0), (), (5, 5)]]
     exact = torch.cat([tensor.flatten() for tensor in tensors]).double()
     # Float32 sums of up to 49153 terms in blocks.
     torch.testing.assert_close(global_norm(tensors).double(), exact.norm(), rtol=1e-6, atol=0)
@@ -170,8 +170,8 @@ def test_norms_are_right() -> None:
 
 
 def test_many_norms_are_joined_in_pieces() -> None:
-    ones = list(torch.ones(PIECE + 9).unbind())
-    assert global_norm(ones).item() == pytest.approx((PIECE + 9) ** 0.5, rel=1e-6)
+    ones = list(torch.ones(CHUNK_NUMEL + 9).unbind())
+    assert global_norm(ones).item() == pytest.approx((CHUNK_NUMEL + 9) ** 0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -380,7 +380,7 @@ def test_clipping_takes_gradients_of_several_dtypes_as_one_vector() -> None:
 @pytest.mark.parametrize("cls", [CorrectedMomentumSGD, MomentumSGD])
 def test_nothing_is_read_from_the_device(hook: hooks.GradientHook, cls: type[CorrectedMomentumSGD]) -> None:
     # Tensors on this device have shapes and no numbers, so that whoever reads one fails.
-    weight = torch.nn.Parameter(torch.ones(PIECE + 3, device="meta"))
+    weight = torch.nn.Parameter(torch.ones(CHUNK_NUMEL + 3, device="meta"))
     weight.grad = torch.ones_like(weight)
     with pytest.raises(RuntimeError, match="meta"):
         weight.grad.norm().item()

@@ -58,7 +58,7 @@ def test_with_nothing_but_null_there_are_none() -> None:
     with ls.ReplicaGroup(Pair(), TWO, input_grads={"x": "null"}) as group:
         group.forward((X, Y))
         group.backward(Y)
-        with pytest.raises(ls.OrderError, match="are there with input_grads=True"):
+        with pytest.raises(ls.OrderError, match="require input_grads=True"):
             group.input_grads()
 
 

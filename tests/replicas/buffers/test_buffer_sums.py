@@ -10,8 +10,8 @@ from torch import nn
 import lockstep as ls
 from lockstep.replicas.buffers.buffer_refs import buffer_refs
 from lockstep.replicas.buffers.buffer_sums import BufferSum
-from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, packs_of
-from lockstep.replicas.buffers.replica_buffers import AnyBufferSum, combine
+from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, create_packs
+from lockstep.replicas.buffers.replica_buffers import AnyBufferSum, combine_buffers
 from lockstep.tree import Tensors
 from tests.support.reads import Reads
 
@@ -54,13 +54,13 @@ def combined(kind: str, changes: list[list[bool]], cut: int, *, mean: bool, devi
     sums: list[AnyBufferSum] = []
     with Reads() as reads:
         for run in (range(cut), range(cut, len(WEIGHTS))):
-            place: AnyBufferSum = BufferSum.begun(run.start, len(slots))
+            place: AnyBufferSum = BufferSum.empty(run.start, len(slots))
             if kind != "known":
-                place = DeferredBufferSum.begun(run.start, starts, packs_of(starts))
+                place = DeferredBufferSum.empty(run.start, starts, create_packs(starts))
             for shard in run:
                 place.add(shard, left_by(shard, starts, changes), starts, WEIGHTS[shard], mean=mean)
-            sums.append(place.read() if kind == "read" else place)
-        combine(sums, slots, weight=sum(WEIGHTS))
+            sums.append(place.resolve() if kind == "read" else place)
+        combine_buffers(sums, slots, weight=sum(WEIGHTS))
     return ls.digest(model), reads.count
 
 
@@ -85,11 +85,11 @@ def test_a_flag_on_the_device_leaves_them_as_they_are(kind: str) -> None:
     slots = buffer_refs(model)
     starts: Tensors = [slot.get() for slot in slots]
     for flag, stays in ((1.0, True), (0.0, False)):
-        place: AnyBufferSum = BufferSum.begun(0, len(slots))
+        place: AnyBufferSum = BufferSum.empty(0, len(slots))
         if kind == "packed":
-            place = DeferredBufferSum.begun(0, starts, packs_of(starts))
+            place = DeferredBufferSum.empty(0, starts, create_packs(starts))
         place.add(0, left_by(0, starts, [[True]]), starts, 1, mean=True)
-        combine([place], slots, weight=1, unless=torch.tensor(flag))
+        combine_buffers([place], slots, weight=1, unless=torch.tensor(flag))
         assert (ls.digest(model) == ls.digest(model_of())) == stays
 
 

@@ -191,7 +191,7 @@ def test_a_buffer_that_cannot_be_packed_is_looked_at_and_named(odd: torch.Tensor
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
     with updater_of(model, x, optimizer=optimizer, devices=devices, num_shards=4, on_overflow="skip") as updater:
         assert updater.update().applied
-        assert updater.why_it_waits == "the buffer 'odd' is no plain run of numbers"
+        assert updater.why_it_waits == "the buffer 'odd' is not a plain dense tensor"
     assert (model.total.item(), model.count.item()) == (14.0, 6)
     assert torch.equal(model.odd.float(), torch.ones(3))
 

@@ -76,17 +76,17 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "all whole": (
         lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim=None).forward(torch.ones(2)),
         ValueError,
-        "`batch` must hold an input that is split over devices, got all given whole. Name the dimension",
+        "`batch` must hold an input that is split over devices, got only inputs that are given whole. Specify",
     ),
     "each whole": (
         lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim={"x": None, "y": None}).forward([torch.ones(2)] * 2),
         ValueError,
-        "must hold an input that is split over devices, got all given whole",
+        "must hold an input that is split over devices, got only inputs that are given whole",
     ),
     "wrong name beside a right dimension": (
         lambda: ls.ReplicaGroup(Pair(), TWO, batch_dim={"x": 1}).bind(data=[("z", (6, 5))]),
         ValueError,
-        "`data` and `labels` must name 'x', which `batch_dim` and the model have, got 'z', which they have",
+        "`data` and `labels` must name 'x', which `batch_dim` and the model have, got 'z', which they do",
     ),
     "wrong name at reshape beside a right dimension": (
         lambda: bound(batch_dim={"y": 0}).reshape(data=[("x", (6, 5))], labels=[("z", (6, 5))]),
@@ -102,7 +102,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "another shape": (
         lambda: bound().forward(torch.ones(7, 5)),
         ValueError,
-        "`x` must have the shape it was bound with, (6, 5), got (7, 5). Call reshape",
+        "`x` must have the shape it was bound with, (6, 5), got (7, 5). Call `reshape`",
     ),
     "unknown input": (
         lambda: bound().forward({"x": torch.ones(6, 5), "z": torch.ones(6, 5)}),
@@ -172,18 +172,18 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "loads": (
         lambda: ls.ReplicaGroup(net(), TWO, workloads=[1]),
         ValueError,
-        "one number a device (2), got 1",
+        "one number per device (2), got 1",
     ),
     "timeout": (lambda: ls.ReplicaGroup(net(), TWO, timeout=0), ValueError, "`timeout` must be above 0"),
     "dimension": (
         lambda: ls.ReplicaGroup(net(), TWO, batch_dim=""),  # type: ignore[arg-type]
         TypeError,
-        "`batch_dim` must be a whole number, None, or a dict of such by name, got ''",
+        "`batch_dim` must be an integer, None, or a dict of these by name, got ''",
     ),
     "output dimension": (
         lambda: ls.ReplicaGroup(net(), TWO, output_dim={"output": 0.0}),  # type: ignore[dict-item]
         TypeError,
-        "`output_dim` must be a whole number, None, or a dict of such by name, got {'output': 0.0}",
+        "`output_dim` must be an integer, None, or a dict of these by name, got {'output': 0.0}",
     ),
     "gradients of inputs": (
         lambda: ls.ReplicaGroup(net(), TWO, input_grads=True, training=False),
@@ -229,7 +229,7 @@ class Returning(nn.Module):
 
 OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] = {
     "nothing": (lambda _: None, TypeError, "`model` must return at least one tensor, got a NoneType"),
-    "an object": (lambda _: {1, 2}, TypeError, "beside plain values, got a set"),
+    "an object": (lambda _: {1, 2}, TypeError, "tuples, lists, dicts and dataclasses, got a set"),
     "other values": (
         lambda x: (x, len(x)),
         ValueError,
@@ -248,7 +248,7 @@ OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]] =
     "several counts": (
         lambda x: {"x": x, "n": torch.tensor(len(x))},
         ValueError,
-        "must be the same for every shard, got several values",
+        "must be the same for every shard, got different values",
     ),
 }
 

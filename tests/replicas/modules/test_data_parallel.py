@@ -224,7 +224,7 @@ def test_gradients_can_be_differentiated_where_that_was_asked_for() -> None:
 def test_gradients_made_by_threads_cannot_be_differentiated_and_say_so() -> None:
     net = ls.DataParallel(nn.Linear(4, 1), cpus(2))
     x = batch(5).requires_grad_()
-    with pytest.raises(ls.OrderError, match="Build it with parallel_backward=False"):
+    with pytest.raises(ls.OrderError, match="Create it with parallel_backward=False"):
         torch.autograd.grad(net(x).sum(), x, create_graph=True)
 
 
@@ -569,7 +569,7 @@ def test_a_thread_that_hangs_is_named_and_left_behind() -> None:
 
     net = ls.DataParallel(nn.Linear(4, 3), cpus(2), timeout=0.2)
     net.module.register_forward_pre_hook(hang)
-    with pytest.raises(ls.ReplicaError, match=r"cpu.* not done after 0.2 seconds") as caught:
+    with pytest.raises(ls.ReplicaError, match=r"cpu.* did not finish within 0.2 seconds") as caught:
         net(torch.cat([batch(2), torch.full((2, 4), 7.0)]))
     assert caught.value.device == "cpu"
     assert torch.allclose(net(batch(4)), net.module(batch(4)))
@@ -594,11 +594,11 @@ def test_inputs_it_refuses(call: Callable[[ls.DataParallel], Any], message: str)
     [
         ({"devices": []}, ValueError, "`devices` must name at least one device"),
         ({"devices": ["cuda:99"]}, ValueError, "`devices` must name devices of this machine"),
-        ({"workloads": [1.0]}, ValueError, "`workloads` must hold one number a device"),
+        ({"workloads": [1.0]}, ValueError, "`workloads` must hold one number per device"),
         ({"workloads": [1.0, 0.0]}, ValueError, "must be positive and finite"),
         ({"num_shards": True}, TypeError, "`num_shards` must be an integer, got True"),
         ({"num_shards": 0}, ValueError, "`num_shards` must be at least 1, got 0"),
-        ({"use_nccl": True}, ValueError, "`flatten_parameters` must be True where `use_nccl` is"),
+        ({"use_nccl": True}, ValueError, "`flatten_parameters` must be True if `use_nccl` is"),
         ({"buffers": "last"}, ValueError, "`buffers` must be 'mean' or 'first', got 'last'"),
         ({"module": 3}, TypeError, "`module` must be a torch.nn.Module, got a int"),
     ],

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.passes.summing import SIDE_BY_SIDE, TreeSum
+from lockstep.replicas.passes.summing import MIN_PARALLEL_ELEMENTS, TreeSum
 from lockstep.replicas.pool.replica_set import ReplicaSet
 from lockstep.tree import PartialSum, Tensors, total
 
-LARGE = (SIDE_BY_SIDE, 3, 130, 0, 70)
+LARGE = (MIN_PARALLEL_ELEMENTS, 3, 130, 0, 70)
 
 
 def partials(shards: list[int], sizes: tuple[int, ...], absent: set[tuple[int, int]]) -> list[PartialSum]:
@@ -70,7 +70,7 @@ def test_another_order_gives_other_bits() -> None:
 
 def test_gradients_that_lie_apart_in_memory_are_summed_as_they_are() -> None:
     model = nn.Conv2d(64, 700, 3, bias=False).to(memory_format=torch.channels_last)
-    assert model.weight.numel() > SIDE_BY_SIDE
+    assert model.weight.numel() > MIN_PARALLEL_ELEMENTS
     x = torch.randn(4, 64, 4, 4).to(memory_format=torch.channels_last)
     grads = []
     for devices in (1, 2):
@@ -154,7 +154,7 @@ def test_parts_that_are_not_kept_cannot_be_asked_for(grad_mode: str) -> None:
                 group.backward(torch.ones_like(group.forward(x)))
             found.append(ls.digest(group.gradients()))
             if not keep:
-                with pytest.raises(ls.OrderError, match="with device_grads=True"):
+                with pytest.raises(ls.OrderError, match="require device_grads=True"):
                     group.gradients(merge=False)
     assert found[0] == found[1]
 

@@ -7,6 +7,7 @@ On CPUs all replicas share the model's memory, so the only question that tells o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -188,10 +189,15 @@ THROUGH: dict[str, Callable[[Callable[[nn.Module], None]], str]] = {
 }
 
 
+@cache
+def where_memory_is_shared(through: str, name: str) -> str:
+    return THROUGH[through](CHANGES[name])
+
+
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("through", THROUGH)
 def test_weights_arrive_however_they_are_written(through: str, name: str, own_memory: Callable[[], None]) -> None:
-    shared = THROUGH[through](CHANGES[name])
+    shared = where_memory_is_shared(through, name)
     own_memory()
     assert THROUGH[through](CHANGES[name]) == shared
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.plan import Shard
-from lockstep.replicas.pool.replica_set import PATIENCE, ReplicaSet
+from lockstep.replicas.pool.replica_set import AUTO_TIMEOUT_SECONDS, ReplicaSet
 from tests.support.hanging import HUNG, here_it_hangs
 from tests.support.waiting import LONG
 
@@ -75,7 +75,7 @@ def test_a_device_that_hangs_is_named(make: Callable[..., Any], phase: str, devi
     place = shard * devices // 4
     what = rf"The {phase} of shard {shard} \(samples {shard}..{shard}\)"
     where = rf"cpu \(device {place} of 0..{devices - 1}\)"
-    with pytest.raises(ls.ReplicaError, match=f"{what} on {where} was not done after 0.5 seconds.") as caught:
+    with pytest.raises(ls.ReplicaError, match=f"{what} on {where} did not finish within 0.5 seconds.") as caught:
         step(batch(shard))
     assert "in here_it_hangs" in str(caught.value)
     assert (caught.value.device, caught.value.shard) == ("cpu", shard)
@@ -92,7 +92,7 @@ def test_a_device_that_hangs_where_shards_run_one_at_a_time() -> None:
         with pytest.warns(ls.RandomStreamWarning):
             group.forward(batch(3))
         module[0].phase = "forward"
-        with pytest.raises(ls.ReplicaError, match=r"shard 1 .*\(device 1 of 0..1\) was not done"):
+        with pytest.raises(ls.ReplicaError, match=r"shard 1 .*\(device 1 of 0..1\) did not finish"):
             group.forward(batch(3))
 
 
@@ -115,7 +115,7 @@ def test_a_thread_that_was_given_up_stops_and_disturbs_nothing() -> None:
         told[f"place {place}"] = not replicas.progress.proceed(place, "forward", shard)
 
     with ReplicaSet(nn.Linear(2, 1), ["cpu"] * 2, timeout=0.3) as replicas:
-        with pytest.raises(ls.ReplicaError, match=r"was not done after 0\.3 seconds"):
+        with pytest.raises(ls.ReplicaError, match=r"did not finish within 0\.3 seconds"):
             replicas.run(hanging)
         replicas.run(following)
     assert told == {"late": True, "place 0": False, "place 1": False}
@@ -139,9 +139,9 @@ class Outside(nn.Module):
 
 
 def test_a_caller_that_waits_for_ever_is_not_the_default() -> None:
-    assert PATIENCE == 30 * 60
+    assert AUTO_TIMEOUT_SECONDS == 30 * 60
     with ReplicaSet(nn.Linear(2, 1), ["cpu"] * 2) as replicas:
-        assert replicas._seconds == PATIENCE
+        assert replicas._seconds == AUTO_TIMEOUT_SECONDS
         places: list[str] = []
         replicas.run(lambda _: places.append(threading.current_thread().name))
         assert sorted(places) == ["MainThread", "lockstep-1-cpu"]

@@ -223,7 +223,7 @@ def test_a_models_own_hooks_go_with_it() -> None:
     with updater_of(model, torch.ones(4, 1), devices=2, num_shards=4) as updater:
         updater.update()
         assert model.owners == []
-        assert sum(len(replica.owners) for replica in updater._engine.group.replicas) == 4
+        assert sum(len(replica.owners) for replica in updater._engine.replicas.replicas) == 4
 
 
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
@@ -231,7 +231,7 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model.lock = threading.Lock()
     with (
         ls.ReplicaGroup(model, ["cpu"]) as group,
-        pytest.raises(TypeError, match=r"`model` must be something copy.deepcopy can copy, got a Linear"),
+        pytest.raises(TypeError, match=r"`model` must be copyable by copy.deepcopy, got a Linear"),
     ):
         _ = group.replicas
 
@@ -257,7 +257,7 @@ def test_a_copy_with_parameters_of_its_own_is_refused(kind: type[nn.Linear]) -> 
     """Replicas share memory by what deepcopy is told; a copy that does not would keep its first weights."""
     with (
         ls.ReplicaGroup(nn.Sequential(kind(2, 2)), ["cpu"]) as group,
-        pytest.raises(TypeError, match=r"`model` must be copied part by part, .* has a '0\.weight' of its own"),
+        pytest.raises(TypeError, match=r"`model` must pass the memo .* whose copy has another '0\.weight'"),
     ):
         _ = group.replicas
 
@@ -267,9 +267,9 @@ def test_a_closed_group_says_so() -> None:
     group.run(lambda _: None)
     group.close()
     group.close()
-    with pytest.raises(ls.OrderError, match="A closed ReplicaGroup cannot work"):
+    with pytest.raises(ls.OrderError, match="A closed ReplicaGroup cannot be used"):
         group.run(lambda _: None)
-    with pytest.raises(ls.OrderError, match="A closed ReplicaGroup cannot work"):
+    with pytest.raises(ls.OrderError, match="A closed ReplicaGroup cannot be used"):
         _ = group.replicas
 
 

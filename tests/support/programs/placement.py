@@ -230,7 +230,7 @@ def fold_over_ranks(patch: pytest.MonkeyPatch) -> None:
 
 def merge_within_ranks_first(patch: pytest.MonkeyPatch) -> None:
     """Add up all that a rank has before its sums meet those of others."""
-    patch.setattr(engine, "share_of", lambda *args: replace(share_of(*args), first=0, stop=2**20))
+    patch.setattr(engine, "share_of", lambda *args: replace(share_of(*args), start=0, stop=2**20))
 
 
 def streams_of_ranks(patch: pytest.MonkeyPatch) -> None:
@@ -255,16 +255,16 @@ def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:
 
 def mean_of_means(patch: pytest.MonkeyPatch) -> None:
     """Count every rank as much as the others, however many samples it had."""
-    meet = RankCoordinator.meet
+    exchange_reports = RankCoordinator.exchange_reports
 
     def levelled(self: Any, *args: Any, **options: Any) -> Any:
-        reports = meet(self, *args, **options)
+        reports = exchange_reports(self, *args, **options)
         for report in reports or []:
             for shard in report["shards"]:
                 shard[1] = 1.0
         return reports
 
-    patch.setattr(RankCoordinator, "meet", levelled)
+    patch.setattr(RankCoordinator, "exchange_reports", levelled)
 
 
 MUTANTS = {

@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.updaters.attempt import deferred
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized
 from tests.support.skipping import OnlyAfter, skipping, told
 
@@ -56,28 +57,28 @@ def with_an_expanded_buffer() -> nn.Module:
     return model
 
 
-OVER_RANKS = "the processes tell each other of every try"
-WEIGHTS = "the weight of a Loss is a tensor, which tells whether its shard takes part"
+OVER_RANKS = "the processes report every attempt to each other"
+WEIGHTS = "whether a shard takes part depends on a weight that is a tensor"
 ALONE: dict[str, tuple[str, Callable[[], ls.ParallelUpdater]]] = {
-    "on_overflow={!r} decides on the host whether there is another try": (
-        "on_overflow='retry' decides on the host whether there is another try",
+    "on_overflow={!r} decides on the host whether there is another attempt": (
+        "on_overflow='retry' decides on the host whether there is another attempt",
         lambda: updater_of(on_overflow="retry", on_exhausted="skip", max_tries=2),
     ),
     "{}": (
         "AdamW has a hook of its step that may do more than change gradients",
         lambda: updater_of(reads=True),
     ),
-    "a scheduler that counts applied updates counts on the host": (
-        "a scheduler that counts applied updates counts on the host",
+    "a scheduler counts applied updates on the host": (
+        "a scheduler counts applied updates on the host",
         lambda: updater_of(scheduled=True),
     ),
-    "{} has no after_on_device of its own": (
-        "OnlyAfter has no after_on_device of its own",
+    "{} does not override after_on_device": (
+        "OnlyAfter does not override after_on_device",
         lambda: updater_of(loss_scale=OnlyAfter(8.0)),
     ),
     WEIGHTS: (WEIGHTS, lambda: updater_of(loss_fn=weighed)),
-    "the buffer {!r} is no plain run of numbers": (
-        "the buffer 'odd' is no plain run of numbers",
+    "the buffer {!r} is not a plain dense tensor": (
+        "the buffer 'odd' is not a plain dense tensor",
         lambda: updater_of(model=with_an_expanded_buffer()),
     ),
 }
@@ -85,7 +86,7 @@ ALONE: dict[str, tuple[str, Callable[[], ls.ParallelUpdater]]] = {
 
 
 def test_each_reason_has_its_updater() -> None:
-    assert {*ALONE, OVER_RANKS} == set(deferred.REASONS)
+    assert {*ALONE, OVER_RANKS} == set(deferred.SYNC_REASONS)
 
 
 @pytest.mark.parametrize("sentence", ALONE)
@@ -98,7 +99,7 @@ def test_a_reason_is_given_and_without_it_there_is_none(sentence: str, monkeypat
             found = [updater.why_it_waits]
             updater.update()
             assert [*found, updater.why_it_waits] == reason
-        for reasons in (deferred.REASONS, deferred.READS_CHECK):
+        for reasons in (deferred.SYNC_REASONS, deferred.CHECK_REASONS):
             monkeypatch.delitem(reasons, sentence, raising=False)
 
 
@@ -120,4 +121,4 @@ def test_over_ranks_every_check_is_read_and_bad_updates_are_left_out_the_same() 
     assert why is None
     assert alone["applied"] == [number != BAD for number in range(NUM_UPDATES)]
     # Only the last rank computes the shard that is not finite.
-    assert ls.launch(skipped, 2) == [(OVER_RANKS, alone)] * 2
+    assert launch_on_ranks(skipped, 2) == [(OVER_RANKS, alone)] * 2

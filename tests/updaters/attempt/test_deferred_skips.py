@@ -189,7 +189,7 @@ def test_nothing_is_read_in_any_thread() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true", "fp16-true"])
 def test_placement_is_free(precision: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if side_by_side:
-        monkeypatch.setattr("lockstep.replicas.passes.summing.SIDE_BY_SIDE", 1)
+        monkeypatch.setattr("lockstep.replicas.passes.summing.MIN_PARALLEL_ELEMENTS", 1)
     dtypes = {"bf16-true": torch.bfloat16, "fp16-true": torch.float16}
     found = set()
     for placement in PLACEMENTS:
@@ -335,7 +335,7 @@ def test_others_fall_back_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_why_it_waits() -> None:
     assert reason() is None
-    assert reason(on_overflow="retry") == ("on_overflow='retry' decides on the host whether there is another try")
+    assert reason(on_overflow="retry") == ("on_overflow='retry' decides on the host whether there is another attempt")
     assert reason(step_fn=lambda *_: None, loss_fn=None) is None
     assert reason(reads=True) == "AdamW has a hook of its step that may do more than change gradients"
 
@@ -345,11 +345,11 @@ def test_what_is_read_though_the_verdict_is_not_is_named_and_nothing_else_is_rea
         return ls.Loss(functional.cross_entropy(model(x), target), weight=torch.tensor(float(len(x))))
 
     cases: dict[str, tuple[dict[str, Any], int]] = {
-        "the weight of a Loss is a tensor, which tells whether its shard takes part": (
+        "whether a shard takes part depends on a weight that is a tensor": (
             {"loss_fn": weighed},
             NUM_SHARDS,
         ),
-        "OnlyAfter has no after_on_device of its own": ({"loss_scale": OnlyAfter(8.0)}, 2),
+        "OnlyAfter does not override after_on_device": ({"loss_scale": OnlyAfter(8.0)}, 2),
     }
     for why, (options, expected) in cases.items():
         with finalized(updater_of(**options)) as updater:
@@ -366,7 +366,7 @@ def test_a_scheduler_counts_on_the_host_and_counts_right() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     updater = skipping(ls.BatchIterator(MLP.data(), 9), optimizer, model, loss_fn=spoiling(BAD), scheduler=scheduler)
     with finalized(updater):
-        assert updater.why_it_waits == "a scheduler that counts applied updates counts on the host"
+        assert updater.why_it_waits == "a scheduler counts applied updates on the host"
         for _ in range(NUM_UPDATES):
             updater.update()
         assert optimizer.param_groups[0]["lr"] == 0.01 * 0.5 ** (NUM_UPDATES - len(BAD))

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.plan import assign
 from lockstep.tree import ShardSum
-from lockstep.updaters.compute.cuts import cut_over_ranks, time_of
+from lockstep.updaters.compute.cuts import cut_over_ranks, update_seconds
 
 TRANSFERS = [0.0, 0.1, 0.5, 1.0, 3.0, 10.0, 100.0]
 
@@ -24,9 +24,9 @@ def all_cuts(num_shards: int, size: int) -> list[list[range]]:
 def test_no_cut_of_few_shards_over_equal_ranks_is_faster(num_shards: int, size: int) -> None:
     leaves, seconds = list(range(num_shards)), [1.0] * size
     for transfer in TRANSFERS:
-        best = min(time_of(runs, leaves, seconds, transfer) for runs in all_cuts(num_shards, size))
+        best = min(update_seconds(runs, leaves, seconds, transfer) for runs in all_cuts(num_shards, size))
         chosen = cut_over_ranks(leaves, seconds, transfer)
-        assert time_of(chosen, leaves, seconds, transfer) == pytest.approx(best)
+        assert update_seconds(chosen, leaves, seconds, transfer) == pytest.approx(best)
 
 
 def test_unequal_ranks_and_missing_shards_never_take_longer_than_with_even_cuts() -> None:
@@ -39,7 +39,7 @@ def test_unequal_ranks_and_missing_shards_never_take_longer_than_with_even_cuts(
         chosen = cut_over_ranks(leaves, seconds, transfer)
         even = assign(num_shards, [1.0 / each for each in seconds])
         assert [place for run in chosen for place in run] == list(range(num_shards))
-        assert time_of(chosen, leaves, seconds, transfer) <= time_of(even, leaves, seconds, transfer)
+        assert update_seconds(chosen, leaves, seconds, transfer) <= update_seconds(even, leaves, seconds, transfer)
 
 
 def test_costly_bytes_move_the_cuts_to_whole_nodes() -> None:
@@ -59,7 +59,7 @@ def test_a_rank_takes_as_long_as_the_slowest_of_its_places() -> None:
     assert [len(run) for run in cut_over_ranks(range(4), seconds, 0.1)] == [1, 3]
     # One shard takes the first rank as long as two, and three the second as long as four.
     assert [len(run) for run in cut_over_ranks(range(4), seconds, 0.1, places)] == [2, 2]
-    assert time_of([range(1), range(1, 4)], range(4), seconds, 0.0, places) == 4.0
+    assert update_seconds([range(1), range(1, 4)], range(4), seconds, 0.0, places) == 4.0
 
 
 def test_a_negative_time_is_refused() -> None:

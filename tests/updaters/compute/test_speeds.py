@@ -15,10 +15,18 @@ import lockstep as ls
 from lockstep import plan
 from lockstep.tree import Tensors
 from lockstep.updaters.compute.shares import ShardAssignment, share_of
-from lockstep.updaters.compute.speeds import AGAIN, MEASURED, WARM_UP, RankMeasurement, RankSpeeds, RankTimer
+from lockstep.updaters.compute.speeds import (
+    REMEASURE_FACTOR,
+    TIMED_ATTEMPTS,
+    UNTIMED_ATTEMPTS,
+    RankMeasurement,
+    RankSpeeds,
+    RankTimer,
+)
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
-SETTLED = WARM_UP + MEASURED + 1
+SETTLED = UNTIMED_ATTEMPTS + TIMED_ATTEMPTS + 1
 """Updates after which the ranks have settled."""
 NUM_UPDATES = SETTLED + 3
 NUM_SHARDS = 8
@@ -28,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def measured_speeds(*told: RankMeasurement, before: RankSpeeds | None = None) -> RankSpeeds:
-    return RankSpeeds.measured(told, before)
+    return RankSpeeds.from_measurements(told, before)
 
 
 def test_ranks_that_are_about_equally_fast_are_given_their_mean() -> None:
@@ -85,13 +93,13 @@ def test_every_shard_has_one_place_at_any_speeds(
         for rank in range(len(ranks))
     ]
     assert [len(part.runs) for part in parts] == [len(each) for each in ranks]
-    places = plan.schedule(sizes, num_shards, [each for rank in ranks for each in rank])
+    places = plan.shards_by_device(sizes, num_shards, [each for rank in ranks for each in rank])
     found = [shard for part in parts for run in part.runs for shard in run]
     assert found == [shard for run in places for shard in run]
     for part in parts:
         own = [shard.index for run in part.runs for shard in run]
-        assert all(part.first <= index < part.stop for index in own)
-        assert not any(part.first <= shard.index < part.stop for shard in found if shard.index not in own)
+        assert all(part.start <= index < part.stop for index in own)
+        assert not any(part.start <= shard.index < part.stop for shard in found if shard.index not in own)
 
 
 # The clock --------------------------------------------------------------------------------------
@@ -106,27 +114,27 @@ class Clock:
         return self.seconds
 
 
-def one_try(timer: RankTimer, *, work: float, sum_: float, ends: bool = True, clock: Clock | None = None) -> None:
+def one_attempt(timer: RankTimer, *, work: float, sum_: float, ends: bool = True, clock: Clock | None = None) -> None:
     clock = Clock() if clock is None else clock
-    timer.begin()
+    timer.start_attempt()
     clock.seconds += work
-    timer.meet(CPU, [plan.schedule([4], 4, [1.0])[0]], [1.0])
+    timer.end_compute(CPU, [plan.shards_by_device([4], 4, [1.0])[0]], [1.0])
     clock.seconds += 0.5  # that nobody asks for
-    timer.sum()
+    timer.start_sum()
     clock.seconds += sum_
     if ends:
-        timer.end(CPU, [1, 1])
+        timer.end_sum(CPU, [1, 1])
 
 
 def test_the_fastest_of_the_tries_that_came_to_their_end_counts() -> None:
     clock = Clock()
     timer = RankTimer(measuring=True, clock=clock)
-    for _ in range(WARM_UP):
-        one_try(timer, work=0.0, sum_=0.0, clock=clock)  # too fast to be true, and not measured
-    for late in range(MEASURED):
+    for _ in range(UNTIMED_ATTEMPTS):
+        one_attempt(timer, work=0.0, sum_=0.0, clock=clock)  # too fast to be true, and not measured
+    for late in range(TIMED_ATTEMPTS):
         assert timer.measurement is None
-        one_try(timer, work=0.0, sum_=0.0, ends=False, clock=clock)
-        one_try(timer, work=4.0 + late, sum_=3.0 + late, clock=clock)
+        one_attempt(timer, work=0.0, sum_=0.0, ends=False, clock=clock)
+        one_attempt(timer, work=4.0 + late, sum_=3.0 + late, clock=clock)
     told = timer.measurement
     assert told == RankMeasurement(1.0, 3.0)  # four shards, one journey
 
@@ -136,24 +144,24 @@ def measured(timer: RankTimer) -> int:
     for number in range(100):
         if timer.measurement is not None:
             return number
-        one_try(timer, work=0.0, sum_=0.0)
+        one_attempt(timer, work=0.0, sum_=0.0)
         timer.adopt([RankMeasurement(1.0, 0.0), None])
     raise AssertionError("nothing was ever told")
 
 
 def test_ranks_settle_once_all_have_told_something_and_again_much_later() -> None:
     timer = RankTimer(measuring=True)
-    assert measured(timer) == WARM_UP + MEASURED
+    assert measured(timer) == UNTIMED_ATTEMPTS + TIMED_ATTEMPTS
     assert timer.measuring
     assert timer.speeds is None
     timer.adopt([RankMeasurement(1.0, 0.5), RankMeasurement(2.0, 0.1)])
-    for _ in range((AGAIN - 1) * SETTLED):
+    for _ in range((REMEASURE_FACTOR - 1) * SETTLED):
         assert not timer.measuring
         assert timer.speeds == RankSpeeds((1.0, 2.0), 0.5)
         assert timer.measurement is None
-        one_try(timer, work=0.0, sum_=0.0)
+        one_attempt(timer, work=0.0, sum_=0.0)
         timer.adopt([None, None])
-    assert measured(timer) == WARM_UP + MEASURED
+    assert measured(timer) == UNTIMED_ATTEMPTS + TIMED_ATTEMPTS
     timer.adopt([RankMeasurement(None, 0.7), RankMeasurement(3.0, 0.1)])
     assert timer.speeds == RankSpeeds((1.0, 3.0), 0.7)
     assert not timer.measuring
@@ -161,12 +169,12 @@ def test_ranks_settle_once_all_have_told_something_and_again_much_later() -> Non
 
 def test_ranks_are_timed_anew_once_their_devices_share_the_work_in_another_way() -> None:
     timer = RankTimer(measuring=True)
-    assert measured(timer) == WARM_UP + MEASURED
+    assert measured(timer) == UNTIMED_ATTEMPTS + TIMED_ATTEMPTS
     timer.adopt([RankMeasurement(1.0, 0.5), RankMeasurement(2.0, 0.1)])
-    timer.start_over()
+    timer.restart()
     assert timer.measuring
     assert timer.speeds == RankSpeeds((1.0, 2.0), 0.5)  # better than nothing
-    assert measured(timer) == WARM_UP + MEASURED
+    assert measured(timer) == UNTIMED_ATTEMPTS + TIMED_ATTEMPTS
     timer.adopt([RankMeasurement(4.0, 0.5), RankMeasurement(2.0, 0.1)])
     assert timer.speeds == RankSpeeds((4.0, 2.0), 0.5)
     assert not timer.measuring
@@ -175,10 +183,10 @@ def test_ranks_are_timed_anew_once_their_devices_share_the_work_in_another_way()
 def test_what_may_not_move_is_not_timed() -> None:
     timer = RankTimer(measuring=False)
     for _ in range(2 * SETTLED):
-        one_try(timer, work=0.0, sum_=0.0)
+        one_attempt(timer, work=0.0, sum_=0.0)
         assert timer.measurement is None
         timer.adopt([None, None])
-        timer.start_over()
+        timer.restart()
     assert not timer.measuring
     assert timer.speeds is None
 
@@ -331,12 +339,12 @@ def alone() -> str:
 
 @pytest.fixture(scope="module")
 def two() -> Found:
-    return ls.launch(on_two_ranks, 2)
+    return launch_on_ranks(on_two_ranks, 2)
 
 
 @pytest.fixture(scope="module")
 def three() -> Found:
-    return ls.launch(on_three_ranks, 3)
+    return launch_on_ranks(on_three_ranks, 3)
 
 
 def counts(found: Found, name: str, when: str) -> list[int]:

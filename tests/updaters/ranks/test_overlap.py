@@ -13,15 +13,16 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.updaters.compute import speeds
-from lockstep.updaters.compute.speeds import MEASURED, WARM_UP
+from lockstep.updaters.compute.speeds import TIMED_ATTEMPTS, UNTIMED_ATTEMPTS
 from lockstep.updaters.ranks import rank_sum
-from lockstep.updaters.ranks.overlap import PATIENCE, Overlap
+from lockstep.updaters.ranks.overlap import REPEATS_BEFORE_PREDICTION, Overlap
 from tests.support.backward import in_backward
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
-FIRST = PATIENCE
+FIRST = REPEATS_BEFORE_PREDICTION
 """The first update, counted from 0, whose gradients are sent early."""
-TIMED_FIRST = WARM_UP + MEASURED + 2
+TIMED_FIRST = UNTIMED_ATTEMPTS + TIMED_ATTEMPTS + 2
 """The same where ranks are timed: one after they have adopted what they measured."""
 DISTURBED = FIRST + 2
 """The update in which something else happens."""
@@ -90,12 +91,14 @@ def with_heuristics(heuristics: rank_sum.Heuristics, *args: Any, **options: Any)
         return ls.ParallelUpdater(*args, **options)
 
 
-def disturbed(what: str, *, updates: int = NUM_UPDATES, again: int = speeds.AGAIN, **options: Any) -> dict[str, Any]:
+def disturbed(
+    what: str, *, updates: int = NUM_UPDATES, again: int = speeds.REMEASURE_FACTOR, **options: Any
+) -> dict[str, Any]:
     """Train, and tell how it ended and how many gradients were there before the ranks met."""
     early: list[int] = []
-    plain = Overlap.take
+    plain = Overlap.pop_sums
 
-    def take(overlap: Overlap) -> Any:
+    def pop_sums(overlap: Overlap) -> Any:
         summed = plain(overlap)
         if summed is not None:
             early.append(loss_fn.update)
@@ -117,9 +120,9 @@ def disturbed(what: str, *, updates: int = NUM_UPDATES, again: int = speeds.AGAI
         **options,
     )
     with pytest.MonkeyPatch.context() as patch, finalized(updater):
-        patch.setattr(Overlap, "take", take)
-        patch.setattr(speeds, "WORTH", 0.0)  # a busy machine shall move no shard
-        patch.setattr(speeds, "AGAIN", again)
+        patch.setattr(Overlap, "pop_sums", pop_sums)
+        patch.setattr(speeds, "WORTHWHILE_SHARE", 0.0)  # a busy machine shall move no shard
+        patch.setattr(speeds, "REMEASURE_FACTOR", again)
         while updater.iteration < updates:
             loss_fn.update = updater.iteration
             try:
@@ -142,7 +145,7 @@ def all_of_them() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def found(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
-    return ls.launch(all_of_them, request.param)
+    return launch_on_ranks(all_of_them, request.param)
 
 
 @pytest.fixture(scope="module")

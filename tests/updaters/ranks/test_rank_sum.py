@@ -14,12 +14,13 @@ import lockstep as ls
 from lockstep.communicators import PendingSum, Table
 from lockstep.tree import Tensors
 from lockstep.updaters.ranks import rank_reduction, rank_sum
-from lockstep.updaters.ranks.inline import SMALL, SMALL_BETWEEN_MACHINES
-from lockstep.updaters.ranks.overlap import PATIENCE
+from lockstep.updaters.ranks.inline import INLINE_BYTES, INLINE_BYTES_OVER_NETWORK
+from lockstep.updaters.ranks.overlap import REPEATS_BEFORE_PREDICTION
 from lockstep.updaters.ranks.rank_sum import Heuristics
+from tests.support.ranks import launch_on_ranks
 from tests.support.runs import finalized, state_digest
 
-NUM_UPDATES = PATIENCE + 4
+NUM_UPDATES = REPEATS_BEFORE_PREDICTION + 4
 WIDTHS = {"small": 5, "medium": 180, "large": 600}
 """Hidden units of models whose gradients fit into any message, into those within a machine, and into none."""
 SIZES = ["small", "large"]
@@ -90,7 +91,7 @@ def with_all_switches() -> Found:
 
 @pytest.fixture(scope="module", params=[2, 3])
 def ranks(request: pytest.FixtureRequest) -> list[Found]:
-    return ls.launch(with_all_switches, request.param)
+    return launch_on_ranks(with_all_switches, request.param)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -114,7 +115,7 @@ def test_each_heuristic_is_used_if_it_is_switched_on(
             # The first sum tells how much room is needed.
             expected = {"after": 1, "inline": NUM_UPDATES - 1}
         elif num_devices == 1 and heuristics.early_sending:
-            expected = {"after": PATIENCE, "early": NUM_UPDATES - PATIENCE}
+            expected = {"after": REPEATS_BEFORE_PREDICTION, "early": NUM_UPDATES - REPEATS_BEFORE_PREDICTION}
         else:
             expected = {"after": NUM_UPDATES}
         assert +ways == Counter(expected)
@@ -125,7 +126,7 @@ def between_machines() -> dict[str, tuple[tuple[str, str], Counter[str]]]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_sum, "DEFAULTS", Heuristics(early_sending=False))
-        patch.setattr(rank_reduction, "machine", lambda: str(ls.find_communicator().rank))
+        patch.setattr(rank_reduction, "machine_name", lambda: str(ls.find_communicator().rank))
         for size in WIDTHS:
             communicator = Counting()
             found[size] = trained(size, 1, communicator), communicator.ways
@@ -133,7 +134,7 @@ def between_machines() -> dict[str, tuple[tuple[str, str], Counter[str]]]:
 
 
 def test_between_machines_only_very_small_gradients_travel_in_the_message() -> None:
-    for found in ls.launch(between_machines, 2):
+    for found in launch_on_ranks(between_machines, 2):
         assert {size: ways["inline"] > 0 for size, (_, ways) in found.items()} == {
             "small": True,
             "medium": False,
@@ -142,4 +143,10 @@ def test_between_machines_only_very_small_gradients_travel_in_the_message() -> N
 
 
 def test_models_are_as_large_as_they_are_called() -> None:
-    assert SMALL_BETWEEN_MACHINES < 4 * WIDTHS["medium"] ** 2 < SMALL // 4 < SMALL < 4 * WIDTHS["large"] ** 2
+    assert (
+        INLINE_BYTES_OVER_NETWORK
+        < 4 * WIDTHS["medium"] ** 2
+        < INLINE_BYTES // 4
+        < INLINE_BYTES
+        < 4 * WIDTHS["large"] ** 2
+    )

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-import lockstep as ls
 from tests.support import gan as several
 from tests.support.programs.updates import from_rank_0, gan_undisturbed, loaded, run_programs, undisturbed
+from tests.support.ranks import launch_on_ranks
 
 Outcomes = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return ls.launch(run_programs, 2, args=(str(tmp_path_factory.mktemp("ranks")),))
+    return launch_on_ranks(run_programs, 2, str(tmp_path_factory.mktemp("ranks")))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,9 @@ def test_or_they_are_refused(outcomes: Outcomes) -> None:
     for found in of(outcomes, "refuse"):
         kind, message, subject = found["raised"]
         assert (kind, subject) == ("DisagreementError", "0.bias")
-        assert message.endswith("Build the model from the same seed on every rank, or let rank 0's be broadcast.")
+        assert message.endswith(
+            "Build the model from the same seed on every rank, or pass `differing_models='broadcast'`."
+        )
 
 
 @pytest.mark.parametrize(

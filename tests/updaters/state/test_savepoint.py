@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.updaters.state.savepoint import copied
+from lockstep.updaters.state.savepoint import copy_state
 from tests.support.small_updater import mean_of_output, updater_of
 
 
@@ -24,7 +24,7 @@ def test_what_only_begins_at_one_place_is_copied_by_itself() -> None:
     flat = torch.arange(6.0)
     views = {"all": flat, "head": flat[:3], "table": flat.view(2, 3), "turned": flat.view(3, 2).t()}
     views["again"] = flat.view(2, 3)
-    copy = copied(views)
+    copy = copy_state(views)
     assert all(torch.equal(copy[name], view) for name, view in views.items())
     assert copy["again"] is copy["table"]
     assert len({each.data_ptr() for each in copy.values()}) == len(views) - 1
@@ -33,11 +33,11 @@ def test_what_only_begins_at_one_place_is_copied_by_itself() -> None:
 def test_conjugated_and_negated_views_are_not_taken_for_what_they_are_of() -> None:
     number = torch.tensor([1 + 2j])
     negated = number.conj().imag
-    copy = copied([number, number.conj(), number.imag, negated])
+    copy = copy_state([number, number.conj(), number.imag, negated])
     assert copy[1].item() == 1 - 2j
     assert (copy[2].item(), copy[3].item()) == (2.0, -2.0)
 
 
 def test_empty_tensors_are_each_their_own() -> None:
-    first, second = copied([torch.empty(0), torch.empty(0)])
+    first, second = copy_state([torch.empty(0), torch.empty(0)])
     assert first is not second

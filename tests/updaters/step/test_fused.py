@@ -218,7 +218,7 @@ def test_a_gradient_that_lies_otherwise_than_its_weight_is_laid_out_like_it(hook
     gradient = torch.arange(12.0).view(4, 3)
     if hooked:
         weight.register_hook(lambda grad: grad.contiguous())
-    GradientStore().put(weight, gradient, [gradient], add=False)
+    GradientStore().store(weight, gradient, [gradient], add=False)
     assert weight.grad is not None
     assert weight.grad.stride() == weight.stride() == (1, 4)
     assert torch.equal(weight.grad, gradient)

@@ -1,7 +1,7 @@
-"""Notice failures of other ranks, tell them about one's own, and end in order."""
+"""Detect failures of other ranks, report this rank's own, and end processes in order."""
 
 from lockstep.communicators.failures.exits import (
-    AGENT as AGENT,
+    AGENT_ENV as AGENT_ENV,
     PeerErrorHook as PeerErrorHook,
     end_with_agent as end_with_agent,
     end_with_parent as end_with_parent,

@@ -1,4 +1,4 @@
-"""How the processes of a run end: with who started them, after the rank that failed, in few words."""
+"""End the processes of a run in order: with their launcher, and after the rank that failed."""
 
 from __future__ import annotations
 
@@ -15,97 +15,101 @@ from typing import Final, TypeAlias
 from lockstep.communicators.failures.watch import Watch
 from lockstep.errors import OrderError, PeerError
 
-AGENT: Final = "LOCKSTEP_AGENT"
-"""A variable that holds the process number of the agent."""
+AGENT_ENV: Final = "LOCKSTEP_AGENT"
+"""The variable that holds the process ID of the agent of `lockstep run`."""
 PR_SET_PDEATHSIG: Final = 1
-"""The number by which Linux knows the wish; see prctl(2)."""
-PATIENCE: Final = 20.0
-"""Seconds that a rank on its way out may take for its threads, its connections and Python's own end."""
-GLANCE: Final = 0.05
-"""Seconds between two looks."""
+"""The option of Linux's prctl(2) that sets the signal sent to a process when its parent ends."""
+EXIT_TIMEOUT: Final = 20.0
+"""Seconds that a failed rank may take to end its threads, its connections and the interpreter."""
+POLL_INTERVAL: Final = 0.05
+"""Seconds between two checks whether a process still exists."""
 
 ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-"""As `sys.excepthook`."""
+"""The type of `sys.excepthook`."""
 
 
 def end_with_parent() -> None:
-    """Have the system kill this process when the thread that started it has ended; again is harmless.
+    """Ask the system to kill this process when the thread that started it ends.
 
-    It is Linux that does it: not a process that is stuck, nor one that is stopped, stays behind. Elsewhere
-    nothing is done.
+    Only Linux can do that; elsewhere nothing happens. The kernel sends the signal, so it also reaches a process
+    that hangs or is stopped. You may call this more than once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_agent(variables: Mapping[str, str]) -> None:
-    """Have this process end with the agent of `lockstep run` that started it.
+    """Ask the system to end this process together with the agent of `lockstep run` that started it.
 
-    An agent that ends by itself, or by a signal that can be caught, ends its processes first. This is for the
-    other ways. A process that some other program started between the two is that program's.
+    An agent that ends by itself, or by a signal that it can catch, ends its processes first. This call covers the
+    signals that cannot be caught. It does nothing for a process that was started by another program in between.
 
     Args:
-        variables: As `os.environ`.
+        variables: The environment variables, such as `os.environ`.
 
     Raises:
-        ValueError: The variable is no number.
-        OrderError: The agent has ended already.
+        ValueError: If the variable ``LOCKSTEP_AGENT`` does not hold a process ID.
+        OrderError: If the agent has ended already.
     """
-    given = variables.get(AGENT, "0")
+    given = variables.get(AGENT_ENV, "0")
     if not given.isdecimal():
-        raise ValueError(f"The variable {AGENT} must be the number of a process, got {given!r}.")
+        raise ValueError(f"The variable {AGENT_ENV} must be a process ID, got {given!r}.")
     agent = int(given)
     if not agent:
         return
     if os.getppid() == agent:
         end_with_parent()
-    if not process_exists(agent):  # asked only now, for it may have ended while the wish was made
+    # The check must follow the request: otherwise an agent that ends in between would go unnoticed.
+    if not process_exists(agent):
         raise OrderError(
             f"The agent of `lockstep run` that started this process, {agent}, has ended. Start the run again."
         )
 
 
 def process_exists(process: int) -> bool:
-    """Return whether there is a process of that number, whosever it is."""
+    """Return whether a process with this ID exists, no matter which user owns it."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # there is one, of another user's
+    except PermissionError:
+        # The process exists, but belongs to another user.
         pass
     return True
 
 
 @dataclass(frozen=True)
 class PeerErrorHook:
-    """Ends this process by the error of another rank of this machine: in a line, and after that rank.
+    """A `sys.excepthook` for ranks that end because another rank of the same machine has failed.
 
-    That rank shows the error in full on the same console. A launcher takes the first end that it sees for the
-    cause; the failed rank tells the others before it ends, and they may be faster then. Its process exists
-    until the launcher has asked for its exit code.
+    It shortens the `PeerError` to one line, because the failed rank prints its own error in full on the same
+    console. It also lets the failed rank end first. A launcher takes the first process that ends for the cause,
+    and other ranks may be faster than the failed one, which reports its error to them before it ends. A process
+    exists until its launcher has read its exit code.
 
     Attributes:
-        rank: This rank.
-        processes: The process numbers of the other ranks of this machine.
-        watch: Knows whether the failed rank is about to end by itself; for one that hangs nobody waits.
-        otherwise: Shows all other errors.
+        rank: The rank of this process.
+        processes: The process IDs of the other ranks of this machine, by rank.
+        watch: The watch that knows whether the failed rank is about to end. The hook does not wait for one that hangs.
+        next_hook: The hook that shows all other errors.
     """
 
     rank: int
     processes: Mapping[int, int]
     watch: Watch
-    otherwise: ExceptHook
+    next_hook: ExceptHook
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Show the error by which this process ends."""
-        cause = error.rank if isinstance(error, PeerError) else None
-        process = None if cause is None else self.processes.get(cause)
+        """Show the error that ends this process, and wait for the failed rank if there is one."""
+        failed_rank = error.rank if isinstance(error, PeerError) else None
+        process = None if failed_rank is None else self.processes.get(failed_rank)
+        # If the error has no traceback, the failed rank may have printed nothing, so the whole error is shown.
         if isinstance(error, PeerError) and process is not None and error.traceback:
             headline = str(error).partition("\n")[0]
             sys.stderr.write(f"[rank{self.rank}]: {kind.__name__}: {headline}\n")
         else:
-            self.otherwise(kind, error, trace)
-        if process is not None and self.watch.cause_is_leaving:
-            until = time.monotonic() + PATIENCE
-            while process_exists(process) and time.monotonic() < until:
-                time.sleep(GLANCE)
+            self.next_hook(kind, error, trace)
+        if process is not None and self.watch.failed_rank_is_exiting:
+            deadline = time.monotonic() + EXIT_TIMEOUT
+            while process_exists(process) and time.monotonic() < deadline:
+                time.sleep(POLL_INTERVAL)

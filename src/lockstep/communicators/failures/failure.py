@@ -1,4 +1,4 @@
-"""What a rank lets the others know about a failure, and how calls end that wait for a lost rank."""
+"""The report about a failed rank, and how calls that wait for that rank are ended."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ import torch.distributed as dist
 
 from lockstep.errors import PeerError
 
-LONGEST: Final = 20_000
-"""Characters of a traceback that travel: its end, which says most."""
-NOBODYS_TAG: Final = 0x4C53
-"""A tag that no message has."""
+LONGEST_TRACEBACK: Final = 20_000
+"""Characters. Of a longer traceback only the end is sent, which tells most about the error."""
+UNUSED_TAG: Final = 0x4C53
+"""A tag under which no message is ever sent."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What became of a rank.
+    """A report about a rank that failed.
 
     Attributes:
-        rank: Whose failure it is; None where only a connection tells that one failed.
-        what: Follows the words "Rank 3", as in "raised ValueError: no".
-        phase: What it was doing when it was last heard; empty where it never was.
-        traceback: Of its error, as text; empty where it could not send one.
-        leaving: Whether its process is on its way to its end, if not there already.
+        rank: The rank that failed; None if only a broken connection shows that one did.
+        what: What happened, to follow the words "Rank 3", as in "raised ValueError: no".
+        phase: What the rank was doing according to its last heartbeat; empty if there was none.
+        traceback: The traceback of its error as text; empty if the rank could not send one.
+        exiting: Whether its process has ended or is about to end by itself.
     """
 
     rank: int | None
     what: str
     phase: str = ""
     traceback: str = ""
-    leaving: bool = False
+    exiting: bool = False
 
     @classmethod
     def raised(cls, rank: int, error: BaseException, phase: str) -> Failure:
-        """Describe an error of this rank's own."""
+        """Describe an error that this rank raised itself."""
         text = "".join(traceback.format_exception(error))
-        return cls(rank, f"raised {type(error).__name__}: {error}", phase, text[-LONGEST:], leaving=True)
+        return cls(rank, f"raised {type(error).__name__}: {error}", phase, text[-LONGEST_TRACEBACK:], exiting=True)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Failure:
-        """Read what `to_text` wrote."""
+        """Create the report that `to_text` wrote."""
         return cls(**json.loads(data))
 
     def to_text(self) -> str:
-        """Write it as JSON."""
+        """Return the report as JSON."""
         return json.dumps(asdict(self))
 
     def error(self) -> PeerError:
-        """Give the error that it is for the other ranks."""
+        """Return the error that the other ranks raise."""
         who = "Another rank" if self.rank is None else f"Rank {self.rank}"
         doing = f" It was last heard in the phase {self.phase!r}." if self.phase else ""
         trace = f"\n\nIts own traceback:\n{self.traceback}" if self.traceback else ""
@@ -62,16 +62,18 @@ class Failure:
         return PeerError(message, rank=self.rank, phase=self.phase, traceback=self.traceback)
 
 
-def break_group(group: dist.ProcessGroup) -> None:
-    """Make every call that waits in a process group raise, now and from now on.
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Abort a process group: every call that waits in it raises, and so do later calls.
 
-    NCCL has a call for that. Gloo's `abort` leaves waiting calls as they are; but a receive that runs out of
-    time closes all connections of its group, so one is begun that nobody will ever answer.
+    Args:
+        group: The process group.
     """
     backends = dist.get_backend_config(group)
     if "nccl" in backends:
         group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - the only way to it
     if "gloo" in backends:
+        # Gloo's own `abort` does not end calls that wait already. A receive that times out does: it closes all
+        # connections of the group. So one is started here that no rank answers, and its timeout is expected.
         peer = (group.rank() + 1) % group.size()
-        with suppress(RuntimeError):  # that it runs out of time is what it is for
-            group.recv([torch.empty(1)], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))

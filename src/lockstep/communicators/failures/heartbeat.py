@@ -1,9 +1,12 @@
-"""The conversation of the ranks about their well-being, over the store where they have found each other.
+"""Heartbeats of the ranks, sent through the store by which the ranks have met.
 
-Every rank writes a beat a few times a second: a number, whether it waits for others, and its phase. It reads
-the beat of its neighbour, so that somebody reads each, whatever their number, and hears alarms: of a
-connection that broke, after which a few missing beats are enough, and of a failure that somebody knows.
-Silence is counted in a rank's own looks, not by its clock: who was stopped himself accuses nobody afterwards.
+Every rank writes a heartbeat a few times per second: a number, whether the rank waits for others, and its phase.
+It reads the heartbeat of its neighbour, so that every rank is read by another one, however many there are. It also
+polls for alarms. An alarm is raised after a connection broke, and then a few missing heartbeats are enough to call
+a rank dead; or it announces a failure that some rank knows of.
+
+Silence is measured by counting reads, not by the clock. A rank that was stopped itself therefore does not accuse
+others when it continues.
 """
 
 from __future__ import annotations
@@ -20,24 +23,25 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 INTERVAL: Final = 0.25
-"""Seconds between two beats."""
-ALERT_LOOKS: Final = 12
-"""How many looks without a beat tell a dead rank once a connection has broken: three seconds."""
-ALERT_ROUNDS: Final = ALERT_LOOKS + 4
-"""How many rounds an alarm lasts."""
-FAREWELL: Final = 2.0
-"""Seconds that the keeper of the store stays at its end, for the others to read of a failure."""
+"""Seconds between two heartbeats of a rank."""
+ALERT_READS: Final = 12
+"""Unchanged reads after which a rank counts as dead once a connection has broken: three seconds."""
+ALERT_ROUNDS: Final = ALERT_READS + 4
+"""Rounds of the thread for which an alarm lasts."""
+LINGER: Final = 2.0
+"""Seconds for which the rank that hosts the store stays after a failure, so that the others can read about it."""
 ENDED: Final = "ended"
+"""The prefix of the phase of a rank that has ended in order."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself.
+    """One heartbeat of a rank.
 
     Attributes:
-        number: Another one with every beat.
-        waiting: Whether it is waiting for other ranks.
-        phase: What it is doing; `ENDED` and what it was doing, of one that has.
+        number: A number that changes with every heartbeat.
+        waiting: Whether the rank waits for other ranks.
+        phase: What the rank is doing. For a rank that has ended: `ENDED`, a space and what it did last.
 
     >>> Beat.from_bytes(Beat(7, True, "data loading").to_text().encode())
     Beat(number=7, waiting=True, phase='data loading')
@@ -49,12 +53,12 @@ class Beat:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Beat:
-        """Read what `to_text` wrote."""
+        """Create the heartbeat that `to_text` wrote."""
         number, waiting, phase = data.decode().split(" ", 2)
         return cls(int(number), waiting == "1", phase)
 
     def to_text(self) -> str:
-        """Write it as a line."""
+        """Return the heartbeat as one line of text."""
         return f"{self.number} {int(self.waiting)} {self.phase}"
 
     @property
@@ -64,29 +68,29 @@ class Beat:
 
     @property
     def last_phase(self) -> str:
-        """What it is doing, or was doing when it ended."""
+        """What the rank is doing, or did last if it has ended."""
         return self.phase.removeprefix(ENDED).strip()
 
 
 class Heartbeat:
-    """A thread that beats for this rank, and listens to others.
+    """A thread that writes the heartbeats of this rank and reads those of others.
 
     Args:
-        store: A connection of its own, for an answer may be long in coming.
-        rank: This rank.
-        size: How many ranks there are.
-        news: Gives whether this rank is waiting, and its phase.
-        patience: After how many looks without a beat a rank counts as silent.
-        keeper: The rank that keeps the store; None where a launcher does.
+        store: A connection to the store that nothing else uses, because an answer may take long.
+        rank: The rank of this process.
+        size: The number of ranks.
+        status: A function that returns whether this rank waits for others, and its phase.
+        max_unchanged: After how many unchanged reads a rank counts as silent.
+        store_rank: The rank that hosts the store; None if a launcher does.
 
     Attributes:
-        everyone: Set once all ranks have come.
-        surveyed: Set once all ranks have been looked at after an alarm.
-        beats: The last beat of each rank that was looked at; None of one that never beat.
-        failure: What has failed, once that is known.
-        rounds: How often the thread has been round.
-        lost: Whether the store is gone.
-        alert: How many rounds are left in which a few looks without a beat tell a dead rank.
+        all_joined: An event that is set once all ranks have started.
+        all_read: An event that is set once the heartbeats of all ranks have been read after an alarm.
+        beats: The last heartbeat of each rank that was read; None for a rank that has not written one.
+        failure: The first failure of the run, once this rank has read about it.
+        rounds: The number of rounds the thread has made. It does not change while the store does not answer.
+        store_lost: Whether the connection to the store is gone.
+        alert: For how many more rounds `ALERT_READS` unchanged reads are enough to call a rank dead.
     """
 
     def __init__(
@@ -95,140 +99,154 @@ class Heartbeat:
         rank: int,
         size: int,
         *,
-        news: Callable[[], tuple[bool, str]],
-        patience: int,
-        keeper: int | None,
+        status: Callable[[], tuple[bool, str]],
+        max_unchanged: int,
+        store_rank: int | None,
     ) -> None:
-        self.everyone = threading.Event()
-        self.surveyed = threading.Event()
+        self.all_joined = threading.Event()
+        self.all_read = threading.Event()
         self.beats: dict[int, Beat | None] = {}
         self.failure: Failure | None = None
         self.rounds = 0
-        self.lost = False
+        self.store_lost = False
         self.alert = 0
-        self._looks: dict[int, int] = {}
+        self._unchanged_reads: dict[int, int] = {}
         self._store = store
         self._rank = rank
         self._size = size
-        self._news = news
-        self._patience = patience
-        self._keeper = keeper
+        self._status = status
+        self._max_unchanged = max_unchanged
+        self._store_rank = store_rank
         self._others = [other for other in range(size) if other != rank]
-        self._neighbours = sorted({(rank + 1) % size, rank if keeper is None else keeper} - {rank})
-        self._alarms = 0
+        # The host of the store is read by every rank: its end takes the store, and with it all reports, away.
+        self._neighbours = sorted({(rank + 1) % size, rank if store_rank is None else store_rank} - {rank})
+        self._alarms_seen = 0
         self._alarming = False
-        self._own: Failure | None = None
+        self._own_failure: Failure | None = None
         self._stopping = False
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lockstep pulse", daemon=True)
+        # The thread is a daemon, because a call to a store that does not answer may never return, and Python joins all
+        # other threads before it ends.
+        self._thread = threading.Thread(target=self._run, name="lockstep heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the thread."""
         self._thread.start()
 
     def alarm(self) -> None:
-        """Have all ranks look for a dead one, and soon: a connection has broken."""
+        """Ask all ranks to look for a dead rank soon, because a connection has broken."""
         self.alert = ALERT_ROUNDS
-        self.surveyed.clear()
+        self.all_read.clear()
         self._alarming = True
         self._wake.set()
 
-    def tell(self, failure: Failure) -> None:
-        """Let all ranks know of a failure, unless they know of another already."""
-        self._own = failure
+    def publish_failure(self, failure: Failure) -> None:
+        """Report a failure to all ranks, unless another failure is known already."""
+        self._own_failure = failure
         self._wake.set()
 
     def stop(self) -> None:
-        """Say that this rank has ended, and end the thread unless it is stuck."""
+        """Write that this rank has ended, and stop the thread unless it waits for the store."""
         self._stopping = True
         self._wake.set()
-        self._thread.join(FAREWELL + 1)
+        # The thread itself may linger for a while. The wait is limited, because the store may never answer.
+        self._thread.join(LINGER + 1)
 
     def _run(self) -> None:
         try:
             self._store.add("came", 1)
             while not self._stopping:
                 self._round()
-                self._wake.wait(INTERVAL if self.everyone.is_set() else INTERVAL / 10)
+                # Rounds are shorter at the start, so that no rank begins its work a quarter of a second late.
+                self._wake.wait(INTERVAL if self.all_joined.is_set() else INTERVAL / 10)
                 self._wake.clear()
+            # One more round writes that this rank has ended: without it the silence would look like a failure.
             self._round()
-            self._say_farewell()
-        except RuntimeError:  # the connection to the store is gone, and so is whoever keeps it
-            self.lost = True
+            self._linger()
+        except RuntimeError:
+            # The store cannot be reached any more, so the process that hosted it is gone.
+            self.store_lost = True
 
     def _round(self) -> None:
-        """Beat, and look around."""
+        """Write one heartbeat, and read alarms and the heartbeats of others."""
         self.rounds += 1
-        waiting, phase = self._news()
+        waiting, phase = self._status()
         phase = f"{ENDED} {phase}" if self._stopping else phase
         self._store.set(f"beat/{self._rank}", Beat(self.rounds, waiting, phase).to_text())
-        if not self.everyone.is_set() and self._store.add("came", 0) >= self._size:
-            self.everyone.set()
-        self._speak()
-        self._listen()
+        if not self.all_joined.is_set() and self._store.add("came", 0) >= self._size:
+            self.all_joined.set()
+        self._send_alarms()
+        self._receive_alarms()
         self.alert = max(0, self.alert - 1)
         for rank in self._others if self._alarming else self._neighbours:
-            self._look_at(rank)
+            self._read_beat(rank)
         if self._alarming:
-            self.surveyed.set()
+            self.all_read.set()
             self._alarming = self.alert > 0
-        if self.failure is None and self._own is None:
-            self._own = self._judge()
-            if self._own is not None:
+        if self.failure is None and self._own_failure is None:
+            self._own_failure = self._find_failure()
+            if self._own_failure is not None:
                 self._wake.set()
 
-    def _speak(self) -> None:
-        """Tell of a failure that this rank knows, and ring the alarm if that was asked for."""
-        if self._own is not None and self.failure is None:
-            self._store.compare_set("failure", "", self._own.to_text())
-            self._alarms = self._store.add("alarms", 1) - 1
+    def _send_alarms(self) -> None:
+        """Publish a failure that this rank knows of, or the alarm that was asked for."""
+        if self._own_failure is not None and self.failure is None:
+            # This writes only if the key is absent: the first failure is the cause, and later ones follow from it.
+            self._store.compare_set("failure", "", self._own_failure.to_text())
+            # The count is lowered by one, so that this rank also receives its own alarm and reads which failure was
+            # first.
+            self._alarms_seen = self._store.add("alarms", 1) - 1
         elif self._alarming and self.alert == ALERT_ROUNDS:
-            self._alarms = self._store.add("alarms", 1)
+            self._alarms_seen = self._store.add("alarms", 1)
 
-    def _listen(self) -> None:
-        """Take in alarms, and the failure that one may be about."""
+    def _receive_alarms(self) -> None:
+        """Read whether there are new alarms, and the failure that one of them may announce."""
         alarms = self._store.add("alarms", 0)
-        if alarms == self._alarms:
+        if alarms == self._alarms_seen:
             return
-        self._alarms = alarms
+        self._alarms_seen = alarms
         self.alert = ALERT_ROUNDS
+        # `get` would wait for a key that is absent.
         if self.failure is None and self._store.check(["failure"]):
             self.failure = Failure.from_bytes(self._store.get("failure"))
             self._store.add("seen", 1)
 
-    def _look_at(self, rank: int) -> None:
+    def _read_beat(self, rank: int) -> None:
         key = f"beat/{rank}"
         beat = Beat.from_bytes(self._store.get(key)) if self._store.check([key]) else None
-        same = rank in self.beats and beat == self.beats[rank]
-        self._looks[rank] = self._looks[rank] + 1 if same else 0
+        unchanged = rank in self.beats and beat == self.beats[rank]
+        self._unchanged_reads[rank] = self._unchanged_reads[rank] + 1 if unchanged else 0
         self.beats[rank] = beat
 
-    def _judge(self) -> Failure | None:
-        """Name the first of the ranks that is missed, if one is."""
+    def _find_failure(self) -> Failure | None:
+        """Return a report about the first rank whose heartbeats are missing, or None."""
         for rank, beat in self.beats.items():
-            looks = self._looks[rank]
+            reads = self._unchanged_reads[rank]
             if beat is None:
-                continue  # it may still come
+                # The rank has not started yet. `PeerWatch.wait_for_all` limits how long that may take.
+                continue
             if beat.ended:
+                # Ending is no failure unless a call of another rank failed because of it.
                 if self._alarming:
-                    what = "has ended, and others were waiting for it"
-                    return Failure(rank, what, beat.last_phase, leaving=True)
-            elif self.alert and looks >= ALERT_LOOKS:
+                    what = "has ended while other ranks waited for it"
+                    return Failure(rank, what, beat.last_phase, exiting=True)
+            elif self.alert and reads >= ALERT_READS:
                 return Failure(rank, "has died, or cannot be reached", beat.phase)
-            elif looks >= self._patience:
-                return Failure(rank, silence(looks), beat.phase)
+            elif reads >= self._max_unchanged:
+                return Failure(rank, describe_silence(reads), beat.phase)
         return None
 
-    def _say_farewell(self) -> None:
-        """Stay for the others to read of a failure, where the store ends with this process."""
-        if self._keeper != self._rank or self.failure is None:
+    def _linger(self) -> None:
+        """Wait until the others have read about a failure, if the store ends with this process."""
+        if self._store_rank != self._rank or self.failure is None:
             return
+        # The failed rank may be gone and is not expected to read, unless it is this one.
         readers = self._size - (self.failure.rank != self._rank)
-        deadline = time.monotonic() + FAREWELL
+        deadline = time.monotonic() + LINGER
         while self._store.add("seen", 0) < readers and time.monotonic() < deadline:
             time.sleep(INTERVAL / 10)
 
 
-def silence(looks: int) -> str:
-    """Say what is known of a rank that was looked at in vain."""
-    return f"has been silent for {looks * INTERVAL:g} s: it was stopped, or cannot be reached"
+def describe_silence(reads: int) -> str:
+    """Return what is known of a rank whose heartbeat has not changed for so many reads."""
+    return f"has been silent for {reads * INTERVAL:g} s: it was stopped, or cannot be reached"

@@ -1,8 +1,8 @@
-"""Notice that another rank has failed, wherever it was, and say which and why.
+"""Detect that another rank has failed, wherever this process is, and report which rank and why.
 
-A rank that raises tells the others of it at its end, traceback and all. One that dies or is stopped tells
-nothing; its neighbour misses its beats. Then every rank breaks its own process group, so that a call that
-waits for the failed rank returns, and raises a `PeerError` in its place.
+A rank that raises reports its error, with the traceback, to the others when it ends. A rank that dies or is stopped
+cannot report anything; its neighbour misses its heartbeats. Every rank then aborts its own process groups, so that
+a call that waits for the failed rank returns, and raises a `PeerError` instead of that call's own error.
 """
 
 from __future__ import annotations
@@ -17,223 +17,256 @@ from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
-from lockstep.communicators.environment import launcher_keeps_store
-from lockstep.communicators.failures.failure import Failure, break_group
-from lockstep.communicators.failures.heartbeat import ALERT_LOOKS, ALERT_ROUNDS, INTERVAL, Heartbeat, silence
+from lockstep.communicators.environment import launcher_hosts_store
+from lockstep.communicators.failures.failure import Failure, abort_group
+from lockstep.communicators.failures.heartbeat import ALERT_READS, ALERT_ROUNDS, INTERVAL, Heartbeat, describe_silence
 from lockstep.errors import PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 START: Final = "start-up"
-_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+"""The phase of a rank until its first update."""
+_NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class Watch:
-    """Of a process that is alone: there is nobody to watch.
+    """The watch of a process that runs alone: there are no other ranks, so no method does anything.
 
     Attributes:
-        doing: What this rank is doing, for the others to read; set by whoever does it. An attribute, for a
-            method would be called several times in each shard.
+        doing: What this rank is doing, for the others to read. Code that enters a phase sets it. It is an
+            attribute because a method would be called several times per shard.
     """
 
     def __init__(self) -> None:
         self.doing = ""
 
     @property
-    def cause_is_leaving(self) -> bool:
+    def failed_rank_is_exiting(self) -> bool:
         """Whether a rank is known to have failed whose process ends by itself, or has ended."""
         return False
 
     def check(self) -> None:
-        """Raise if another rank is known to have failed.
+        """Raise an error if another rank is known to have failed.
 
         Raises:
-            PeerError: One has.
+            PeerError: If another rank has failed.
         """
 
-    def tell(self, error: BaseException) -> None:
-        """Let the other ranks know that this one has failed; needless where the process ends by it."""
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other ranks that this one has failed; not needed if the error ends the process."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Surround a call that waits for other ranks, so that they know who is waiting and who is not.
+        """Return a context for a call that waits for other ranks, so that they know which ranks wait.
 
         Raises:
-            PeerError: One of them is known to have failed.
+            PeerError: On entering, if another rank is known to have failed.
         """
-        return _NOTHING
+        return _NO_CONTEXT
 
     def explain(self) -> PeerError | None:
-        """Find out which rank a call has failed for; takes a few seconds.
+        """Find the rank because of which a call has failed. This takes up to a few seconds.
 
         Returns:
-            What to raise instead of the call's own error; None where no rank is known to have failed.
+            The error to raise instead of the call's own; None if no rank is known to have failed.
         """
         return None
 
-    def protect(self, group: dist.ProcessGroup) -> None:
-        """Take in a process group whose calls are to return when a rank fails."""
+    def add_group(self, group: dist.ProcessGroup) -> None:
+        """Register a process group, whose calls are to return when a rank fails."""
 
     def close(self) -> None:
-        """Say that this rank has ended, and watch no longer. Calls after the first do nothing."""
+        """Report that this rank has ended, and stop watching. Calls after the first do nothing."""
 
 
 class PeerWatch(Watch):
-    """Of one of several processes: two threads that sleep nearly all the time.
+    """The watch of one process of several: two threads that sleep nearly all the time.
+
+    The first thread is the `Heartbeat`. The second one acts on what it finds, and watches the first: a heartbeat
+    that waits for a store which does not answer cannot report that.
 
     Args:
-        store: Where the ranks find each other; must know how to clone itself.
-        rank: This rank.
-        size: How many ranks there are, at least 2.
-        timeout: Seconds that a rank waits for another. A third of it is how long one may be silent.
-        keeper: The rank whose process keeps the store; None where a launcher's does.
+        store: The store by which the ranks have met; it must have a `clone` method.
+        rank: The rank of this process.
+        size: The number of ranks, at least 2.
+        timeout: Seconds that a rank waits for another. A rank may be silent for a third of it.
+        store_rank: The rank whose process hosts the store; None if a launcher's process does.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, timeout: float = 60.0, keeper: int | None = 0) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, *, timeout: float = 60.0, store_rank: int | None = 0
+    ) -> None:
         self.doing = START
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._keeper = keeper
+        self._store_rank = store_rank
         self._groups: list[dist.ProcessGroup] = []
         self._failure: Failure | None = None
-        self._found = threading.Event()
+        self._failure_found = threading.Event()
         self._closing = threading.Event()
-        self._call = _Call(self)
-        self._patience = max(ALERT_LOOKS, round(timeout / 3 / INTERVAL))
+        self._waiting_call = _WaitingCall(self)
+        # A short timeout must not make this limit lower than that of an alert.
+        self._max_unchanged = max(ALERT_READS, round(timeout / 3 / INTERVAL))
+        # Several watches may use a store one after the other, each with separate keys. All ranks create their watches
+        # in the same order, so they count alike.
         number = store.add(f"watches/{rank}", 1)
-        self._pulse = Heartbeat(
+        self._heartbeat = Heartbeat(
+            # The clone is a separate connection: a call that waits for an answer blocks all others on the same
+            # connection.
             dist.PrefixStore(f"watch/{number}", store.clone()),  # type: ignore[attr-defined]
             rank,
             size,
-            news=lambda: (self._call.waiting, self.doing),
-            patience=self._patience,
-            keeper=keeper,
+            status=lambda: (self._waiting_call.active, self.doing),
+            max_unchanged=self._max_unchanged,
+            store_rank=store_rank,
         )
-        self._judge = threading.Thread(target=self._keep_watch, name="lockstep watch", daemon=True)
+        self._monitor = threading.Thread(target=self._monitor_failures, name="lockstep watch", daemon=True)
+        # Python calls this before it joins its threads, unlike `atexit` functions. The reference is weak, so that a
+        # closed watch is freed.
         threading._register_atexit(_close_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
-        self._pulse.start()
-        self._judge.start()
+        self._heartbeat.start()
+        self._monitor.start()
 
     @property
-    def cause_is_leaving(self) -> bool:
-        """Whether the rank that failed ends by itself; see `Watch.cause_is_leaving`."""
-        return self._failure is not None and self._failure.leaving
+    def failed_rank_is_exiting(self) -> bool:
+        """Whether the rank that failed ends by itself; see `Watch.failed_rank_is_exiting`."""
+        return self._failure is not None and self._failure.exiting
 
     def check(self) -> None:
-        """Raise if another rank is known to have failed; see `Watch.check`."""
+        """Raise an error if another rank is known to have failed; see `Watch.check`."""
         if self._failure is not None and self._failure.rank != self._rank:
             raise self._failure.error()
 
-    def tell(self, error: BaseException) -> None:
-        """Let the other ranks know that this one has failed; see `Watch.tell`."""
-        self._pulse.tell(Failure.raised(self._rank, error, self.doing))
+    def report_failure(self, error: BaseException) -> None:
+        """Report to the other ranks that this one has failed; see `Watch.report_failure`."""
+        self._heartbeat.publish_failure(Failure.raised(self._rank, error, self.doing))
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Surround a call that waits for other ranks; see `Watch.waiting`."""
-        return self._call
+        """Return a context for a call that waits for other ranks; see `Watch.waiting`."""
+        return self._waiting_call
 
     def explain(self) -> PeerError | None:
-        """Find out which rank a call has failed for; see `Watch.explain`."""
-        self._pulse.alarm()
-        self._found.wait(ALERT_ROUNDS * INTERVAL)
+        """Find the rank because of which a call has failed; see `Watch.explain`."""
+        self._heartbeat.alarm()
+        # A dead rank is found within the time of an alarm.
+        self._failure_found.wait(ALERT_ROUNDS * INTERVAL)
         if self._failure is not None:
             return self._failure.error()
-        late = f"has not come for {self._timeout:g} s, but is alive"
-        for rank, beat in dict(self._pulse.beats).items():  # looked at since the alarm
+        late = f"is alive, but has not joined the call within {self._timeout:g} s"
+        # All ranks are alive, and all heartbeats were read since the alarm. The rank that does not wait for others is
+        # the one that is missing in the call. The dictionary is copied, because the thread may add a rank in the
+        # meantime.
+        for rank, beat in dict(self._heartbeat.beats).items():
             if beat is not None and not beat.waiting:
                 return Failure(rank, late, beat.phase).error()
         return None
 
-    def gather(self) -> None:
-        """Wait until every rank has come.
+    def wait_for_all(self) -> None:
+        """Wait until every rank has started.
 
         Raises:
-            PeerError: One has not within the time, or has failed.
+            PeerError: If a rank has not started within the timeout, or has failed.
         """
         deadline = time.monotonic() + self._timeout
-        while not self._pulse.everyone.wait(INTERVAL / 10):
+        while not self._heartbeat.all_joined.wait(INTERVAL / 10):
             self.check()
             if time.monotonic() > deadline:
-                self._pulse.alarm()
-                self._pulse.surveyed.wait(ALERT_ROUNDS * INTERVAL)
-                absent = next((rank for rank, beat in self._pulse.beats.items() if beat is None), None)
-                raise Failure(absent, f"has not come within {self._timeout:g} s", START).error()
+                # Usually only the neighbour is read; an alarm makes this rank read all of them.
+                self._heartbeat.alarm()
+                self._heartbeat.all_read.wait(ALERT_ROUNDS * INTERVAL)
+                absent = next((rank for rank, beat in self._heartbeat.beats.items() if beat is None), None)
+                raise Failure(absent, f"has not started within {self._timeout:g} s", START).error()
 
-    def protect(self, group: dist.ProcessGroup) -> None:
-        """Take in a process group; see `Watch.protect`."""
+    def add_group(self, group: dist.ProcessGroup) -> None:
+        """Register a process group; see `Watch.add_group`."""
         self._groups.append(group)
 
     def close(self) -> None:
-        """Watch no longer; see `Watch.close`."""
+        """Stop watching; see `Watch.close`."""
         if not self._closing.is_set():
             self._closing.set()
-            self._pulse.stop()
-            self._judge.join()
-            self._groups.clear()  # nobody is to end them later than their owner
+            self._heartbeat.stop()
+            self._monitor.join()
+            # A group must end when torch.distributed destroys it, so no reference to it may remain here.
+            self._groups.clear()
 
-    def _keep_watch(self) -> None:
-        """Wait for a failure, and break what waits for the failed rank."""
-        rounds = looks = 0
+    def _monitor_failures(self) -> None:
+        """Wait for a failure, and abort the groups that wait for the failed rank."""
+        rounds = unchanged = 0
         while not self._closing.wait(INTERVAL):
-            looks = looks + 1 if rounds == self._pulse.rounds else 0
-            rounds = self._pulse.rounds
-            failure = self._pulse.failure or self._judge_keeper(looks)
+            unchanged = unchanged + 1 if rounds == self._heartbeat.rounds else 0
+            rounds = self._heartbeat.rounds
+            failure = self._heartbeat.failure or self._check_store(unchanged)
             if failure is not None:
+                # The failure must be known before the groups are aborted: a call that raises then asks `explain` for
+                # the reason.
                 self._failure = failure
                 for group in self._groups:
-                    break_group(group)
-                self._found.set()
+                    abort_group(group)
+                self._failure_found.set()
                 return
 
-    def _judge_keeper(self, looks: int) -> Failure | None:
-        """Judge whoever keeps the store by its answers, for they are what the pulse may be waiting for.
+    def _check_store(self, unchanged: int) -> Failure | None:
+        """Return a report about the process that hosts the store if it does not answer.
 
         Args:
-            looks: How often the pulse was found where it was before.
+            unchanged: How often in a row the heartbeat thread was found in the same round as before. It waits for
+                the store then.
         """
-        beat = None if self._keeper is None else self._pulse.beats.get(self._keeper)
+        beat = None if self._store_rank is None else self._heartbeat.beats.get(self._store_rank)
         phase = "" if beat is None else beat.last_phase
-        if self._pulse.lost:
-            what = "has ended, and with it the store that it kept"
-            gone = Failure(self._keeper, what, phase, leaving=True)
-            return gone if self._pulse.alert else None
-        if looks >= (ALERT_LOOKS if self._pulse.alert else self._patience):
-            return Failure(self._keeper, silence(looks), phase)
+        if self._heartbeat.store_lost:
+            what = "has ended, and with it the store that it hosted"
+            gone = Failure(self._store_rank, what, phase, exiting=True)
+            # Without an alarm nothing has failed: the host may end in order before this rank does.
+            return gone if self._heartbeat.alert else None
+        if unchanged >= (ALERT_READS if self._heartbeat.alert else self._max_unchanged):
+            return Failure(self._store_rank, describe_silence(unchanged), phase)
         return None
 
 
-class _Call(AbstractContextManager[None]):
-    """The time in which a rank waits for others; one object for all calls, a tenth of a generator's cost."""
+class _WaitingCall(AbstractContextManager[None]):
+    """The context of a call that waits for other ranks.
 
-    __slots__ = ("_watch", "waiting")
+    One object serves all calls, at a tenth of the cost of a generator-based context manager.
+    """
+
+    __slots__ = ("_watch", "active")
 
     def __init__(self, watch: PeerWatch) -> None:
         self._watch = watch
-        self.waiting = False
+        self.active = False
 
     def __enter__(self) -> None:
+        # A call that starts now could only fail or time out.
         self._watch.check()
-        self.waiting = True
+        self.active = True
 
     def __exit__(self, *_: object) -> None:
-        self.waiting = False
+        self.active = False
 
 
 def watch_group(group: dist.ProcessGroup, timeout: float) -> Watch:
-    """Watch the ranks of a process group that somebody else has opened."""
+    """Return a watch over the ranks of a process group that was opened by other code.
+
+    Args:
+        group: The process group.
+        timeout: Seconds that a rank waits for another.
+    """
     if group.size() == 1:
         return Watch()
-    keeper = None if launcher_keeps_store(os.environ) else 0
-    return PeerWatch(group.get_group_store(), group.rank(), group.size(), timeout=timeout, keeper=keeper)
+    store_rank = None if launcher_hosts_store(os.environ) else 0
+    return PeerWatch(group.get_group_store(), group.rank(), group.size(), timeout=timeout, store_rank=store_rank)
 
 
 def _close_at_exit(reference: weakref.ref[PeerWatch]) -> None:
-    """Tell the others of the error by which this process ends, if it ends by one of its own."""
+    """Report the error that ends this process to the other ranks, unless it came from one of them."""
     watch = reference()
     if watch is None:
         return
+    # Python sets this attribute when an error has ended the script.
     error = vars(sys).get("last_value")
     if isinstance(error, BaseException) and not isinstance(error, PeerError):
-        watch.tell(error)
+        watch.report_failure(error)
     watch.close()

@@ -1,7 +1,7 @@
-"""Sum tensors over ranks in the order of the tree, whichever way they travel."""
+"""Sums of tensors over ranks in the order of the tree."""
 
 from lockstep.communicators.sums.ordered_sum import (
-    ARENAS as ARENAS,
+    NUM_BUFFERS as NUM_BUFFERS,
     OrderedSum as OrderedSum,
     give_up_at_exit as give_up_at_exit,
 )

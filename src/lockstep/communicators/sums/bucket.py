@@ -1,4 +1,4 @@
-"""One bucket of a sum over ranks: to the owners, added up, and back."""
+"""The transfer of one bucket of an ordered sum: to the owners, summed, and back to all ranks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 
 from lockstep.communicators.sums.planning import Bucket, Segment
 from lockstep.communicators.sums.wire import ScratchBuffer, WireFormat
-from lockstep.communicators.transport import Channel, Parcel, Posted
+from lockstep.communicators.transport import Channel, PeerTensor, PostedWork
 from lockstep.tree import divide
 
-SCATTER: Final = 1
-GATHER: Final = 2
-"""Tags that keep the way to the owners apart from the way back."""
+SCATTER_TAG: Final = 1
+"""The tag of terms that are sent to the owners."""
+GATHER_TAG: Final = 2
+"""The tag of sums that the owners send. A sum must not be taken for a term of the same length."""
 
-Flats: TypeAlias = "dict[int, torch.Tensor]"
-"""Tensors by their index, flat."""
+FlatTensors: TypeAlias = "dict[int, torch.Tensor]"
+"""Flat tensors by the index of the tensor whose memory they view."""
 
 Arriving: TypeAlias = "list[tuple[torch.Tensor, torch.Tensor]]"
-"""Messages, each with the tensor that it fills."""
+"""Messages that are being received, each with the tensor that it is decoded into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,162 +30,172 @@ class SumContext:
     """What all buckets of one sum have in common.
 
     Attributes:
-        channel: Joins the ranks.
+        channel: The connection to the other ranks.
         ranks: The rank that holds each node.
-        terms: What each node of this rank has. Its memory is used.
-        roots: Where the sums shall lie; it may be the memory of a term.
-        wire: What messages look like.
-        divisor: The sum is divided by it, unless it is 1.
+        terms: The tensors of each node of this rank. Their memory is overwritten.
+        roots: The tensors that receive the sums. They may share the memory of a term.
+        wire: The format of messages.
+        divisor: The number by which the sums are divided, unless it is 1.
     """
 
     channel: Channel
     ranks: Sequence[int]
-    terms: Mapping[int, Flats]
-    roots: Flats
+    terms: Mapping[int, FlatTensors]
+    roots: FlatTensors
     wire: WireFormat
     divisor: float
 
 
 class BucketTransfer:
-    """A bucket on its way; the three steps are taken once each, in order.
+    """The transfer of one bucket, in three steps that must be called once each and in order.
 
-    The owner of a run adds it up in the memory of its own terms, and all others let the sum arrive in theirs:
-    it is made only when what lay there has reached the owner.
+    The owner of a segment sums it in the memory of its own terms. All other ranks receive the sum in the memory of
+    theirs. That is safe because the sum can only be computed after what lay there has reached the owner.
 
     Args:
-        job: The sum it is part of.
-        bucket: Which elements.
-        arena: Memory that is this stage's until `collect` has returned.
+        context: The sum that the bucket is part of.
+        bucket: The elements to sum.
+        scratch: Memory that nothing else uses from `scatter` until `collect` has returned.
     """
 
-    def __init__(self, job: SumContext, bucket: Bucket, arena: ScratchBuffer) -> None:
-        self._job = job
-        self._runs = bucket.runs
-        self._arena = arena
-        self._rank = job.channel.rank
-        self._others = [rank for rank in range(job.channel.size) if rank != self._rank]
-        self._scattered = Posted()
-        self._gathered = Posted()
+    def __init__(self, context: SumContext, bucket: Bucket, scratch: ScratchBuffer) -> None:
+        self._context = context
+        self._segments = bucket.segments
+        self._scratch = scratch
+        self._rank = context.channel.rank
+        self._others = [rank for rank in range(context.channel.size) if rank != self._rank]
+        self._scattered = PostedWork()
+        self._gathered = PostedWork()
         self._terms_arriving: Arriving = []
         self._sums_arriving: Arriving = []
         self._terms: dict[Segment, list[torch.Tensor]] = {}
-        self._apart: list[tuple[Segment, torch.Tensor]] = []
+        self._sums_apart: list[tuple[Segment, torch.Tensor]] = []
 
     def scatter(self) -> None:
-        """Begin to send what this rank has to the owners, and to receive what it owns."""
-        self._arena.clear()
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
-        for run in self._runs:
-            for node in run.nodes:
-                if self._job.ranks[node] == self._rank:
-                    self._send_term(run, node, sends)
-                elif self._is_here(run):
-                    term = self._arena.take(run.size, self._dtype(run))
-                    receives.append((self._expect(term, self._terms_arriving), self._job.ranks[node]))
-                    self._terms.setdefault(run, []).append(term)
-        self._scattered = self._job.channel.post(sends, receives, SCATTER)
-        if not self._job.channel.is_in_order:
-            # Who is ready to receive need not be asked before he is sent to.
-            self._gathered = self._job.channel.post([], self._receive_sums(), GATHER)
+        """Start to send the terms of this rank to the owners, and to receive terms of what this rank owns."""
+        self._scratch.reset()
+        sends: list[PeerTensor] = []
+        receives: list[PeerTensor] = []
+        for segment in self._segments:
+            # Nodes ascend on every rank, so the terms of a segment are collected in the order of the tree's leaves,
+            # and messages between two ranks are posted in the same order at both ends.
+            for node in segment.nodes:
+                if self._context.ranks[node] == self._rank:
+                    self._send_term(segment, node, sends)
+                elif self._is_summed_here(segment):
+                    term = self._scratch.allocate(segment.size, self._dtype(segment))
+                    receives.append((self._expect(term, self._terms_arriving), self._context.ranks[node]))
+                    self._terms.setdefault(segment, []).append(term)
+        self._scattered = self._context.channel.post(sends, receives, SCATTER_TAG)
+        if not self._context.channel.is_in_order:
+            # These receives are posted early, so that the owner can send without a further round trip.
+            self._gathered = self._context.channel.post([], self._receive_sums(), GATHER_TAG)
 
     def add_up(self) -> None:
-        """Wait for what this rank owns, add it up, divide it, and begin to send the sums to all."""
+        """Wait for the terms of what this rank owns, sum and divide them, and start to send the sums to all ranks."""
         self._receive(self._scattered, self._terms_arriving)
-        sends: list[Parcel] = []
-        for run in self._runs:
-            if self._is_here(run):
-                target = self._target(run)
-                self._sum(run, target)
-                if run.owner is not None:
-                    message = self._job.wire.encode(target, self._arena)
-                    self._job.wire.decode(message, target)  # the owner keeps what the others get
+        sends: list[PeerTensor] = []
+        for segment in self._segments:
+            if self._is_summed_here(segment):
+                target = self._target(segment)
+                self._sum(segment, target)
+                if segment.owner is not None:
+                    message = self._context.wire.encode(target, self._scratch)
+                    # The owner rounds its own copy as well, so that all ranks end with the same bits.
+                    self._context.wire.decode(message, target)
                     sends.extend((message, other) for other in self._others)
-        receives = self._receive_sums() if self._job.channel.is_in_order else []
-        posted = self._job.channel.post(sends, receives, GATHER)
+        # NCCL requires that a receive is posted together with its send, hence not before the sums are there.
+        receives = self._receive_sums() if self._context.channel.is_in_order else []
+        posted = self._context.channel.post(sends, receives, GATHER_TAG)
         self._gathered.incoming += posted.incoming
         self._gathered.outgoing += posted.outgoing
 
     def collect(self) -> None:
-        """Wait for the sums of all owners, and put them where they belong."""
+        """Wait for the sums of all owners, and copy them to where they belong."""
         self._receive(self._gathered, self._sums_arriving)
-        self._job.channel.wait(self._scattered.outgoing)
-        self._job.channel.wait(self._gathered.outgoing)
-        for run, target in self._apart:
-            pieces = _pieces(run, self._job.roots)
+        # Memory that is still being sent must not be reused: scratch memory, and results, which are returned next.
+        self._context.channel.wait(self._scattered.outgoing)
+        self._context.channel.wait(self._gathered.outgoing)
+        for segment, target in self._sums_apart:
+            pieces = _views(segment, self._context.roots)
             torch._foreach_copy_(pieces, torch.split(target, [piece.numel() for piece in pieces]))
 
-    def _receive_sums(self) -> list[Parcel]:
-        """Make room for the sums that others make."""
+    def _receive_sums(self) -> list[PeerTensor]:
+        """Return the tensors that receive the sums of other owners."""
         return [
-            (self._expect(self._target(run), self._sums_arriving), run.owner)
-            for run in self._runs
-            if run.owner is not None and run.owner != self._rank
+            (self._expect(self._target(segment), self._sums_arriving), segment.owner)
+            for segment in self._segments
+            if segment.owner is not None and segment.owner != self._rank
         ]
 
-    def _send_term(self, run: Segment, node: int, sends: list[Parcel]) -> None:
-        """Send what a node of this rank has of a run to all who add it up."""
-        pieces = _pieces(run, self._job.terms[node])
+    def _send_term(self, segment: Segment, node: int, sends: list[PeerTensor]) -> None:
+        """Add the term of a node of this rank to what is sent to the ranks that sum the segment."""
+        pieces = _views(segment, self._context.terms[node])
         term = pieces[0]
         if len(pieces) > 1:
-            term = torch.cat(pieces, out=self._arena.take(run.size, term.dtype))
-        message = self._job.wire.encode(term, self._arena)
-        if self._is_here(run):
-            self._job.wire.decode(message, term)
-            self._terms.setdefault(run, []).append(term)
-        if run.owner is None:
+            term = torch.cat(pieces, out=self._scratch.allocate(segment.size, term.dtype))
+        message = self._context.wire.encode(term, self._scratch)
+        if self._is_summed_here(segment):
+            # Rounded as if it had been sent, so that the sum does not depend on which rank owns the segment.
+            self._context.wire.decode(message, term)
+            self._terms.setdefault(segment, []).append(term)
+        if segment.owner is None:
             sends.extend((message, other) for other in self._others)
-        elif run.owner != self._rank:
-            sends.append((message, run.owner))
+        elif segment.owner != self._rank:
+            sends.append((message, segment.owner))
 
     def _expect(self, target: torch.Tensor, arriving: Arriving) -> torch.Tensor:
-        """Make room for a message that fills a tensor."""
-        message = self._job.wire.room(target, self._arena)
+        """Return a receive buffer for the message that fills a tensor, and add it to the messages to decode."""
+        message = self._context.wire.receive_buffer(target, self._scratch)
         arriving.append((message, target))
         return message
 
-    def _receive(self, posted: Posted, arriving: Arriving) -> None:
-        """Wait for messages, and read them."""
-        self._job.channel.wait(posted.incoming)
+    def _receive(self, posted: PostedWork, arriving: Arriving) -> None:
+        """Wait for messages, and decode them."""
+        self._context.channel.wait(posted.incoming)
         for message, target in arriving:
-            self._job.wire.decode(message, target)
+            self._context.wire.decode(message, target)
 
-    def _target(self, run: Segment) -> torch.Tensor:
-        """Give the memory in which the sum of a run is made or arrives."""
-        pieces = _pieces(run, self._job.roots)
-        # Where all ranks add up for themselves, this one's term may lie in the root and still be on its way.
-        if len(pieces) == 1 and run.owner is not None:
+    def _target(self, segment: Segment) -> torch.Tensor:
+        """Return the memory in which the sum of a segment is computed or received."""
+        pieces = _views(segment, self._context.roots)
+        # If every rank computes the sum, the term of this rank may share the memory of the root while it is still being
+        # sent to the others, so the sum must not overwrite it.
+        if len(pieces) == 1 and segment.owner is not None:
             return pieces[0]
-        target = self._arena.take(run.size, pieces[0].dtype)
-        self._apart.append((run, target))
+        target = self._scratch.allocate(segment.size, pieces[0].dtype)
+        self._sums_apart.append((segment, target))
         return target
 
-    def _sum(self, run: Segment, target: torch.Tensor) -> None:
-        """Add up the terms of a run in the tree's order; no term that is being sent is written to."""
-        terms = self._terms.pop(run)
-        sent = [run.owner is None and self._job.ranks[node] == self._rank for node in run.nodes]
-        for into, other in run.additions[:-1]:
+    def _sum(self, segment: Segment, target: torch.Tensor) -> None:
+        """Sum the terms of a segment in the order of the tree."""
+        terms = self._terms.pop(segment)
+        # A term that is being sent must not be written to: its partial sum goes to other memory.
+        sent = [segment.owner is None and self._context.ranks[node] == self._rank for node in segment.nodes]
+        for into, other in segment.additions[:-1]:
             if sent[into]:
-                terms[into] = torch.add(terms[into], terms[other], out=self._arena.take(run.size, target.dtype))
+                scratch = self._scratch.allocate(segment.size, target.dtype)
+                terms[into] = torch.add(terms[into], terms[other], out=scratch)
                 sent[into] = False
             else:
                 terms[into].add_(terms[other])
-        if run.additions:
-            into, other = run.additions[-1]
+        if segment.additions:
+            into, other = segment.additions[-1]
             torch.add(terms[into], terms[other], out=target)
         elif terms[0].data_ptr() != target.data_ptr():
             target.copy_(terms[0])
-        divide([target], self._job.divisor)
+        divide([target], self._context.divisor)
 
-    def _is_here(self, run: Segment) -> bool:
-        return run.owner is None or run.owner == self._rank
+    def _is_summed_here(self, segment: Segment) -> bool:
+        return segment.owner is None or segment.owner == self._rank
 
-    def _dtype(self, run: Segment) -> torch.dtype:
-        return self._job.roots[run.pieces[0].tensor].dtype
+    def _dtype(self, segment: Segment) -> torch.dtype:
+        return self._context.roots[segment.pieces[0].tensor].dtype
 
 
-def _pieces(run: Segment, flats: Flats) -> list[torch.Tensor]:
-    """View the elements of a run."""
+def _views(segment: Segment, flats: FlatTensors) -> list[torch.Tensor]:
+    """Return views of the elements of a segment, one per piece."""
     return [
-        flats[piece.tensor] if piece.whole else flats[piece.tensor][piece.start : piece.stop] for piece in run.pieces
+        flats[piece.tensor] if piece.whole else flats[piece.tensor][piece.start : piece.stop]
+        for piece in segment.pieces
     ]

@@ -1,4 +1,4 @@
-"""The sum over all ranks of what each has of some tensors, as `ordered` has planned it."""
+"""The ordered sum over ranks, computed bucket by bucket as `planning` has planned it."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Final
 import torch
 
 from lockstep.communicators.communicator import PendingSum, check_brought, check_complete
-from lockstep.communicators.sums.bucket import BucketTransfer, Flats, SumContext
+from lockstep.communicators.sums.bucket import BucketTransfer, FlatTensors, SumContext
 from lockstep.communicators.sums.planning import Plan
 from lockstep.communicators.sums.wire import ScratchBuffer, WireFormat
 from lockstep.communicators.transport import Channel
 from lockstep.errors import OrderError
 from lockstep.tree import Tensors
 
-AHEAD: Final = 2
-"""Buckets. So many are on their way to their owners at once, and as many on their way back."""
+MAX_IN_FLIGHT: Final = 2
+"""The number of buckets that may be on their way to their owners at once, and as many on their way back."""
 
-ARENAS: Final = 2 * AHEAD
-"""So many buckets are under way at once, each with memory of its own."""
+NUM_BUFFERS: Final = 2 * MAX_IN_FLIGHT
+"""The number of buckets that may be in progress at once, each with its own scratch buffer."""
 
 
 class OrderedSum(PendingSum):
-    """A sum over all ranks, made bucket by bucket; see `PendingSum`.
+    """A sum over all ranks that is computed bucket by bucket; see `PendingSum`.
 
     Args:
-        channel: Joins the ranks.
-        plan: What is sent, and who adds it up.
+        channel: The connection to the other ranks.
+        plan: The plan of what is sent, and of which rank sums it.
         like: Tensors that have the shapes, dtypes and devices of the result.
-        divisor: The sum is divided by it, unless it is 1.
-        wire: What messages look like.
-        arenas: `ARENAS` of them, which nobody else uses until the end.
-        background: Whether a thread sends each bucket as soon as all of it has been brought, while the caller
-            goes on computing. Otherwise `finish` does all.
+        divisor: The number by which the sums are divided, unless it is 1.
+        wire: The format of messages.
+        buffers: `NUM_BUFFERS` scratch buffers that nothing else uses until the sum has ended.
+        background: Whether a thread sends each bucket as soon as it is complete, while the caller continues. If
+            not, `finish` does all the work.
     """
 
     def __init__(
@@ -47,33 +47,35 @@ class OrderedSum(PendingSum):
         *,
         divisor: float,
         wire: WireFormat,
-        arenas: Sequence[ScratchBuffer],
+        buffers: Sequence[ScratchBuffer],
         background: bool = False,
     ) -> None:
         self._like = like
         self._results: Tensors = [None] * len(like)
-        self._roots: Flats = {}
+        self._roots: FlatTensors = {}
         own = [node for node, rank in enumerate(plan.ranks) if rank == channel.rank]
-        self._terms: dict[int, Flats] = {node: {} for node in own}
+        self._terms: dict[int, FlatTensors] = {node: {} for node in own}
         self._missing = [set(plan.present[node]) for node in own]
         here = set().union(*self._missing)
+        # A tensor that only other ranks have needs new memory; all other sums replace a term of this rank.
         for index in set().union(*plan.present) - here:
             result = torch.empty_like(like[index])
             self._results[index], self._roots[index] = result, result.reshape(-1)
-        job = SumContext(channel, plan.ranks, self._terms, self._roots, wire, divisor)
-        self._stages = [
-            BucketTransfer(job, bucket, arenas[index % ARENAS]) for index, bucket in enumerate(plan.buckets)
+        context = SumContext(channel, plan.ranks, self._terms, self._roots, wire, divisor)
+        # A bucket starts only after the one `NUM_BUFFERS` before it was collected, so no buffer is used twice at once.
+        self._transfers = [
+            BucketTransfer(context, bucket, buffers[index % NUM_BUFFERS]) for index, bucket in enumerate(plan.buckets)
         ]
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._readiness: BucketReadiness | None = None
         if background:
             self._readiness = BucketReadiness([bucket.tensors & here for bucket in plan.buckets])
-            self._thread = threading.Thread(target=self._work, name="lockstep reduction")
+            self._thread = threading.Thread(target=self._run_in_background, name="lockstep reduction")
             self._thread.start()
 
     def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Bring what this rank has of one tensor; see `PendingSum.bring`."""
+        """Add this rank's terms of one tensor; see `PendingSum.bring`."""
         for terms, missing, tensor in zip(self._terms.values(), self._missing, tensors, strict=True):
             check_brought(index, tensor, awaited=index in missing)
             if tensor is not None:
@@ -81,33 +83,36 @@ class OrderedSum(PendingSum):
                 if self._results[index] is None:
                     self._results[index], self._roots[index] = tensor, terms[index]
                 missing.discard(index)
+        # This must come last, because the thread reads the terms as soon as they count as complete.
         if self._readiness is not None:
-            self._readiness.brought(index)
+            self._readiness.count(index)
 
     def finish(self) -> Tensors:
-        """Give the sums; see `PendingSum.finish`."""
+        """Return the sums; see `PendingSum.finish`."""
         check_complete(set().union(*self._missing))
-        self._end()
+        self._wait_for_all()
         with torch.no_grad():
             for index, result in enumerate(self._results):
+                # The flat view of a tensor with gaps is a copy, which holds the sum.
                 if result is not None and result.data_ptr() != self._roots[index].data_ptr():
                     result.copy_(self._roots[index].view(result.shape))
         return self._results
 
     def abandon(self) -> None:
-        """Bring zeros for all that is missing; see `PendingSum.abandon`."""
+        """Add zeros for all missing tensors; see `PendingSum.abandon`."""
         for index in set().union(*self._missing):
             zeros = torch.zeros_like(self._like[index])
+            # Every node gets a clone, because the terms are summed in place.
             self.bring(index, [zeros.clone() if index in missing else None for missing in self._missing])
-        self._end()
+        self._wait_for_all()
 
     def give_up(self) -> None:
-        """Let the thread end after the buckets that are on their way."""
+        """Stop the thread after the buckets that are in progress."""
         if self._readiness is not None:
             self._readiness.give_up()
 
-    def _end(self) -> None:
-        """See all buckets to their end."""
+    def _wait_for_all(self) -> None:
+        """Complete all buckets, in the background thread if there is one."""
         if self._thread is None:
             self._run()
             return
@@ -115,40 +120,41 @@ class OrderedSum(PendingSum):
         if self._error is not None:
             raise self._error
 
-    def _work(self) -> None:
-        """Do the thread's work; what goes wrong is raised by who waits for it."""
+    def _run_in_background(self) -> None:
+        """Run the sum in its thread, and keep an error for the thread that waits for the sum."""
         before = torch.get_num_threads()
-        torch.set_num_threads(1)  # the others are computing
+        # The caller is computing on the other cores.
+        torch.set_num_threads(1)
         try:
             self._run()
         except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
             self._error = error
         finally:
-            torch.set_num_threads(before)  # which later threads would begin with
+            # Threads that start later would inherit the number.
+            torch.set_num_threads(before)
 
     @torch.no_grad()
     def _run(self) -> None:
-        """Take all stages through their steps in order, with some under way in either direction.
-
-        No rank waits for a bucket that another has not begun for want of this one's: all take the buckets in
-        the same order, and what has been sent needs nothing more of its sender to be received.
-        """
-        stages = self._stages
+        """Run the steps of all transfers in order, with several buckets in progress in either direction."""
+        # This cannot deadlock: all ranks start the buckets in the same order, and a message that has been sent can be
+        # received without further calls of its sender. So the earliest bucket in progress always continues.
+        transfers = self._transfers
         scattered = added = collected = 0
-        while collected < len(stages):
-            may_scatter = scattered < len(stages) and scattered < added + AHEAD
+        while collected < len(transfers):
+            may_scatter = scattered < len(transfers) and scattered < added + MAX_IN_FLIGHT
+            # The loop waits for tensors only if no bucket is in progress: otherwise it completes those first.
             if may_scatter and self._is_ready(scattered, wait=scattered == collected):
-                stages[scattered].scatter()
+                transfers[scattered].scatter()
                 scattered += 1
-            elif added < scattered and added < collected + AHEAD:
-                stages[added].add_up()
+            elif added < scattered and added < collected + MAX_IN_FLIGHT:
+                transfers[added].add_up()
                 added += 1
             else:
-                stages[collected].collect()
+                transfers[collected].collect()
                 collected += 1
 
     def _is_ready(self, bucket: int, *, wait: bool) -> bool:
-        """Tell whether all of a bucket has been brought, or wait until it has."""
+        """Return whether all tensors of a bucket are available, after waiting for them if `wait` is true."""
         if self._readiness is None:
             return True
         if wait:
@@ -157,14 +163,14 @@ class OrderedSum(PendingSum):
 
 
 class BucketReadiness:
-    """Buckets that become ready as the tensors they need are brought.
+    """Counts the tensors that are available, and which buckets are complete with them.
 
     Args:
-        needs: The tensors that each bucket waits for.
+        needs: For each bucket, the tensors that it waits for.
 
     >>> readiness = BucketReadiness([{2, 1}, {1, 0}, set()])
-    >>> readiness.brought(2)
-    >>> readiness.brought(1)
+    >>> readiness.count(2)
+    >>> readiness.count(1)
     >>> [readiness.is_ready(bucket) for bucket in range(3)]
     [True, False, True]
     """
@@ -172,7 +178,7 @@ class BucketReadiness:
     def __init__(self, needs: Sequence[Collection[int]]) -> None:
         self._given_up = False
         self._ready = [threading.Event() for _ in needs]
-        self._left = [len(each) for each in needs]
+        self._num_missing = [len(each) for each in needs]
         self._waiting: defaultdict[int, list[int]] = defaultdict(list)
         for bucket, each in enumerate(needs):
             if not each:
@@ -180,43 +186,48 @@ class BucketReadiness:
             for index in each:
                 self._waiting[index].append(bucket)
 
-    def brought(self, index: int) -> None:
-        """Count a tensor in; called by one thread only."""
+    def count(self, index: int) -> None:
+        """Count a tensor as available. Only one thread may call this, because it takes no lock."""
         for bucket in self._waiting[index]:
-            self._left[bucket] -= 1
-            if self._left[bucket] == 0:
+            self._num_missing[bucket] -= 1
+            if self._num_missing[bucket] == 0:
                 self._ready[bucket].set()
 
     def is_ready(self, bucket: int) -> bool:
-        """Return whether all that a bucket needs has been brought."""
+        """Return whether all tensors that a bucket needs are available."""
         return self._ready[bucket].is_set() and not self._given_up
 
     def wait(self, bucket: int) -> None:
-        """Wait until all that a bucket needs has been brought.
+        """Wait until all tensors that a bucket needs are available.
 
         Raises:
-            OrderError: Nothing more will be.
+            OrderError: If no further tensors will become available.
         """
         self._ready[bucket].wait()
         if self._given_up:
-            raise OrderError("Everything announced must be brought before Python ends.")
+            raise OrderError("All announced terms must be brought before Python ends.")
 
     def give_up(self) -> None:
-        """Let nobody wait any longer."""
+        """Wake all threads that wait, because no further tensors will become available."""
+        # This must come before the events: a thread that wakes up must see it.
         self._given_up = True
         for each in self._ready:
             each.set()
 
 
-def give_up_at_exit(reductions: weakref.WeakSet[OrderedSum]) -> None:
-    """Let Python end though sums are under way that nobody will finish.
+def give_up_at_exit(sums: weakref.WeakSet[OrderedSum]) -> None:
+    """Stop the threads of unfinished sums when Python ends.
 
-    An error between the beginning of a sum and its end may leave a thread that waits for what nobody brings.
+    An error between the start and the end of a sum may leave a thread that waits for tensors that will never come,
+    and Python would wait for that thread.
+
+    Args:
+        sums: The sums that have a thread.
     """
     # Python joins its threads before `atexit` functions run, and calls these before that.
-    threading._register_atexit(_give_up, weakref.ref(reductions))  # type: ignore[attr-defined]
+    threading._register_atexit(_give_up_all, weakref.ref(sums))  # type: ignore[attr-defined]
 
 
-def _give_up(reference: weakref.ref[weakref.WeakSet[OrderedSum]]) -> None:
-    for reduction in list(reference() or ()):
-        reduction.give_up()
+def _give_up_all(reference: weakref.ref[weakref.WeakSet[OrderedSum]]) -> None:
+    for each in list(reference() or ()):
+        each.give_up()

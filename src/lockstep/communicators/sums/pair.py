@@ -1,8 +1,8 @@
-"""The ordered sum where any order is the tree's: two ranks, each with one partial sum of the same tensors.
+"""The ordered sum for two ranks that have one partial sum each of the same tensors.
 
-Addition of two numbers is commutative, so torch's own all_reduce, which adds each element once, has the bits
-of the tree. Only of two NaNs it is open whose bits remain; formats of 16 bits are left out, because backends
-round them in ways of their own.
+There is only one addition per element, and addition is commutative, so torch's own all_reduce has the bits of the
+tree. Two restrictions remain: which NaN results from two different NaNs is open, and 16-bit dtypes are excluded,
+because backends round them in different ways.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from lockstep.communicators.communicator import Contribution, PendingSum, check_brought, check_complete
 from lockstep.communicators.transport import (
-    LONG,
-    PAIR,
+    LONG_TENSOR,
+    PAIR_SIZE,
     Channel,
     Works,
     all_reduce,
@@ -26,43 +26,53 @@ from lockstep.communicators.transport import (
 )
 from lockstep.tree import PartialSum, Tensors, divide
 
-EXACT: Final = (torch.float32, torch.float64)
-"""Formats in which every backend adds two numbers with the one rounding that IEEE 754 asks for."""
+EXACT_DTYPES: Final = (torch.float32, torch.float64)
+"""The dtypes in which every backend adds two numbers with the single rounding of IEEE 754."""
 
 
 def is_pair(contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> bool:
-    """Tell whether two ranks bring one partial sum each, of the same tensors and in formats that add exactly.
+    """Return whether two ranks have one partial sum each of the same tensors, in dtypes that are summed exactly.
+
+    Args:
+        contributions: The contributions of all ranks.
+        like: Tensors that have the dtypes of those to sum.
 
     >>> one, two = Contribution((0,), (3,)), Contribution((4,), (3,))
     >>> is_pair([one, two], [torch.ones(1), torch.ones(1)]), is_pair([one], []), is_pair([one, two, two], [])
     (True, False, False)
     """
     return (
-        len(contributions) == PAIR
+        len(contributions) == PAIR_SIZE
         and all(len(each.shards) == 1 and not each.sparse for each in contributions)
         and contributions[0].present == contributions[1].present
-        and all(tensor.dtype in EXACT for tensor in like)
+        and all(tensor.dtype in EXACT_DTYPES for tensor in like)
     )
 
 
 @torch.no_grad()
 def sum_pair(channel: Channel, partial: PartialSum, divisor: float) -> Tensors:
-    """Add up what each of two ranks has, in place, and divide it."""
+    """Sum the partial sums of two ranks in place, and divide the sums.
+
+    Args:
+        channel: The connection between the two ranks.
+        partial: The partial sum of this rank.
+        divisor: The number by which the sums are divided, unless it is 1.
+    """
     all_reduce(channel, [tensor for tensor in partial.tensors if tensor is not None])
     return divide(partial.tensors, divisor)
 
 
 class PairSum(PendingSum):
-    """A sum over two ranks of tensors that come one after the other; the transport's own threads add them up.
+    """A sum over two ranks of tensors that become available one after the other.
 
-    Long tensors travel where they lie, short ones together. Packets go out in one order on both ranks, the
-    last tensors first, as backward makes them; each as soon as it and all before it are there.
+    The transport's own threads compute it. Long tensors are sent in place, short ones are copied together. A packet
+    is sent as soon as it and all packets before it are complete.
 
     Args:
-        channel: Joins the two.
-        contribution: What either brings.
-        like: Tensors of the shapes, dtypes and devices of the result.
-        divisor: The sum is divided by it, unless it is 1.
+        channel: The connection between the two ranks.
+        contribution: The contribution of either rank.
+        like: Tensors that have the shapes, dtypes and devices of the result.
+        divisor: The number by which the sums are divided, unless it is 1.
     """
 
     def __init__(
@@ -73,13 +83,15 @@ class PairSum(PendingSum):
         self._divisor = divisor
         mask = contribution.present[0]
         self._missing = {index for index in range(len(like)) if mask >> index & 1}
-        self._packets = plan_packets(like, sorted(self._missing, reverse=True), limit=LONG, alone=LONG)
+        # The last tensors come first, as backward computes them. The order is fixed and does not depend on when they
+        # arrive, because a collective must be the same one on both ranks.
+        self._packets = plan_packets(like, sorted(self._missing, reverse=True), limit=LONG_TENSOR, alone=LONG_TENSOR)
         self._results: Tensors = [None] * len(like)
         self._flats: list[torch.Tensor] = []
         self._works: Works = []
 
     def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Bring what this rank has of one tensor; see `PendingSum.bring`."""
+        """Add this rank's term of one tensor; see `PendingSum.bring`."""
         (tensor,) = tensors
         check_brought(index, tensor, awaited=index in self._missing)
         if tensor is None:
@@ -90,30 +102,31 @@ class PairSum(PendingSum):
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Send what is next, as far as it is there."""
+        """Send the next packets, up to the first incomplete one."""
         while len(self._works) < len(self._packets):
             packet = self._packets[len(self._works)]
             if not self._missing.isdisjoint(packet):
                 return
-            flat = pack(self._in_packet(packet))
+            flat = pack(self._tensors_of(packet))
             self._works += begin_all_reduce(self._channel, [flat])
             self._flats.append(flat)
 
-    def _in_packet(self, packet: Sequence[int]) -> list[torch.Tensor]:
+    def _tensors_of(self, packet: Sequence[int]) -> list[torch.Tensor]:
         return [tensor for index in packet if (tensor := self._results[index]) is not None]
 
     @torch.no_grad()
     def finish(self) -> Tensors:
-        """Give the sums; see `PendingSum.finish`."""
+        """Return the sums; see `PendingSum.finish`."""
         check_complete(self._missing)
         self._channel.wait(self._works)
         divide([*self._flats], self._divisor)
         for packet, flat in zip(self._packets, self._flats, strict=True):
-            unpack(flat, self._in_packet(packet))
+            unpack(flat, self._tensors_of(packet))
         return self._results
 
     def abandon(self) -> None:
-        """Bring zeros for all that is missing; see `PendingSum.abandon`."""
+        """Add zeros for all missing tensors; see `PendingSum.abandon`."""
         for index in sorted(self._missing, reverse=True):
+            # A contiguous tensor need not be copied by `pack`.
             self.bring(index, [torch.zeros_like(self._like[index], memory_format=torch.contiguous_format)])
         self._channel.wait(self._works)

@@ -1,14 +1,14 @@
-"""Plan the ordered sum over ranks: who adds up which elements, and what is sent for it.
+"""Plan the ordered sum over ranks: which rank sums which elements, and what is sent for that.
 
-Every rank brings partial sums, which are nodes of the tree over shards. The elements of all tensors are laid
-end to end and cut into buckets, and every bucket into one slice for each rank. All ranks send what they have
-of a slice to the slice's owner, who adds it up in the tree's order and sends the sum to all. So an element
-travels (W - 1)/W times the number of nodes towards its owner and (W - 1)/W times back: with one node a rank
-just what a ring sends. Where that is little, every rank sends all it has to every other, and each adds
-everything up for itself: more bytes, but only one journey.
+Every rank contributes partial sums, which are nodes of the tree over shards. The elements of all tensors are
+concatenated and cut into buckets, and every bucket into one slice per rank. All ranks send their terms of a slice
+to the owner of the slice, which sums them in the order of the tree and sends the sum to all ranks. Over W ranks an
+element is therefore sent (W - 1)/W times the number of nodes towards its owner, and (W - 1)/W times back; with one
+node per rank that is what a ring all-reduce sends. If there is little to send, every rank sends all its terms
+to every other rank, and each rank computes the whole sum: that sends more bytes, but needs one step instead of two.
 
-Integers only: ranks that are given the same numbers reach the same plan without a message. Addition is
-elementwise, so no cut shows in the bits.
+The plan is computed with integers only, so ranks that have the same numbers find the same plan without a message.
+Additions are elementwise, so the bits do not depend on where the tensors are cut.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from lockstep.communicators.communicator import Contribution
 from lockstep.plan import Piece, slices
 from lockstep.tree import merge_order
 
-SLICE: Final = 2**22
-"""Bytes. About the length of a slice: shorter ones wake threads too often, longer ones leave them idle."""
-DIRECT: Final = 2**18
-"""Bytes. Pieces from here on travel from their own memory; to copy shorter ones together costs less."""
-WHOLE: Final = 2**20
-"""Bytes. Where a rank receives no more than this of whole tensors, it adds them up by itself."""
+SLICE_BYTES: Final = 2**22
+"""Bytes. The approximate length of a slice: shorter ones wake threads too often, longer ones leave them idle."""
+DIRECT_BYTES: Final = 2**18
+"""Bytes. Pieces of this length or more are sent without a copy; shorter ones are cheaper to copy together."""
+WHOLE_BYTES: Final = 2**20
+"""Bytes. If the terms of all nodes are no longer than this in total, every rank computes the whole sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What a plan knows of a tensor.
+    """The properties of a tensor that a plan depends on.
 
     Attributes:
-        size: Its elements.
-        width: Bytes of an element.
-        kind: Equal for tensors that may travel in one message.
+        size: The number of elements.
+        width: The number of bytes per element.
+        kind: A value that is equal for tensors whose elements may be sent in one message.
     """
 
     size: int
@@ -49,14 +49,14 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements that travel together and are added up at once.
+    """Elements that are sent together and summed together.
 
     Attributes:
-        pieces: Where they lie; of one kind, and there in the same nodes.
-        size: How many they are.
-        nodes: The nodes that have them, by their index in `Plan.ranks`.
-        additions: The additions that sum them, as pairs of indices into `nodes`; see `tree.merge_order`.
-        owner: The rank that adds them up; None where every rank does.
+        pieces: The parts of tensors that hold the elements; all of one kind, and present in the same nodes.
+        size: The number of elements.
+        nodes: The nodes that have these elements, as indices into `Plan.ranks`.
+        additions: The additions that sum the terms, as pairs of indices into `nodes`; see `tree.merge_order`.
+        owner: The rank that sums the elements; None if every rank does.
     """
 
     pieces: tuple[Piece, ...]
@@ -68,25 +68,25 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What is sent, added up and sent back at one time.
+    """Elements that are sent, summed and sent back at one time.
 
     Attributes:
-        runs: In the order in which they are sent.
-        tensors: Those that must be there before the bucket can start.
+        segments: The segments in the order in which they are sent.
+        tensors: The indices of the tensors that must be available before the bucket can start.
     """
 
-    runs: tuple[Segment, ...]
+    segments: tuple[Segment, ...]
     tensors: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the partial sums of all ranks become one.
+    """The plan of a sum over the partial sums of all ranks.
 
     Attributes:
         ranks: The rank that holds each node, in order of shards.
-        buckets: In the order in which they start.
-        present: The tensors that each node has.
+        buckets: The buckets in the order in which they start.
+        present: For each node, the indices of the tensors that it has.
     """
 
     ranks: tuple[int, ...]
@@ -96,25 +96,25 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Where a plan cuts, in bytes; see the constants of this module."""
+    """The lengths in bytes by which a plan is cut; see the constants of this module."""
 
-    slice: int = SLICE
-    direct: int = DIRECT
-    whole: int = WHOLE
+    slice: int = SLICE_BYTES
+    direct: int = DIRECT_BYTES
+    whole: int = WHOLE_BYTES
 
 
 @lru_cache(maxsize=64)
 def plan_sum(contributions: tuple[Contribution, ...], tensors: tuple[Extent, ...], sizes: Sizes = Sizes()) -> Plan:
-    """Plan the sum of what all ranks bring.
+    """Plan the sum of the contributions of all ranks.
 
     Args:
-        contributions: One for each rank; shards ascend over all of them.
-        tensors: What is summed. The last come first, as backward makes them.
-        sizes: Where to cut.
+        contributions: One contribution per rank. Shards must ascend over all of them.
+        tensors: The tensors to sum. The last one comes first, in the order in which backward computes gradients.
+        sizes: The lengths in bytes by which to cut.
 
     >>> both = (Contribution((0,), (1,)), Contribution((1,), (1,)))
     >>> plan = plan_sum(both, (Extent(200, 4, "float"),), Sizes(whole=0))
-    >>> [(run.owner, run.pieces[0].start, run.pieces[0].stop) for run in plan.buckets[0].runs]
+    >>> [(segment.owner, segment.pieces[0].start, segment.pieces[0].stop) for segment in plan.buckets[0].segments]
     [(0, 0, 128), (1, 128, 200)]
     """
     ranks = tuple(rank for rank, each in enumerate(contributions) for _ in each.shards)
@@ -127,20 +127,22 @@ def plan_sum(contributions: tuple[Contribution, ...], tensors: tuple[Extent, ...
     owners: list[int | None] = [None] if received <= sizes.whole else list(range(len(contributions)))
     buckets: list[Bucket] = []
     for nodes, group in groups:
+        # The additions follow from the numbers of the shards alone, so they are those of a single process, wherever
+        # shards run.
         additions = tuple(merge_order([shards[node] for node in nodes]))
         for slices_ in _cut_buckets([tensors[index] for index in group], owners, sizes):
-            runs = tuple(
+            segments = tuple(
                 Segment(pieces, sum(piece.stop - piece.start for piece in pieces), nodes, additions, owner)
                 for owner, slice_ in zip(owners, slices_, strict=True)
-                for pieces in _runs(slice_, group, tensors, sizes.direct if owner is not None else None)
+                for pieces in _segments(slice_, group, tensors, sizes.direct if owner is not None else None)
             )
-            buckets.append(Bucket(runs, frozenset(piece.tensor for run in runs for piece in run.pieces)))
+            buckets.append(Bucket(segments, frozenset(piece.tensor for each in segments for piece in each.pieces)))
     present = tuple(frozenset(index for index in range(len(tensors)) if mask >> index & 1) for mask in masks)
     return Plan(ranks, tuple(buckets), present)
 
 
 def _groups(masks: Sequence[int], tensors: Sequence[Extent]) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Sort tensors by kind and by the nodes that have them; those that nobody has are in no group."""
+    """Group tensors by kind and by the nodes that have them, without tensors that no node has."""
     groups: defaultdict[tuple[Hashable, tuple[int, ...]], list[int]] = defaultdict(list)
     for index in reversed(range(len(tensors))):
         nodes = tuple(node for node, mask in enumerate(masks) if mask >> index & 1)
@@ -150,7 +152,7 @@ def _groups(masks: Sequence[int], tensors: Sequence[Extent]) -> list[tuple[tuple
 
 
 def _cut_buckets(tensors: Sequence[Extent], owners: Sequence[int | None], sizes: Sizes) -> Iterator[list[list[Piece]]]:
-    """Cut tensors into buckets, and each of these into a slice for each owner."""
+    """Cut tensors into buckets, and each bucket into one slice per owner."""
     num_bytes = sum(tensor.size * tensor.width for tensor in tensors)
     num_buckets = max(1, num_bytes // (sizes.slice * len(owners)))
     cut = slices([tensor.size for tensor in tensors], num_buckets * len(owners))
@@ -158,12 +160,13 @@ def _cut_buckets(tensors: Sequence[Extent], owners: Sequence[int | None], sizes:
         yield cut[start : start + len(owners)]
 
 
-def _runs(
+def _segments(
     pieces: Sequence[Piece], group: Sequence[int], tensors: Sequence[Extent], direct: int | None
 ) -> Iterator[tuple[Piece, ...]]:
-    """Let long pieces travel alone, and the short ones between them together."""
+    """Yield each long piece alone, and the short pieces between two long ones together."""
 
     def alone(piece: Piece) -> int:
+        # Every tensor has a different number, so that `groupby` does not join long pieces that follow each other.
         long = direct is not None and (piece.stop - piece.start) * tensors[group[piece.tensor]].width >= direct
         return piece.tensor + 1 if long else 0
 

@@ -1,6 +1,6 @@
-"""Sums of sparse tensors over ranks: every rank gets all parts, and adds them up as one process would.
+"""Sums of sparse tensors over ranks: every rank receives all terms, and sums them as one process would.
 
-How a sparse sum is laid out depends on which elements each part has, so no part of it can be planned ahead.
+The layout of a sparse sum depends on which elements each term has, so it cannot be planned and cut in advance.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from lockstep.tree import PartialSum, Tensors, divide, total
 
 
 def split_sparse(contributions: Sequence[Contribution]) -> tuple[list[Contribution], list[int]]:
-    """Take out of contributions the tensors that some rank has as a sparse one.
+    """Split off the tensors that are sparse on at least one rank.
+
+    Args:
+        contributions: The contributions of all ranks.
 
     Returns:
-        What is left, and the indices of those taken out.
+        The contributions without these tensors, and the indices of these tensors.
     """
     mask = 0
     for contribution in contributions:
@@ -39,64 +42,68 @@ def sum_sparse(
     *,
     divisor: float,
 ) -> Tensors:
-    """Add up some of the tensors of all ranks, of which some are sparse.
+    """Sum tensors of which some may be sparse over all ranks.
 
     Args:
-        channel: Joins the ranks.
-        partials: This rank's.
-        contributions: What all ranks bring.
-        like: Tensors of the shapes, dtypes and devices of the result.
-        indices: Which tensors are added up.
-        divisor: Their sums are divided by it.
+        channel: The connection to the other ranks.
+        partials: The partial sums of this rank.
+        contributions: The contributions of all ranks.
+        like: Tensors that have the shapes, dtypes and devices of the result.
+        indices: The indices of the tensors to sum.
+        divisor: The number by which the sums are divided.
 
     Returns:
-        Their sums, in the order of `indices`.
+        The sums, in the order of `indices`.
     """
-    forms = [[_form(partial.tensors[index]) for index in indices] for partial in partials]
-    said = exchange(channel, json.dumps(forms).encode())
+    # Receivers must know the sizes of a sparse tensor before they can allocate memory for it.
+    layouts = [[_layout(partial.tensors[index]) for index in indices] for partial in partials]
+    messages = exchange(channel, json.dumps(layouts).encode())
     sums: list[PartialSum] = []
-    for rank, message in enumerate(said):
+    # All ranks go through the nodes and tensors in the same order, because each broadcast is a collective.
+    for rank, message in enumerate(messages):
         shards = contributions[rank].shards
         for node, (shard, row) in enumerate(zip(shards, json.loads(message), strict=True)):
             sums.append(PartialSum(shard, [None] * len(indices)))
-            for place, (index, form) in enumerate(zip(indices, row, strict=True)):
+            for position, (index, layout) in enumerate(zip(indices, row, strict=True)):
                 own = partials[node].tensors[index] if rank == channel.rank else None
-                sums[-1].tensors[place] = _sent(channel, own, form, like[index], rank)
+                sums[-1].tensors[position] = _broadcast_tensor(channel, own, layout, like[index], rank)
     return divide(total(sums), divisor)
 
 
-def _form(tensor: torch.Tensor | None) -> list[Any]:
-    """Say how a tensor is laid out, as much as a receiver must know to make room for it."""
+def _layout(tensor: torch.Tensor | None) -> list[Any]:
+    """Return what a receiver must know of a tensor to allocate memory for it."""
     if tensor is None:
         return ["absent"]
     if not tensor.is_sparse:
         return ["dense"]
-    return ["sparse", tensor.is_coalesced(), *(part.shape for part in _parts(tensor))]
+    return ["sparse", tensor.is_coalesced(), *(part.shape for part in _indices_and_values(tensor))]
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the indices and values of a sparse tensor as they lie, an element maybe in several parts."""
-    return tensor._indices(), tensor._values()  # noqa: SLF001 - the public names are for coalesced ones
+def _indices_and_values(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices and values of a sparse tensor as they are stored."""
+    # Coalescing here would add duplicate entries earlier than one process does, with other bits.
+    return tensor._indices(), tensor._values()  # noqa: SLF001 - the public names require coalesced tensors
 
 
-def _sent(
-    channel: Channel, tensor: torch.Tensor | None, form: Sequence[Any], like: torch.Tensor, source: int
+def _broadcast_tensor(
+    channel: Channel, tensor: torch.Tensor | None, layout: Sequence[Any], like: torch.Tensor, source: int
 ) -> torch.Tensor | None:
-    """Bring a tensor from one rank to all."""
-    kind, *layout = form
+    """Return the tensor of one rank on all ranks."""
+    kind, *sizes = layout
     if kind == "absent":
         return None
     if kind == "dense":
         dense = torch.empty_like(like) if tensor is None else tensor
         broadcast(channel, [dense], source)
         return dense
-    coalesced, shape_of_indices, shape_of_values = layout
+    coalesced, shape_of_indices, shape_of_values = sizes
     if tensor is None:
         indices = torch.empty(shape_of_indices, dtype=torch.int64, device=like.device)
         values = torch.empty(shape_of_values, dtype=like.dtype, device=like.device)
     else:
-        indices, values = _parts(tensor)
+        indices, values = _indices_and_values(tensor)
     broadcast(channel, [indices, values], source)
     if tensor is not None:
         return tensor
+    # The tensor must be marked as coalesced only if the original is: sums of coalesced tensors use another kernel.
     return torch.sparse_coo_tensor(indices, values, like.shape, is_coalesced=coalesced, check_invariants=False)

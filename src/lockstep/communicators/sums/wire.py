@@ -1,4 +1,4 @@
-"""How elements look between two ranks, as they are or in fewer bits, and memory for what is on its way."""
+"""Formats in which elements are sent between ranks, exact or compressed, and scratch memory for messages."""
 
 from __future__ import annotations
 
@@ -8,111 +8,124 @@ from typing import Final
 
 import torch
 
-ALIGNMENT: Final = 64
-"""Bytes. Every tensor begins at a multiple, where kernels are fastest and any element fits."""
-COMPRESSED: Final = (torch.float32, torch.float64)
-"""What formats of fewer bits apply to."""
+SCRATCH_ALIGNMENT: Final = 64
+"""Bytes. Every tensor in a scratch buffer begins at a multiple of this, where kernels are fastest."""
+COMPRESSED_DTYPES: Final = (torch.float32, torch.float64)
+"""The dtypes that compressed formats apply to; tensors of other dtypes are sent as they are."""
 LARGEST_EXPONENT: Final = 15
-"""A message's numbers lie below 2 to this power in float16, which ends just below 2¹⁶."""
+"""The numbers of a float16 message are below 2 to this power. The largest float16 is just below 2¹⁶."""
 SCALE_LENGTH: Final = 2
-"""Elements of float16 that hold a message's scale, which is a float32."""
+"""The number of float16 elements that hold the scale of a message, which is a float32."""
 
 
 class ScratchBuffer:
-    """Hands out flat tensors from one block of memory until it is cleared.
+    """A block of memory from which flat tensors are allocated until it is reset.
 
-    New memory for what is on its way would cost as much as the copy into it.
+    It is kept from sum to sum, because newly allocated memory for messages would cost as much as the copy into it.
 
     Args:
-        device: Where the memory lies.
+        device: The device of the memory.
 
-    >>> arena = ScratchBuffer(torch.device("cpu"))
-    >>> arena.take(3, torch.float32).shape
+    >>> scratch = ScratchBuffer(torch.device("cpu"))
+    >>> scratch.allocate(3, torch.float32).shape
     torch.Size([3])
     """
 
     def __init__(self, device: torch.device) -> None:
         self._block = torch.empty(0, dtype=torch.uint8, device=device)
-        self._taken = 0
+        self._used = 0
 
-    def take(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Give a tensor of so many elements, whose values are whatever lay there.
+    def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialized flat tensor.
 
-        A block that is too small is left to those who hold parts of it, and a longer one takes its place.
+        Args:
+            size: The number of elements.
+            dtype: The dtype of the tensor.
         """
-        num_bytes = -(-size * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        if self._taken + num_bytes > self._block.numel():
+        num_bytes = -(-size * dtype.itemsize // SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT
+        if self._used + num_bytes > self._block.numel():
+            # A longer block replaces the current one. Tensors in the old block keep it alive and stay valid.
             self._block = self._block.new_empty(max(2 * self._block.numel(), num_bytes))
-            self._taken = 0
-        part = self._block[self._taken : self._taken + size * dtype.itemsize]
-        self._taken += num_bytes
+            self._used = 0
+        part = self._block[self._used : self._used + size * dtype.itemsize]
+        self._used += num_bytes
         return part.view(dtype)
 
-    def clear(self) -> None:
-        """Take everything back; what was given out must no longer be in use."""
-        self._taken = 0
+    def reset(self) -> None:
+        """Release all memory for reuse. Tensors that were allocated before must no longer be in use."""
+        self._used = 0
 
 
 class WireFormat(ABC):
-    """A format for flat tensors on their way."""
+    """The format in which flat tensors are sent."""
 
     @abstractmethod
-    def encode(self, tensor: torch.Tensor, arena: ScratchBuffer) -> torch.Tensor:
-        """Give the message that says what a tensor holds; it may be the tensor itself.
+    def encode(self, tensor: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+        """Return the message for a tensor, which may be the tensor itself.
 
         Args:
-            tensor: Flat, and left as it is.
-            arena: Memory for a message that is not.
+            tensor: The flat tensor to send. It is not changed.
+            scratch: The memory for the message, if it is not the tensor.
         """
 
     @abstractmethod
-    def room(self, target: torch.Tensor, arena: ScratchBuffer) -> torch.Tensor:
-        """Give a tensor in which a message for `target` can arrive; it may be the target itself."""
+    def receive_buffer(self, target: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+        """Return a tensor into which the message for a tensor can be received, which may be the tensor itself.
+
+        Args:
+            target: The flat tensor that the message is decoded into afterwards.
+            scratch: The memory for the message, if it is not the tensor.
+        """
 
     @abstractmethod
     def decode(self, message: torch.Tensor, target: torch.Tensor) -> None:
-        """Write what a message says to its target."""
+        """Write the elements in a message to a tensor.
+
+        Args:
+            message: The message as `encode` returned it on the rank that sent it.
+            target: The flat tensor to write to.
+        """
 
 
 class PlainFormat(WireFormat):
-    """Every bit as it is; messages are the tensors themselves."""
+    """The exact format: every message is the tensor itself."""
 
-    def encode(self, tensor: torch.Tensor, arena: ScratchBuffer) -> torch.Tensor:
-        """Give the tensor itself."""
-        del arena
+    def encode(self, tensor: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+        """Return the tensor itself."""
+        del scratch
         return tensor
 
-    def room(self, target: torch.Tensor, arena: ScratchBuffer) -> torch.Tensor:
-        """Give the target itself."""
-        del arena
+    def receive_buffer(self, target: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+        """Return the target itself."""
+        del scratch
         return target
 
     def decode(self, message: torch.Tensor, target: torch.Tensor) -> None:
-        """Do nothing: the message has arrived where it belongs."""
+        """Leave the target unchanged, because the message was received into it."""
 
 
 class _HalfFormat(WireFormat):
-    """Floats of 32 and 64 bits in 16; everything else as it is."""
+    """A format that sends float32 and float64 in 16 bits, and all other dtypes as they are."""
 
     dtype: torch.dtype
     prefix = 0
-    """Elements of a message before its numbers."""
+    """The number of elements of a message before its numbers."""
 
-    def encode(self, tensor: torch.Tensor, arena: ScratchBuffer) -> torch.Tensor:
-        """Round a tensor into a message of its own."""
-        message = self.room(tensor, arena)
+    def encode(self, tensor: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+        """Return a message with the rounded elements."""
+        message = self.receive_buffer(tensor, scratch)
         if message is not tensor:
             self._round(tensor, message)
         return message
 
-    def room(self, target: torch.Tensor, arena: ScratchBuffer) -> torch.Tensor:
-        """Give room for half as much, or the target where it is not compressed."""
-        if target.dtype not in COMPRESSED:
+    def receive_buffer(self, target: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
+        """Return memory for a compressed message, or the target if its dtype is not compressed."""
+        if target.dtype not in COMPRESSED_DTYPES:
             return target
-        return arena.take(self.prefix + target.numel(), self.dtype)
+        return scratch.allocate(self.prefix + target.numel(), self.dtype)
 
     def decode(self, message: torch.Tensor, target: torch.Tensor) -> None:
-        """Write rounded numbers to a target."""
+        """Write the rounded elements to the target."""
         if message is not target:
             self._restore(message, target)
 
@@ -124,27 +137,29 @@ class _HalfFormat(WireFormat):
 
 
 class BFloat16Format(_HalfFormat):
-    """Numbers rounded to bfloat16: the range of float32, a relative error of at most 2⁻⁸ each time."""
+    """A format that rounds to bfloat16: the range of float32, with a relative error of at most 2⁻⁸ per message."""
 
     dtype = torch.bfloat16
 
 
 class Float16Format(_HalfFormat):
-    """Numbers times a power of two, rounded to float16: a relative error of at most 2⁻¹¹ each time.
+    """A format that scales by a power of two and rounds to float16: a relative error of at most 2⁻¹¹ per message.
 
-    The power of two stands before the numbers of each message and brings the largest of them to 2¹⁴..2¹⁵.
-    Those smaller than 2⁻²⁸ of it lose further bits, to an absolute error of 2⁻³⁹ of it. Where one is not
-    finite the power is 1, and what is not finite arrives so.
+    The power of two precedes the numbers of each message, and brings the largest of them to 2¹⁴..2¹⁵. Numbers
+    below 2⁻²⁸ times the largest lose further bits, with an absolute error of up to 2⁻³⁹ times the largest. If a
+    number is not finite, the power is 1, and infinities and NaNs arrive as such.
     """
 
     dtype = torch.float16
     prefix = SCALE_LENGTH
 
     def _round(self, tensor: torch.Tensor, message: torch.Tensor) -> None:
-        # All of it on the tensor's device, which nobody waits for.
+        # The scale stays a tensor on the device: reading it on the host would wait for the device.
         peak = torch.linalg.vector_norm(tensor, torch.inf).float()
         exponent = torch.frexp(peak).exponent
         wanted = torch.where(peak.isfinite() & (peak > 0), LARGEST_EXPONENT - exponent, 0)
+        # A power of two scales without rounding as long as nothing underflows. Within these bounds it is a normal
+        # float32.
         scale = torch.ldexp(torch.ones_like(peak), wanted.clamp(-126, 126))
         message[:SCALE_LENGTH].view(torch.float32).copy_(scale)
         message[SCALE_LENGTH:].copy_(tensor * scale.to(tensor.dtype))
@@ -155,10 +170,13 @@ class Float16Format(_HalfFormat):
 
 
 def wire_format(compression: str | None) -> WireFormat:
-    """Give the format of this name.
+    """Return the format with this name.
+
+    Args:
+        compression: None for the exact format, "bf16" or "fp16".
 
     Raises:
-        ValueError: There is none.
+        ValueError: If there is no format with this name.
     """
     formats: dict[str | None, Callable[[], WireFormat]] = {
         None: PlainFormat,

@@ -1,15 +1,15 @@
-"""Move bytes between ranks: point to point, small messages to all, and torch's collectives."""
+"""Data transfer between ranks: point-to-point, control messages, and torch's collectives."""
 
 from lockstep.communicators.transport.channel import (
-    PAIR as PAIR,
+    PAIR_SIZE as PAIR_SIZE,
     Channel as Channel,
-    Parcel as Parcel,
-    Posted as Posted,
+    PeerTensor as PeerTensor,
+    PostedWork as PostedWork,
     Works as Works,
 )
 from lockstep.communicators.transport.messages import Table as Table, exchange as exchange
 from lockstep.communicators.transport.packing import (
-    LONG as LONG,
+    LONG_TENSOR as LONG_TENSOR,
     all_reduce as all_reduce,
     begin_all_reduce as begin_all_reduce,
     broadcast as broadcast,

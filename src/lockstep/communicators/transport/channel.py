@@ -1,4 +1,4 @@
-"""Tensors sent from rank to rank, and waits that end."""
+"""Point-to-point transfers between ranks, and waits that end when a rank fails."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ import torch.distributed as dist
 from lockstep.communicators.failures import Watch
 from lockstep.errors import OrderError, PeerError
 
-PAIR: Final = 2
-"""Ranks that have only each other to send to."""
-LONGEST: Final = 300e-6
-"""Seconds. Between ranks that are all there, an exchange takes about as long."""
-LONGEST_PAIR: Final = 20e-3
-"""Seconds, for two ranks. Their message comes behind gradients that the transport's own threads add up; for
-more ranks a thread of this process does, which needs Python for it."""
+PAIR_SIZE: Final = 2
+"""The size of a group in which each rank has only one other rank to send to."""
+SPIN_SECONDS: Final = 300e-6
+"""Seconds. An exchange takes about as long if all ranks arrive at the same time."""
+SPIN_SECONDS_PAIR: Final = 20e-3
+"""Seconds, for two ranks. Their message arrives after gradients, which the transport's own threads sum. With more
+ranks a thread of this process sums them, and needs the interpreter for it."""
 
-Parcel: TypeAlias = "tuple[torch.Tensor, int]"
-"""A tensor without gaps, and the rank it goes to or comes from."""
+PeerTensor: TypeAlias = "tuple[torch.Tensor, int]"
+"""A contiguous tensor, and the rank that it is sent to or received from."""
 
 Works: TypeAlias = "list[tuple[dist.Work | None, int | None]]"
+"""Transfers in progress, each with the other rank; the rank is None if one transfer stands for several."""
 
 
 @dataclass(slots=True)
-class Posted:
-    """What is under way, with the rank at the other end: None where one piece of work stands for several.
+class PostedWork:
+    """Transfers that have been started.
 
     Attributes:
-        incoming: What is received, and on GPUs what is sent.
-        outgoing: What is sent.
+        incoming: What is being received. On GPUs it includes what is being sent.
+        outgoing: What is being sent.
     """
 
     incoming: Works = field(default_factory=list)
@@ -45,68 +46,69 @@ class Posted:
 
 
 class Channel:
-    """The ranks of one process group, each within reach of the other.
+    """The connection of this rank to the other ranks of one process group.
 
-    What two ranks send each other under one tag arrives in the order it was sent. A group on GPUs knows no
-    tags: there, calls must come in the same order on all ranks.
+    Tensors that one rank sends to another under one tag arrive in the order in which they were sent. A group on
+    GPUs has no tags: there, all ranks must make their calls in the same order.
 
     Args:
-        group: The group.
+        group: The process group.
         timeout: Seconds that a rank waits for another before it raises.
-        watch: Knows which rank has failed.
+        watch: The watch that knows which rank has failed.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float, watch: Watch) -> None:
-        # Held by torch.distributed, which is to end it: it must not outlive that in a communicator.
+        # torch.distributed owns the group. A communicator that outlives it must not keep its threads running.
         self._group = weakref.ref(group)
         self.watch = watch
-        watch.protect(group)
+        watch.add_group(group)
         self.rank: int = dist.get_rank(group)
         self.size: int = dist.get_world_size(group)
         self.bytes_sent = 0
-        """What this rank has sent so far, without what the transport adds."""
-        self.looks = looks_for(self.size)
-        """Seconds for which to look for the end of a message before sleeping."""
+        """How many bytes this rank has sent so far, without what the transport adds."""
+        self.spin_seconds = spin_seconds_for(self.size)
+        """For how many seconds to poll for the end of a message before the thread sleeps."""
         self._timeout = timedelta(seconds=timeout)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group.
+        """The process group.
 
         Raises:
-            OrderError: It has been destroyed.
+            OrderError: If the group has been destroyed.
         """
         group = self._group()
         if group is None:
-            raise OrderError("A communicator is of no use after torch.distributed.destroy_process_group.")
+            raise OrderError("A communicator must not be used after torch.distributed.destroy_process_group.")
         return group
 
     @property
     def is_in_order(self) -> bool:
-        """Whether all ranks must post what belongs together at the same time, as NCCL demands."""
+        """Whether all ranks must post matching transfers at the same point, as NCCL requires."""
         return dist.get_backend(self.group) != "gloo"
 
     @property
     def message_device(self) -> torch.device:
-        """A device whose tensors the group can send: the CPU where it can, else this process's GPU."""
+        """The device for control messages: the CPU if the group can send its tensors, else this process's GPU."""
         if "cpu:" in dist.get_backend_config(self.group):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel], tag: int) -> Posted:
-        """Begin to send and to receive; tensors must stay as they are until `wait` has returned.
+    def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int) -> PostedWork:
+        """Start to send and to receive. The tensors must not be used until `wait` has returned.
 
         Args:
-            sends: What goes out.
-            receives: What is written to, in the order in which each rank sends.
-            tag: Sets these apart from what is under way for other reasons.
+            sends: The tensors to send.
+            receives: The tensors to receive into, per rank in the order in which that rank sends.
+            tag: Separates these transfers from others that are in progress.
         """
         self.bytes_sent += sum(tensor.nbytes for tensor, _ in sends)
         if any(tensor.is_cuda for tensor, _ in (*receives, *sends)):
-            return Posted(incoming=[(work, None) for work in self._post_as_one(sends, receives)])
-        posted = Posted()
+            return PostedWork(incoming=[(work, None) for work in self._post_as_one(sends, receives)])
+        posted = PostedWork()
         rank: int | None = None
         try:
+            # Receives are posted first, because gloo sends data only to a rank that has announced its receive.
             for tensor, rank in receives:
                 work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag)
                 posted.incoming.append((work, rank))
@@ -114,20 +116,22 @@ class Channel:
                 work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag)
                 posted.outgoing.append((work, rank))
         except RuntimeError as error:
-            raise self._lost(rank, error) from error
+            raise self._peer_error(rank, error) from error
         return posted
 
-    def _post_as_one(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> list[dist.Work]:
-        """Post what NCCL must know at once, lest two ranks wait for each other."""
+    def _post_as_one(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> list[dist.Work]:
+        """Start all transfers by one call of NCCL."""
+        # NCCL runs calls one after the other: with separate calls, two ranks that send first would wait for each
+        # other forever.
         incoming = [dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=rank) for tensor, rank in receives]
         outgoing = [dist.P2POp(dist.isend, tensor, group=self.group, group_peer=rank) for tensor, rank in sends]
         return dist.batch_isend_irecv([*incoming, *outgoing])
 
     def wait(self, works: Works) -> None:
-        """Wait until what is under way has been sent or has arrived, and forget it.
+        """Wait until transfers have ended, and remove them from the list.
 
         Raises:
-            PeerError: A rank is gone, or has not answered in time.
+            PeerError: If a rank has failed, or has not answered in time.
         """
         with self.watch.waiting():
             for work, rank in works:
@@ -135,24 +139,26 @@ class Channel:
                     if work is not None:
                         work.wait(self._timeout)
                 except RuntimeError as error:
-                    raise self._lost(rank, error) from error
+                    raise self._peer_error(rank, error) from error
+        # Nothing may be waited for twice, and each transfer would keep its tensors alive.
         works.clear()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Surround a call of torch.distributed that waits by itself.
+        """Return a context for a call of torch.distributed that waits by itself.
 
         Raises:
-            PeerError: A rank is gone, or has not answered in time.
+            PeerError: If a rank has failed, or has not answered in time.
         """
         with self.watch.waiting():
             try:
                 yield
             except RuntimeError as error:
-                raise self._lost(None, error) from error
+                raise self._peer_error(None, error) from error
 
-    def _lost(self, rank: int | None, error: RuntimeError) -> PeerError:
-        """Say which rank is lost: as the watch knows it, else in the words of the transport."""
+    def _peer_error(self, rank: int | None, error: RuntimeError) -> PeerError:
+        """Return the error for a transfer that failed: by the watch if it knows the cause, else by the transport."""
+        # The transport names the rank at the other end, which may itself have ended because of a third one.
         found = self.watch.explain()
         if found is not None:
             return found
@@ -162,17 +168,17 @@ class Channel:
         return PeerError(f"{who} is gone or has not answered within {seconds:g} s: {reason}", rank=rank)
 
 
-def looks_for(num_ranks: int) -> float:
-    """Return the seconds for which looking is worth a core.
+def spin_seconds_for(num_ranks: int) -> float:
+    """Return for how many seconds polling for a message is worth a core.
 
     Args:
-        num_ranks: How many there are, on this machine or on any.
+        num_ranks: The number of ranks, on this machine or on others.
 
     Returns:
-        0 where this process may not use a core for each, so that one that looks would take it from another;
-        and where the system does not say (macOS).
+        0 if this process may use fewer cores than there are ranks, because a rank that polls would then take its
+        core from another; also 0 if the system does not tell the number of cores (macOS).
 
-    >>> looks_for(1_000_000)
+    >>> spin_seconds_for(1_000_000)
     0.0
     """
     try:
@@ -181,20 +187,20 @@ def looks_for(num_ranks: int) -> float:
         return 0.0
     if cores < num_ranks:
         return 0.0
-    return LONGEST_PAIR if num_ranks == PAIR else LONGEST
+    return SPIN_SECONDS_PAIR if num_ranks == PAIR_SIZE else SPIN_SECONDS
 
 
 def spin_wait(work: dist.Work, seconds: float) -> None:
-    """Look again and again whether work on the host has ended, for a short time.
+    """Poll for a short time whether a transfer of host memory has ended.
 
-    A thread that sleeps is woken late, and its core may go to another rank meanwhile, with which it then
-    takes turns of milliseconds. What else can run on the core, such as the transport's own threads, runs
-    between two looks.
+    A thread that sleeps is woken late, and meanwhile its core may go to another rank, with which the thread then
+    takes turns of milliseconds.
 
     Args:
-        work: What is under way. It has not always ended when this returns, and may have failed.
-        seconds: The longest that this takes.
+        work: The transfer. It may still be in progress when this returns, and it may have failed.
+        seconds: The longest time to poll, in seconds.
     """
-    until = time.perf_counter() + seconds
-    while not work.is_completed() and time.perf_counter() < until:
+    deadline = time.perf_counter() + seconds
+    while not work.is_completed() and time.perf_counter() < deadline:
+        # The transport's own threads can use this core between two polls.
         os.sched_yield()

@@ -1,4 +1,4 @@
-"""Small messages from every rank to every rank, with room for numbers that travel along."""
+"""Control messages from every rank to every rank, with room for tensors that are sent along."""
 
 from __future__ import annotations
 
@@ -7,96 +7,99 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.transport.channel import PAIR, Channel, spin_wait
+from lockstep.communicators.transport.channel import PAIR_SIZE, Channel, spin_wait
 
-SHORT: Final = 4096
-"""Bytes. Messages up to this length travel at once, longer ones after all ranks know the longest."""
-LENGTH: Final = 8
-"""Bytes that say how long a message is."""
-ALIGNMENT: Final = 64
-"""Bytes. A head and its body begin at multiples of this, so that numbers can be read where they lie."""
+SHORT_MESSAGE: Final = 4096
+"""Bytes. A message up to this length is sent at once, a longer one after all ranks know the longest length."""
+LENGTH_PREFIX: Final = 8
+"""Bytes before each message, which hold its length."""
+ROW_ALIGNMENT: Final = 64
+"""Bytes. Messages and bodies begin at multiples of this, so that tensors in a body can be used in place."""
 
 
 class Table:
-    """Memory for one message of every rank, each with a body of so many bytes.
+    """Memory for one message from every rank, each followed by a body of a fixed size.
 
     Args:
-        size: How many ranks there are.
-        room: Bytes of each body, the same on every rank.
-        head: Bytes of each message with its length before it.
+        size: The number of ranks.
+        room: The size of each body in bytes, the same on every rank.
+        head: The size of each message in bytes, including the prefix with its length.
     """
 
-    def __init__(self, size: int, room: int = 0, *, head: int = LENGTH + SHORT) -> None:
-        self._head = -(-head // ALIGNMENT) * ALIGNMENT
-        self._width = self._head + -(-room // ALIGNMENT) * ALIGNMENT
+    def __init__(self, size: int, room: int = 0, *, head: int = LENGTH_PREFIX + SHORT_MESSAGE) -> None:
+        self._head = -(-head // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        self._width = self._head + -(-room // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        # The tensor shares the memory of the bytearray, so that messages are read and written without tensor
+        # operations.
         self._buffer = bytearray(size * self._width)
         self.room = room
-        """Bytes of each body."""
+        """The size of each body in bytes."""
         self.rows = torch.frombuffer(self._buffer, dtype=torch.uint8).view(size, self._width)
-        """The message of each rank with its body."""
+        """The message and the body of each rank, one row per rank."""
         self._bodies = self.rows[:, self._head : self._head + room].unbind()
 
     def body(self, rank: int) -> torch.Tensor:
-        """Give the bytes that travel with a rank's message."""
+        """Return the bytes that are sent with the message of a rank, as a view."""
         return self._bodies[rank]
 
     def write(self, rank: int, message: bytes) -> None:
-        """Put the beginning of a message to a rank's place."""
+        """Write a message with its prefix into the row of a rank, as much of it as fits."""
         start = rank * self._width
         self._buffer[start : start + min(len(message), self._head)] = message[: self._head]
 
     def read(self, rank: int) -> tuple[int, bytes]:
-        """Give the length of a rank's message, and as much of it as there is."""
+        """Return the length of the message of a rank, and as much of the message as has arrived."""
         start = rank * self._width
-        first = start + LENGTH
+        first = start + LENGTH_PREFIX
         length = int.from_bytes(self._buffer[start:first], "little")
-        return length, bytes(self._buffer[first : first + min(length, self._head - LENGTH)])
+        return length, bytes(self._buffer[first : first + min(length, self._head - LENGTH_PREFIX)])
 
 
 def exchange(channel: Channel, payload: bytes, table: Table | None = None) -> list[bytes]:
-    """Send a message to every rank and give those of all, in order of ranks.
+    """Send a message to every rank, and return the messages of all ranks in order of ranks.
 
-    What travels is bytes with their number before them; nothing that arrives is run or unpickled.
+    Messages are sent as bytes after their length. Nothing that arrives is executed or unpickled.
 
     Args:
-        channel: Joins the ranks.
-        payload: The message.
-        table: Whose bodies travel as well, this rank's to the others; of the same size on every rank.
+        channel: The connection to the other ranks.
+        payload: The message of this rank.
+        table: The table whose bodies are sent as well: this rank's to the others, and theirs to this one. It must
+            have the same size on every rank. None to send no body.
     """
-    framed = len(payload).to_bytes(LENGTH, "little") + payload
-    heads = _round(channel, framed, Table(channel.size) if table is None else table)
+    framed = len(payload).to_bytes(LENGTH_PREFIX, "little") + payload
+    heads = _exchange_once(channel, framed, Table(channel.size) if table is None else table)
     longest = max(length for length, _ in heads)
+    # Every rank has received the same lengths, so all of them take part in a second exchange or none does.
     if any(len(message) < length for length, message in heads):
-        heads = _round(channel, framed, Table(channel.size, head=LENGTH + longest))
+        heads = _exchange_once(channel, framed, Table(channel.size, head=LENGTH_PREFIX + longest))
     return [message for _, message in heads]
 
 
-def _round(channel: Channel, framed: bytes, table: Table) -> list[tuple[int, bytes]]:
-    """Send a message to every rank as far as there is room, with its body."""
+def _exchange_once(channel: Channel, framed: bytes, table: Table) -> list[tuple[int, bytes]]:
+    """Send a message with its body to every rank, as much of it as fits into the table."""
     table.write(channel.rank, framed)
     rows = table.rows.to(channel.message_device)
     channel.bytes_sent += rows[0].nbytes * (channel.size - 1)
     with channel.waiting():
-        work = _send(channel, rows)
-    if channel.looks and work is not None and rows is table.rows:
-        spin_wait(work, channel.looks)
+        work = _start_exchange(channel, rows)
+    # Rows on a GPU are not polled for: the host waits for them when it copies them back.
+    if channel.spin_seconds and work is not None and rows is table.rows:
+        spin_wait(work, channel.spin_seconds)
     channel.wait([(work, None)])
     if rows is not table.rows:
         table.rows.copy_(rows)
     return [table.read(rank) for rank in range(channel.size)]
 
 
-def _send(channel: Channel, rows: torch.Tensor) -> dist.Work | None:
-    """Begin to send this rank's row to the others and to receive theirs.
-
-    That is one collective: messages from rank to rank take several times as long where cores are busy.
-    """
+def _start_exchange(channel: Channel, rows: torch.Tensor) -> dist.Work | None:
+    """Start to send the row of this rank to the others, and to receive theirs."""
     own = rows[channel.rank]
     work: dist.Work | None
-    if channel.size != PAIR:
+    # A single collective is used, because point-to-point messages take several times as long if cores are busy.
+    if channel.size != PAIR_SIZE:
         work = dist.all_gather(list(rows.unbind()), own, group=channel.group, async_op=True)
     else:
-        # Nothing for oneself, all for the other: unlike all_gather, this copies nothing on its way.
+        # This rank sends nothing to itself and everything to the other rank, which copies nothing, unlike all_gather.
         other = 1 - channel.rank
         splits = [0, 0]
         splits[other] = own.numel()

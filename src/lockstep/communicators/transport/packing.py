@@ -1,4 +1,4 @@
-"""Copy tensors from one rank to all, or add them up in the transport's order: torch's own collectives."""
+"""Collectives of torch.distributed over lists of tensors: broadcast, and sums in the order of the transport."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch.distributed as dist
 from lockstep.communicators.transport.channel import Channel, Works
 
 PACKET: Final = 2**25
-"""Bytes. Tensors are sent together up to this length."""
-LONG: Final = 2**18
-"""Bytes. To add up tensors from this length on where they lie costs less than to copy them together."""
+"""Bytes. Tensors are sent together up to this total length."""
+LONG_TENSOR: Final = 2**18
+"""Bytes. A tensor of this length or more is summed in place, which costs less than copying it into a packet."""
 
 
 def plan_packets(like: Sequence[torch.Tensor], order: Iterable[int], *, limit: int, alone: int) -> list[list[int]]:
-    """Return which tensors travel together, in the order in which they go out.
+    """Return which tensors are sent together, in the order in which they are sent.
 
-    Only sizes, dtypes and devices count: ranks that hold the same tensors, however they lie in memory, plan
-    the same packets. An empty tensor is in none.
+    Only sizes, dtypes and devices count: ranks with the same tensors plan the same packets, whatever the strides.
+    Empty tensors are left out.
 
     Args:
-        like: Tensors of these sizes, dtypes and devices.
-        order: Indices of those that travel, in the order in which they are there.
-        limit: Bytes. Short tensors of one device and dtype travel together up to this length.
-        alone: Bytes. Tensors from this length on travel alone.
+        like: Tensors that have the sizes, dtypes and devices of those to send.
+        order: The indices of the tensors to send, in the order in which they become available.
+        limit: The longest packet in bytes. Short tensors of one device and dtype are sent together up to it.
+        alone: The length in bytes from which on a tensor is sent in a separate packet.
 
     >>> like = [torch.empty(4), torch.empty(100_000), torch.empty(2)]
-    >>> plan_packets(like, [2, 1, 0], limit=LONG, alone=LONG)
+    >>> plan_packets(like, [2, 1, 0], limit=LONG_TENSOR, alone=LONG_TENSOR)
     [[1], [2, 0]]
     """
     packets: list[list[int]] = []
@@ -45,18 +45,22 @@ def plan_packets(like: Sequence[torch.Tensor], order: Iterable[int], *, limit: i
                 packets.append(waiting.pop(kind))
             lengths[kind] = length + (lengths[kind] if kind in waiting else 0)
             waiting.setdefault(kind, []).append(index)
+    # Dictionaries keep the order of insertion, so the last packets come in the same order on every rank.
     return [*packets, *waiting.values()]
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of a packet as one flat tensor: a view of a lone one without gaps, else a copy."""
+    """Return the elements of a packet as one flat tensor.
+
+    It is a view if the packet holds a single contiguous tensor, and otherwise a copy.
+    """
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return tensors[0].detach().view(-1)
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write what a packet holds to its tensors, unless it lies in their memory."""
+    """Copy the elements of a flat tensor to the tensors of a packet, unless they share its memory."""
     if flat.data_ptr() != tensors[0].data_ptr():
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
@@ -65,12 +69,20 @@ def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 @torch.no_grad()
 def broadcast(channel: Channel, tensors: Sequence[torch.Tensor], source: int) -> None:
-    """Copy tensors from one rank to all others."""
+    """Copy tensors from one rank to all others.
+
+    Args:
+        channel: The connection to the other ranks.
+        tensors: The tensors, of the same sizes, dtypes and devices on every rank. Changed in place except on
+            `source`.
+        source: The rank that the tensors are copied from.
+    """
     for indices in plan_packets(tensors, range(len(tensors)), limit=PACKET, alone=PACKET):
         packet = [tensors[index] for index in indices]
-        # Never where a tensor lies: by its version counter others notice that it was written to.
+        # `pack` must not be used here: a tensor that is received in place keeps its version counter, and code that
+        # compares version counters would miss the write.
         flat = torch.cat([tensor.reshape(-1) for tensor in packet])
-        # As bytes: some backends know only some dtypes.
+        # The elements are sent as bytes, because some backends support only some dtypes.
         work = dist.broadcast(flat.view(torch.uint8), group=channel.group, group_src=source, async_op=True)
         channel.wait([(work, source)])
         if channel.rank != source:
@@ -78,17 +90,17 @@ def broadcast(channel: Channel, tensors: Sequence[torch.Tensor], source: int) ->
 
 
 def begin_all_reduce(channel: Channel, flats: Sequence[torch.Tensor]) -> Works:
-    """Begin to add up flat tensors over ranks, each by itself and in place."""
+    """Start to sum flat tensors over ranks in place, each by a separate collective."""
     with channel.waiting():
-        # As a ring sends, which is what backends make of long tensors.
+        # This is the count of a ring all-reduce, which backends use for long tensors.
         channel.bytes_sent += sum(2 * (channel.size - 1) * flat.nbytes // channel.size for flat in flats)
         return [(dist.all_reduce(flat, group=channel.group, async_op=True), None) for flat in flats]
 
 
 @torch.no_grad()
 def all_reduce(channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
-    """Add up tensors over ranks in place, in the order of the transport; long ones where they lie."""
-    plan = plan_packets(tensors, range(len(tensors)), limit=PACKET, alone=LONG)
+    """Sum tensors over ranks in place, in the order of the transport; long tensors without a copy."""
+    plan = plan_packets(tensors, range(len(tensors)), limit=PACKET, alone=LONG_TENSOR)
     packets = [[tensors[index] for index in indices] for indices in plan]
     flats = [pack(packet) for packet in packets]
     channel.wait(begin_all_reduce(channel, flats))

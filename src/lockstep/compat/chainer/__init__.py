@@ -1,4 +1,4 @@
-"""Chainer's names: `ParallelUpdater`, and optimizers that get their model by `setup`.
+"""Chainer's interface: `ParallelUpdater`, and optimizers whose model is set by `setup`.
 
     from lockstep.compat import chainer
 
@@ -6,7 +6,7 @@
     updater = chainer.ParallelUpdater(batches, optimizer, devices={"main": "cuda:0", "second": "cuda:1"})
 
 References: Chainer 7.8.1 (Tokui et al., "Chainer: A Deep Learning Framework for Accelerating the Research
-Cycle", 2019, arXiv:1908.00213), for the names and what they mean. The arithmetic is the core's.
+Cycle", 2019, arXiv:1908.00213), for the names and their meaning. The arithmetic is that of the core.
 """
 
 from lockstep.compat.chainer.optimizers import (
@@ -15,4 +15,8 @@ from lockstep.compat.chainer.optimizers import (
     MomentumSGD as MomentumSGD,
     UpdateRule as UpdateRule,
 )
-from lockstep.compat.chainer.updater import ParallelUpdater as ParallelUpdater, concat_examples as concat_examples
+from lockstep.compat.chainer.updater import (
+    ParallelUpdater as ParallelUpdater,
+    SerialIterator as SerialIterator,
+    concat_examples as concat_examples,
+)

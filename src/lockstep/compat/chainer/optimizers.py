@@ -1,4 +1,4 @@
-"""Chainer's momentum rules: made first, given a model afterwards by `setup`."""
+"""Chainer's momentum optimizers, which are created first and get their model by `setup`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ Self = TypeVar("Self", bound="GradientMethod")
 
 
 class Serializer(Protocol):
-    """Takes a key and a value, and gives back the value, or in its place one that was saved.
+    """A function that takes a key and a value, and returns the value or, when loading, the saved one.
 
-    ``state.setdefault`` of a dict is one: an empty dict is written to, a filled one is read from.
+    ``state.setdefault`` of a dict is such a function: with an empty dict it saves, with a filled one it loads.
     """
 
     def __call__(self, key: str, value: Any, /) -> Any:
-        """Save the value under the key and give it back, or give what was saved."""
+        """Save the value under the key and return it, or return the saved value."""
 
 
 class GradientMethod(optim.HookedOptimizer):
-    """What Chainer's optimizers have beside those of the core: `setup`, `target` and a few more calls.
+    """The methods that Chainer's optimizers have in addition to those of the core: `setup`, `target` and others.
 
-    A parameter without gradient counts as one with a gradient of zeros, so that momentum still moves it.
+    A parameter without a gradient is treated as one with a gradient of zeros, so that momentum still moves it.
 
     Attributes:
         target: The model, after `setup`.
@@ -39,21 +39,22 @@ class GradientMethod(optim.HookedOptimizer):
     target: nn.Module | None = None
 
     def setup(self: Self, link: nn.Module) -> Self:
-        """Take a model's parameters, and begin anew: no hooks, no counts, no velocities.
+        """Set the model, and reset the optimizer: no hooks, no counts, no velocities.
 
-        Loss scaling and float32 update stay as they were set.
+        Settings for loss scaling and fp32 updates are kept.
 
         Args:
-            link: The model.
+            link: The model whose parameters are optimized.
 
         Returns:
             The optimizer itself.
 
         Raises:
-            TypeError: It is no module.
+            TypeError: If it is not a module.
         """
         if not isinstance(link, nn.Module):
             raise TypeError(f"`link` must be a torch.nn.Module, got a {type(link).__name__}.")
+        # The current options, which may have been set after the optimizer was created.
         options = {**self.param_groups[0], "params": list(link.parameters())}
         self.param_groups.clear()
         self.state.clear()
@@ -66,15 +67,15 @@ class GradientMethod(optim.HookedOptimizer):
     def update(  # type: ignore[override]  # the name is Chainer's
         self, lossfun: Callable[..., Tensor] | None = None, *args: Any, **kwds: Any
     ) -> Tensor | None:
-        """Do a whole training step; see `lockstep.CorrectedMomentumSGD.update`.
+        """Run a complete training step; see `lockstep.CorrectedMomentumSGD.update`.
 
         Args:
-            lossfun: Returns the loss. Without it the gradients that are there are used.
-            *args: Given to ``lossfun``.
-            **kwds: Given to ``lossfun``.
+            lossfun: A function that returns the loss. Without it the existing gradients are used.
+            *args: The positional arguments of ``lossfun``.
+            **kwds: The keyword arguments of ``lossfun``.
 
         Raises:
-            OrderError: There is no model yet.
+            OrderError: If there is no model yet.
         """
         self._check_set_up()
         return super().update(lossfun, *args, **kwds)
@@ -87,62 +88,71 @@ class GradientMethod(optim.HookedOptimizer):
         *,
         group: int | None = None,
     ) -> None:
-        """Have a function called in every update, also one that says ``call_for_each_param``.
+        """Register a function to be called in every update; ``call_for_each_param`` of Chainer's hooks is supported.
 
         Args:
-            hook: Called as ``hook(optimizer)``, or as ``hook(optimizer, parameter)``.
-            name: By default ``hook.name``, else ``hook.__name__``.
-            timing: "pre", "post" or "auto".
-            group: The index of a parameter group, for a hook of its own.
+            hook: The function, called as ``hook(optimizer)`` or as ``hook(optimizer, parameter)``.
+            name: The name of the hook; by default ``hook.name``, otherwise ``hook.__name__``.
+            timing: When to call it: "pre", "post" or "auto".
+            group: The index of a parameter group, for a hook of that group.
 
         Raises:
-            OrderError: There is no model yet.
-            TypeError: The hook is not callable.
-            ValueError: The timing is unknown, or there is no name.
-            KeyError: The name is taken.
+            OrderError: If there is no model yet.
+            TypeError: If the hook is not callable.
+            ValueError: If the timing is unknown, or the hook has no name.
+            KeyError: If the name is already in use.
         """
         self._check_set_up()
-        super().add_hook(_in_our_words(hook), name, timing, group=group)
+        super().add_hook(_adapt_hook(hook), name, timing, group=group)
 
     @torch.no_grad()
     def call_hook(self, hook: Callable[..., object]) -> None:
-        """Call one hook now, registered or not, once or for each parameter as it says."""
+        """Call a hook now, registered or not, once or for each parameter as its attributes define.
+
+        Args:
+            hook: The hook to call.
+        """
         self.fill_missing_grads()
-        if not getattr(_in_our_words(hook), "per_parameter", False):
+        if not getattr(_adapt_hook(hook), "per_parameter", False):
             hook(self)
             return
         for parameter in self.moving_parameters():
             hook(self, parameter)
 
     def check_nan_in_grads(self) -> None:
-        """Warn of each parameter by name whose gradient is not finite; see `is_safe_to_update`."""
+        """Warn about each parameter whose gradient is not finite, by name; see `is_safe_to_update`."""
         for name, parameter in self._check_set_up().named_parameters():
             if first_nonfinite({name: parameter.grad}) is not None:
                 warnings.warn(f"The gradient of {name!r} is not finite at t = {self.t}.", stacklevel=2)
 
     def create_update_rule(self) -> UpdateRule:
-        """Give the arithmetic for one parameter at a time, with this optimizer's options."""
+        """Return the arithmetic for single parameters, with the options of this optimizer."""
         return UpdateRule(self)
 
     def reallocate_cleared_grads(self) -> None:
-        """Give zeros to parameters without gradient."""
+        """Set gradients of zeros for parameters without a gradient."""
         self.fill_missing_grads()
 
     def use_cleargrads(self, use: bool = True) -> None:  # noqa: ARG002 - both ways give one result
-        """Do nothing: gradients are cleared, and missing ones are zeros, so both ways give one result."""
-        warnings.warn("`use_cleargrads` changes nothing; take the call out.", DeprecationWarning, stacklevel=2)
-
-    def serialize(self, serializer: Serializer) -> None:
-        """Save everything the next update depends on but the weights, or load it.
+        """Have no effect: gradients are cleared and missing ones treated as zeros, so that both settings are equal.
 
         Args:
-            serializer: See `Serializer`; the key is "optimizer".
+            use: Chainer's setting, which is ignored.
+        """
+        warnings.warn("`use_cleargrads` changes nothing; remove the call.", DeprecationWarning, stacklevel=2)
+
+    def serialize(self, serializer: Serializer) -> None:
+        """Save or load everything that the next update depends on, except for the weights.
+
+        Args:
+            serializer: A `Serializer`, which is called with the key "optimizer".
 
         Raises:
-            StateError: What was loaded does not fit.
+            StateError: If the loaded state does not fit.
         """
         state = self.state_dict()
         loaded = serializer("optimizer", state)
+        # When saving, a serializer returns the object that it was given.
         if loaded is not state:
             self.load_state_dict(loaded)
 
@@ -150,21 +160,21 @@ class GradientMethod(optim.HookedOptimizer):
         return {**super().__getstate__(), "target": self.target}
 
     def _check_set_up(self) -> nn.Module:
-        """Give the model, or refuse a call that needs one."""
+        """Return the model, or raise an error if there is none."""
         if self.target is None:
             raise OrderError("`setup` must be called with a model first.")
         return self.target
 
 
 class CorrectedMomentumSGD(GradientMethod, optim.CorrectedMomentumSGD):
-    """Momentum free of the learning rate; see `lockstep.CorrectedMomentumSGD`, which does it.
+    """Momentum SGD whose velocity does not contain the learning rate, based on `lockstep.CorrectedMomentumSGD`.
 
     Args:
-        lr: At least 0.
-        momentum: In [0, 1).
+        lr: The learning rate, at least 0.
+        momentum: The momentum, in [0, 1).
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: If a number is out of range.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, equation 9.
 
@@ -180,14 +190,14 @@ class CorrectedMomentumSGD(GradientMethod, optim.CorrectedMomentumSGD):
 
 
 class MomentumSGD(GradientMethod, optim.MomentumSGD):
-    """Momentum with the learning rate inside; see `lockstep.MomentumSGD`, which does it.
+    """Momentum SGD whose velocity contains the learning rate, based on `lockstep.MomentumSGD`.
 
     Args:
-        lr: At least 0.
-        momentum: In [0, 1).
+        lr: The learning rate, at least 0.
+        momentum: The momentum, in [0, 1).
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: If a number is out of range.
 
     References: Goyal et al., "Accurate, Large Minibatch SGD", 2017, arXiv:1706.02677, equation 10.
     """
@@ -197,14 +207,14 @@ class MomentumSGD(GradientMethod, optim.MomentumSGD):
 
 
 class UpdateRule:
-    """The arithmetic of an optimizer for one parameter at a time; velocities are the optimizer's.
+    """The arithmetic of an optimizer for single parameters; the velocities are those of the optimizer.
 
     Args:
-        optimizer: Whose options as they are at each update.
+        optimizer: The optimizer, whose options are read at each update.
 
     Attributes:
-        enabled: Whether `update` does anything.
-        t: How often it did.
+        enabled: Whether `update` has an effect.
+        t: The number of updates.
     """
 
     def __init__(self, optimizer: GradientMethod) -> None:
@@ -213,14 +223,18 @@ class UpdateRule:
         self.t = 0
 
     def update(self, param: Tensor) -> None:
-        """Move one parameter by its gradient, without hooks."""
+        """Update one parameter from its gradient, without hooks.
+
+        Args:
+            param: A parameter of the optimizer.
+        """
         if self.enabled:
             self.t += 1
             self.optimizer.part([{**self.optimizer.param_groups[0], "params": [param]}]).advance()
 
 
-class _PerParameter:
-    """A hook of Chainer's that is called for each parameter, in the core's words."""
+class _PerParameterHook:
+    """Wraps a hook that Chainer calls for each parameter, with the attributes that the core reads."""
 
     per_parameter = True
 
@@ -233,6 +247,6 @@ class _PerParameter:
         self.hook(optimizer, parameter)
 
 
-def _in_our_words(hook: Callable[..., object]) -> Callable[..., object]:
-    """Have a hook say in the core's words that it is called for each parameter, if it does in Chainer's."""
-    return _PerParameter(hook) if getattr(hook, "call_for_each_param", False) else hook
+def _adapt_hook(hook: Callable[..., object]) -> Callable[..., object]:
+    """Return a hook with the core's attribute ``per_parameter`` if it has Chainer's ``call_for_each_param``."""
+    return _PerParameterHook(hook) if getattr(hook, "call_for_each_param", False) else hook

@@ -1,8 +1,8 @@
-"""Chainer's updater over several devices: gradients summed over round-robin parts of a batch."""
+"""Chainer's updater for several devices, which sums gradients over round-robin parts of a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from inspect import ismethod
 from typing import Any, TypeAlias
 
@@ -12,54 +12,83 @@ from torch.optim import Optimizer
 
 from lockstep import updaters
 from lockstep.compat.chainer.optimizers import GradientMethod, Serializer
-from lockstep.data import Iterator, Source, collate
+from lockstep.compat.chainer.replicas import FollowingReplicas, check_replicas, main_first
+from lockstep.data import BatchIterator, Iterator, MapDataset, OrderSampler, Source, collate
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
-from lockstep.updaters import MAIN, Converter, look_up
+from lockstep.updaters import MAIN, Converter, UpdateResult, by_name, look_up
 
 Device: TypeAlias = "int | str | torch.device"
 
 
 def concat_examples(batch: Any, device: Any = None, padding: Any = None) -> Any:
-    """Stack samples into tensors; `lockstep.collate` by Chainer's name.
+    """Stack samples into tensors, under Chainer's name for `lockstep.collate`.
 
     Args:
-        batch: At least one sample.
-        device: Where to; None for where they are.
-        padding: What fills up samples of different shapes.
+        batch: The samples, at least one.
+        device: The device of the tensors; None leaves them where they are.
+        padding: The value that extends samples of different shapes to a common shape.
 
     Raises:
-        ValueError: There is no sample, or samples differ in structure, dtype or shape.
+        ValueError: If there is no sample, or samples differ in structure, dtype or shape.
     """
     return collate(batch, device, padding=padding)
 
 
-class ParallelUpdater(updaters.ParallelUpdater):
-    """Update a model by the sum of the gradients of several devices, as Chainer did.
-
-    Peculiar to Chainer, each by an option of `lockstep.ParallelUpdater`: device i of n has the samples i,
-    i + n, i + 2n …; gradients of the devices' mean losses are **summed**, so that the learning rate is to be
-    divided by the number of devices; buffers are those of the main device. An update whose gradient is not
-    finite is left out.
+def SerialIterator(  # noqa: N802 - Chainer's name
+    dataset: MapDataset,
+    batch_size: int,
+    repeat: bool = True,
+    shuffle: bool | None = None,
+    order_sampler: OrderSampler | None = None,
+) -> BatchIterator:
+    """Return a `lockstep.BatchIterator` with Chainer's arguments, whose last batch is filled up from the next epoch.
 
     Args:
-        iterator: A lockstep iterator or any source of batches it takes, or several by name.
-        optimizer: An optimizer of this module after `setup`, any of torch's together with `models`, or
-            several by name.
-        converter: Called as ``converter(samples, device)`` for the samples of each device.
-        models: Replicas of the model by name, "main" among them; by default the optimizer's target.
-        devices: Places by the same names: a name of torch's or Chainer's, a GPU's number, or -1 for the CPU.
-        loss_func: Called as ``loss_func(replica, *batch)``; a method of the model is called on its replica.
-            By default the model itself returns the loss.
-        loss_scale: The factor of the loss; by default that of the main optimizer, if it has one.
-        auto_new_epoch: Whether optimizers are told when the iterator starts an epoch.
+        dataset: The dataset, with ``len()`` and ``[index]``.
+        batch_size: The number of samples per batch, at least 1.
+        repeat: Whether epochs follow each other without end.
+        shuffle: Whether each epoch has a random order. By default it has, unless `order_sampler` is given.
+        order_sampler: Called as ``order_sampler(order, position)`` for the order of an epoch.
 
     Raises:
-        ValueError: Neither `models` nor `devices` are given, or they do not fit together.
-        KeyError: One of them has no "main".
-        TypeError: An argument is of another kind.
+        TypeError: As `lockstep.BatchIterator`.
+        ValueError: As `lockstep.BatchIterator`.
 
-    Determinism: as `lockstep.ParallelUpdater` with one shard a device: the bits depend on their number.
+    References: Chainer 7.8.1, ``chainer.iterators.SerialIterator``.
+    """
+    shuffled = order_sampler is None if shuffle is None else shuffle
+    return BatchIterator(
+        dataset, batch_size, repeat=repeat, shuffle=shuffled, order_sampler=order_sampler, last_batch="wrap"
+    )
+
+
+class ParallelUpdater(updaters.ParallelUpdater):
+    """Updates a model with the sum of the gradients of several devices, as Chainer does.
+
+    Specific to Chainer, each by an option of `lockstep.ParallelUpdater`: device i of n gets the samples i, i + n,
+    i + 2n …; the gradients of the devices' mean losses are **summed**, so that you divide the learning rate by the
+    number of devices; buffers are those of the main device. An update whose gradient is not finite is skipped.
+
+    Args:
+        iterator: A lockstep iterator or any other source of batches, or a dict of several by name.
+        optimizer: An optimizer of this package after `setup`, or any torch optimizer together with `models`, or a
+            dict of several by name.
+        converter: A function ``converter(samples, device)`` that stacks the samples of each device.
+        models: Replicas of the model by name, including "main"; by default the optimizer's target.
+        devices: The devices by the same names: a device name of torch or Chainer, the number of a GPU, or -1 for
+            the CPU.
+        loss_func: The loss function, called as ``loss_func(replica, *batch)``; a method of the model is called on
+            the replica. By default the model itself returns the loss.
+        loss_scale: The loss scale; by default that of the main optimizer, if it has one.
+        auto_new_epoch: Whether `new_epoch` of optimizers is called when the iterator starts an epoch.
+
+    Raises:
+        ValueError: If neither `models` nor `devices` are given, or they do not match.
+        KeyError: If one of them has no "main".
+        TypeError: If an argument has another type.
+
+    Determinism: as `lockstep.ParallelUpdater` with one shard per device: the bits depend on the number of devices.
 
     References: Chainer 7.8.1, ``chainer.training.updaters.ParallelUpdater``.
     """
@@ -76,13 +105,15 @@ class ParallelUpdater(updaters.ParallelUpdater):
         auto_new_epoch: bool = True,
     ) -> None:
         main = look_up(MAIN, optimizer) if isinstance(optimizer, Mapping) else optimizer
-        replicas = _replicas(main, models, devices)
+        named_devices = _parse_devices(devices)
+        replicas = _replicas(main, models, named_devices)
         super().__init__(
             iterator,
             optimizer,
-            models=replicas,
-            devices=_places(devices),
-            loss_fn=_on_replica(loss_func, replicas),
+            replicas[MAIN],
+            # The main device first, because `buffers="first"` takes the buffers of the first shard.
+            devices=[named_devices[name] for name in main_first(named_devices)],
+            loss_fn=_on_replica(loss_func, replicas.values()),
             converter=converter,
             loss_scale=_scale_of(main) if loss_scale is None else loss_scale,
             auto_new_epoch=auto_new_epoch,
@@ -91,49 +122,79 @@ class ParallelUpdater(updaters.ParallelUpdater):
             buffers="first",
             on_overflow="skip",
         )
+        others = [replica for name, replica in replicas.items() if name != MAIN]
+        self._following = FollowingReplicas(replicas[MAIN], others)
 
-    def serialize(self, serializer: Serializer) -> None:
-        """Save everything the next update depends on, or load it.
+    def update(self) -> UpdateResult:
+        """Run one update, then copy the weights to the replicas; see `lockstep.ParallelUpdater.update`."""
+        result = super().update()
+        self._following.update()
+        return result
+
+    def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
+        """Run the second half of an update; see `lockstep.ParallelUpdater.apply_gradients`.
 
         Args:
-            serializer: ``state.setdefault`` of a dict, empty to save, filled to load; the key is "updater".
+            optimizer: The name of the optimizer to step.
+        """
+        result = super().apply_gradients(optimizer)
+        # Within a step function, the weights may still be restored: they are final when the update is complete.
+        if self._custom.state is None:
+            self._following.update()
+        return result
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state, then copy the weights to the replicas; see `lockstep.ParallelUpdater.load_state_dict`."""
+        super().load_state_dict(state)
+        self._following.update()
+
+    def serialize(self, serializer: Serializer) -> None:
+        """Save or load everything that the next update depends on.
+
+        Args:
+            serializer: A function of a key, which is "updater", and a value: ``state.setdefault`` of an empty dict to
+                save, or of a filled one to load.
 
         Raises:
-            StateError: What was loaded does not fit; nothing has been changed.
+            StateError: If the loaded state does not fit; nothing has changed then.
         """
         state = self.state_dict()
         loaded = serializer("updater", state)
+        # When saving, a serializer returns the object that it was given.
         if loaded is not state:
             self.load_state_dict(loaded)
 
 
 def _replicas(
-    optimizer: Optimizer, models: Mapping[str, nn.Module] | None, devices: Mapping[str, Device] | None
-) -> nn.Module | Mapping[str, nn.Module]:
-    """Give the replicas by name, or the one model of which there are none yet."""
-    if devices is None:
-        raise ValueError("`devices` must be given, a dict of places by name with one named 'main', got None.")
-    look_up(MAIN, devices)
+    optimizer: Optimizer, models: Mapping[str, nn.Module] | None, devices: Mapping[str, object]
+) -> dict[str, nn.Module]:
+    """Return the replicas by name, or only the main one if the updater creates the others."""
     if models is not None:
         if models.keys() != devices.keys():
             raise ValueError(f"`models` must have the names of `devices` ({sorted(devices)}), got {sorted(models)}.")
-        return models
+        replicas = by_name("models", models, nn.Module, "a torch.nn.Module")
+        check_replicas(replicas)
+        return replicas
     if not isinstance(optimizer, GradientMethod) or optimizer.target is None:
         kind = type(optimizer).__name__
-        raise ValueError(f"`models` must be given where the optimizer has no target, got a {kind} without.")
-    return optimizer.target
+        raise ValueError(f"`models` must be given if the optimizer has no target, got a {kind} without one.")
+    return {MAIN: optimizer.target}
 
 
-def _places(devices: Mapping[str, Device] | None) -> dict[str, str | torch.device]:
-    """Read Chainer's names of devices.
+def _parse_devices(devices: Mapping[str, Device] | None) -> dict[str, str | torch.device]:
+    """Return the torch devices of Chainer's devices by name, after checking that there is a "main".
 
-    >>> _places({"main": 0, "second": -1, "third": "@numpy", "fourth": "@cupy:1"})
+    >>> _parse_devices({"main": 0, "second": -1, "third": "@numpy", "fourth": "@cupy:1"})
     {'main': 'cuda:0', 'second': 'cpu', 'third': 'cpu', 'fourth': 'cuda:1'}
     """
-    return {name: _device(device) for name, device in (devices or {}).items()}
+    if devices is None:
+        raise ValueError("`devices` must be given, a dict of devices by name with one named 'main', got None.")
+    look_up(MAIN, devices)
+    return {name: _device(device) for name, device in devices.items()}
 
 
 def _device(device: Device) -> str | torch.device:
+    """Return the torch device of one of Chainer's devices."""
     if isinstance(device, int):
         return "cpu" if device < 0 else f"cuda:{device}"
     if isinstance(device, str):
@@ -141,11 +202,8 @@ def _device(device: Device) -> str | torch.device:
     return device
 
 
-def _on_replica(
-    loss_func: Callable[..., Any] | None, replicas: nn.Module | Mapping[str, nn.Module]
-) -> Callable[..., Any] | None:
-    """Have a method of the model called on the replica at hand; leave other functions as they are."""
-    models = list(replicas.values()) if isinstance(replicas, Mapping) else [replicas]
+def _on_replica(loss_func: Callable[..., Any] | None, models: Collection[nn.Module]) -> Callable[..., Any] | None:
+    """Return a loss function that calls a method on the replica instead of the given model; return others unchanged."""
     if not ismethod(loss_func) or not any(loss_func.__self__ is model for model in models):
         return loss_func
     name = loss_func.__name__
@@ -153,5 +211,5 @@ def _on_replica(
 
 
 def _scale_of(optimizer: Optimizer) -> LossScale | None:
-    """Give the scale that was set on an optimizer by `loss_scaling`."""
+    """Return the scale that was set on an optimizer by `loss_scaling`, or None."""
     return optimizer.loss_scale if isinstance(optimizer, HookedOptimizer) else None

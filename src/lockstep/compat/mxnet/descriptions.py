@@ -11,15 +11,15 @@ import torch
 
 @dataclass(frozen=True)
 class DataDesc:
-    """The name and shape of an input, its dtype and its layout.
+    """The name, the shape, the dtype and the layout of an input.
 
-    Two are equal if name and shape are.
+    Two descriptions are equal if their names and shapes are.
 
     Args:
-        name: Of the input.
-        shape: With all samples.
-        dtype: Of the values; for the reader.
-        layout: A letter for each dimension; N counts samples. Only the place of the N matters.
+        name: The name of the input.
+        shape: The shape of the input, with the samples of the whole batch.
+        dtype: The dtype of the values; informational.
+        layout: A letter for each dimension, with N for the samples. Only the position of the N is used.
 
     >>> DataDesc("x", (5, 7, 3), layout="TNC").batch_axis
     1
@@ -35,18 +35,18 @@ class DataDesc:
 
     @property
     def batch_axis(self) -> int | None:
-        """The dimension that counts samples; None where every device gets the whole array."""
+        """The dimension of the samples, or None if every device gets the whole array."""
         return self.axis_of(self.layout)
 
     @staticmethod
     def axis_of(layout: str | None) -> int | None:
-        """Give the dimension that counts samples by a layout; None if none does."""
+        """Return the dimension of the samples in a layout, or None if there is none."""
         axis = DataDesc.get_batch_axis(layout)
         return None if axis < 0 else axis
 
     @staticmethod
     def get_batch_axis(layout: str | None) -> int:
-        """Give the place of the N in a layout: 0 without a layout, -1 where there is no N.
+        """Return the position of the N in a layout: 0 without a layout, -1 if there is no N.
 
         >>> [DataDesc.get_batch_axis(layout) for layout in ("NCHW", "TNC", None, "TC")]
         [0, 1, 0, -1]
@@ -57,18 +57,18 @@ class DataDesc:
 Description: TypeAlias = "DataDesc | tuple[str, Sequence[int]]"
 
 
-def described(descriptions: Sequence[Description] | None) -> list[DataDesc]:
-    """Read descriptions, of which a plain name and shape has MXNet's default layout."""
+def parse(descriptions: Sequence[Description] | None) -> list[DataDesc]:
+    """Convert descriptions to `DataDesc`; a pair of a name and a shape has MXNet's default layout."""
     return [each if isinstance(each, DataDesc) else DataDesc(*each) for each in descriptions or ()]
 
 
-def pairs(descriptions: Sequence[DataDesc]) -> list[tuple[str, Sequence[int]]]:
-    """Give names and shapes, as `lockstep.ReplicaGroup` takes them."""
+def names_and_shapes(descriptions: Sequence[DataDesc]) -> list[tuple[str, Sequence[int]]]:
+    """Return the names and shapes in the form that `lockstep.ReplicaGroup` accepts."""
     return [(each.name, each.shape) for each in descriptions]
 
 
 def batch_size(descriptions: Sequence[DataDesc]) -> int | None:
-    """Count the samples by the first input that has a dimension for them; None if none has."""
+    """Return the number of samples according to the first input that has a dimension for them, or None."""
     for each in descriptions:
         if each.batch_axis is not None:
             return each.shape[each.batch_axis]
@@ -80,13 +80,13 @@ class DataBatch:
     """The arrays of one batch, in the order of the descriptions.
 
     Args:
-        data: The inputs.
+        data: The inputs of the batch.
         label: The labels, if there are any.
-        pad: How many samples at the end only fill the batch up.
-        index: The numbers of the samples, for the caller's own use.
-        bucket_key: For the caller's own use.
-        provide_data: Descriptions of the data, for the caller's own use.
-        provide_label: Descriptions of the labels, likewise.
+        pad: The number of samples at the end that are padding.
+        index: The indices of the samples, for your own use.
+        bucket_key: Any value, for your own use.
+        provide_data: The descriptions of the data, for your own use.
+        provide_label: The descriptions of the labels, for your own use.
     """
 
     data: Sequence[torch.Tensor]
@@ -98,14 +98,16 @@ class DataBatch:
     provide_label: Sequence[Description] | None = None
 
 
-def joined(batches: Sequence[DataBatch], descriptions: Sequence[DataDesc]) -> DataBatch:
-    """Put batches together that were cut already, one a device.
+def merge_batches(batches: Sequence[DataBatch], descriptions: Sequence[DataDesc]) -> DataBatch:
+    """Merge batches that were split before, one per device.
 
     Args:
-        batches: At least one, all with or all without labels.
-        descriptions: Of data, then of labels. What has no dimension for samples is the first device's.
+        batches: The batches, at least one; either all of them have labels or none.
+        descriptions: The descriptions of the data and then of the labels. An array without a dimension for
+            samples is taken from the first device.
     """
     rows = [[*batch.data, *(batch.label or ())] for batch in batches]
+    # Not strict, because without labels there are fewer arrays than descriptions.
     arrays = [
         parts[0] if each.batch_axis is None else torch.cat(parts, each.batch_axis)
         for each, *parts in zip(descriptions, *rows, strict=False)

@@ -1,4 +1,4 @@
-"""Read what MXNet calls ``grad_req`` into what `lockstep.ReplicaGroup` is made with."""
+"""Convert MXNet's ``grad_req`` to options of `lockstep.ReplicaGroup`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ GradReqs: TypeAlias = "GradReq | Sequence[GradReq] | Mapping[str, GradReq]"
 
 
 class Options(TypedDict):
-    """Options of a `ReplicaGroup`."""
+    """The options of a `ReplicaGroup` that follow from ``grad_req``."""
 
     grad_mode: Any
     fixed: list[str]
     input_grads: bool | dict[str, GradReq]
 
 
-def read_grad_req(
+def parse_grad_req(
     grad_req: GradReqs,
     *,
     data: Sequence[str],
@@ -26,40 +26,41 @@ def read_grad_req(
     fixed: Sequence[str],
     inputs_need_grad: bool,
 ) -> Options:
-    """Say what becomes of the gradients of parameters and data.
+    """Return the options for the gradients of parameters and data.
 
-    A word is for all parameters that are not fixed, and for the data if asked for. A list has a word for each
-    of data, parameters and labels, and is taken literally. A mapping goes before everything else.
+    A single mode applies to all parameters that are not fixed, and to the data if their gradients are requested. A
+    list holds a mode for each of data, parameters and labels, and is taken literally. A mapping takes precedence
+    over all other arguments.
 
     Args:
-        grad_req: A word, words in order, or words by name.
+        grad_req: A mode, a list of modes in order, or a mapping of modes by name.
         data: The names of the data.
-        parameters: Those of the parameters.
-        labels: Those of the labels.
-        fixed: Those of parameters without a gradient.
-        inputs_need_grad: Whether gradients of the data are asked for.
+        parameters: The names of the parameters.
+        labels: The names of the labels.
+        fixed: The names of the parameters without a gradient.
+        inputs_need_grad: Whether gradients of the data are requested.
 
     Raises:
-        ValueError: A list has another length, or a name is unknown.
+        ValueError: If a list has another length, or a name is unknown.
     """
     if isinstance(grad_req, str):
         return {"grad_mode": grad_req, "fixed": list(fixed), "input_grads": inputs_need_grad}
-    words = _by_name(grad_req, [*data, *parameters, *labels])
+    modes = _modes_by_name(grad_req, [*data, *parameters, *labels])
     literal = not isinstance(grad_req, Mapping)
-    others: GradReq = "write" if inputs_need_grad else "null"
-    of_data = {name: words.get(name, others) for name in data}
+    default: GradReq = "write" if inputs_need_grad else "null"
+    data_modes = {name: modes.get(name, default) for name in data}
     return {
-        "grad_mode": {name: word for name, word in words.items() if name in parameters},
+        "grad_mode": {name: mode for name, mode in modes.items() if name in parameters},
         "fixed": [] if literal else list(fixed),
-        "input_grads": of_data if set(of_data.values()) != {"null"} else False,
+        "input_grads": data_modes if set(data_modes.values()) != {"null"} else False,
     }
 
 
-def _by_name(grad_req: Sequence[GradReq] | Mapping[str, GradReq], names: Sequence[str]) -> dict[str, GradReq]:
-    """Give words by name."""
+def _modes_by_name(grad_req: Sequence[GradReq] | Mapping[str, GradReq], names: Sequence[str]) -> dict[str, GradReq]:
+    """Return the modes by name."""
     if not isinstance(grad_req, Mapping):
         if len(grad_req) != len(names):
-            raise ValueError(f"`grad_req` must hold a word for each of {list(names)}, got {len(grad_req)} words.")
+            raise ValueError(f"`grad_req` must hold one mode for each of {list(names)}, got {len(grad_req)}.")
         return dict(zip(names, grad_req, strict=True))
     unknown = sorted(set(grad_req) - set(names))
     if unknown:

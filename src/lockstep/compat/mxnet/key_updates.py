@@ -1,4 +1,4 @@
-"""What moves the values of MXNet's store: an optimizer for each key."""
+"""How MXNet's store updates its values: by assignment, by a function, or with an optimizer per key."""
 
 from __future__ import annotations
 
@@ -11,55 +11,58 @@ from torch.optim import Optimizer
 from lockstep.compat.mxnet.keys import Key
 from lockstep.state import check_keys
 
-Make: TypeAlias = "Callable[[list[nn.Parameter]], Optimizer]"
-Update: TypeAlias = "Callable[[Key, Tensor, Tensor], object]"
-"""Called with a key, the sum of what was pushed, and the value, which it changes in place."""
+OptimizerFactory: TypeAlias = "Callable[[list[nn.Parameter]], Optimizer]"
+UpdateFunction: TypeAlias = "Callable[[Key, Tensor, Tensor], object]"
+"""A function of a key, the sum of the pushed tensors, and the value, which it changes in place."""
 
 
-def become(key: Key, summed: Tensor, value: Tensor) -> None:
-    """Make the value the sum."""
+def assign_sum(key: Key, summed: Tensor, value: Tensor) -> None:
+    """Set the value to the sum."""
     del key
     value.copy_(summed)
 
 
 class OptimizerPerKey:
-    """Move each value by an optimizer of its own.
+    """Updates each value with its own optimizer.
 
     Args:
-        make: Makes one of a list of parameters, as torch's and lockstep's classes do.
-        rescale_grad: Sums are multiplied by it first.
+        make: A function that creates an optimizer for a list of parameters, such as the classes of torch and
+            lockstep.
+        rescale_grad: The factor that sums are multiplied by first.
 
     Attributes:
-        optimizers: By key.
+        optimizers: The optimizers by key.
     """
 
-    def __init__(self, make: Make, rescale_grad: float) -> None:
+    def __init__(self, make: OptimizerFactory, rescale_grad: float) -> None:
         self._make = make
         self._rescale_grad = rescale_grad
         self.optimizers: dict[Key, Optimizer] = {}
 
     def add(self, key: Key, value: Tensor) -> None:
-        """Take in a key, whose value becomes the optimizer's only parameter."""
+        """Add a key, whose value becomes the only parameter of its optimizer."""
+        # The parameter shares the memory of the value, so that a step changes the value.
         self.optimizers[key] = self._make([nn.Parameter(value)])
 
     def __call__(self, key: Key, summed: Tensor, value: Tensor) -> None:
-        """Step by a gradient that lies in the memory of the sum."""
-        del value  # the parameter is the same memory
+        """Apply a step with the sum as gradient; the sum is changed in place."""
+        del value  # the parameter shares its memory
         optimizer = self.optimizers[key]
         ((parameter,),) = (group["params"] for group in optimizer.param_groups)
         parameter.grad = summed.mul_(self._rescale_grad)
         optimizer.step()
+        # The sum would otherwise stay in memory until the next push.
         parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the state of each optimizer."""
+        """Return the state of each optimizer."""
         return {str(key): each.state_dict() for key, each in self.optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from saved states of the same keys.
+        """Load saved states of the same keys.
 
         Raises:
-            StateError: Keys are missing or unknown.
+            StateError: If keys are missing or unknown.
         """
         check_keys(state, map(str, self.optimizers), of="a KVStore's optimizers")
         for key, each in self.optimizers.items():

@@ -1,4 +1,4 @@
-"""MXNet's store of values by key: it sums what devices push, and moves a value by the sum."""
+"""MXNet's key-value store, which sums what devices push and updates its values with the sums."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator, LocalCommunicator, find_communicator
-from lockstep.compat.mxnet.key_updates import Make, OptimizerPerKey, Update, become
-from lockstep.compat.mxnet.keys import Key, Keys, Values, by_key
-from lockstep.compat.mxnet.two_bits import TwoBits
+from lockstep.compat.mxnet.key_updates import OptimizerFactory, OptimizerPerKey, UpdateFunction, assign_sum
+from lockstep.compat.mxnet.keys import Key, Keys, Values, group_by_key
+from lockstep.compat.mxnet.two_bit_compression import TwoBitCompression
 from lockstep.errors import OrderError, StateError
 from lockstep.state import check_keys
 from lockstep.tree import PartialSum, total
 
-ALONE: Final = ("local", "device", "nccl")
-"""Stores of one process. (MXNet adds on the CPU in the first, on a device in the others.)"""
-JOINED: Final = ("dist_sync", "dist_device_sync", "dist_sync_device")
-"""Stores of all processes of a run."""
+SINGLE_PROCESS_STORES: Final = ("local", "device", "nccl")
+"""The stores of one process. (In MXNet the first sums on the CPU, the others on a device.)"""
+DISTRIBUTED_STORES: Final = ("dist_sync", "dist_device_sync", "dist_sync_device")
+"""The stores of all processes of a run."""
 
 
 class KVStore:
     """Values by key, which devices and processes push to and pull from.
 
-    Peculiar to MXNet: without an updater a value **becomes** the sum of what was pushed, whatever it was.
-    A `ParallelUpdater` needs none of this: it sums and steps by itself.
+    Specific to MXNet: without an updater, a value is **replaced** by the sum of the pushed tensors.
+    `ParallelUpdater` does not need a store: it sums gradients and steps the optimizer itself.
 
     Args:
-        name: One of `ALONE`, or of `JOINED` for the sum over all processes of the run.
-        communicator: Joins the processes; by default found in the environment.
+        name: One of `SINGLE_PROCESS_STORES`, or of `DISTRIBUTED_STORES` to sum over all processes of the run.
+        communicator: The communicator of the processes; by default determined from the environment.
 
     Attributes:
         type: The name.
 
     Raises:
-        ValueError: There is no such store. (The original takes another name for "local".)
+        ValueError: If there is no such store. (MXNet treats unknown names as "local".)
 
-    Determinism: sums over devices, and then over processes, are made in the order of `lockstep.tree`.
+    Determinism: sums over devices, and then over processes, are computed in the order of `lockstep.tree`.
 
     References: Apache MXNet 1.9.1, ``mxnet.kvstore``.
 
@@ -53,44 +53,49 @@ class KVStore:
     """
 
     def __init__(self, name: str = "local", *, communicator: Communicator | None = None) -> None:
-        if name not in (*ALONE, *JOINED):
-            raise ValueError(f"`name` must be one of {(*ALONE, *JOINED)}, got {name!r}.")
+        if name not in (*SINGLE_PROCESS_STORES, *DISTRIBUTED_STORES):
+            raise ValueError(f"`name` must be one of {(*SINGLE_PROCESS_STORES, *DISTRIBUTED_STORES)}, got {name!r}.")
         self.type = name
-        found = find_communicator if name in JOINED else LocalCommunicator
-        self._communicator = found() if communicator is None else communicator
+        default = find_communicator if name in DISTRIBUTED_STORES else LocalCommunicator
+        self._communicator = default() if communicator is None else communicator
         self._values: dict[Key, Tensor] = {}
-        self._updater: Update = become
-        self._compression: TwoBits | None = None
+        self._updater: UpdateFunction = assign_sum
+        self._compression: TwoBitCompression | None = None
 
     @property
     def rank(self) -> int:
-        """This process's index."""
+        """The rank of this process."""
         return self._communicator.rank
 
     @property
     def num_workers(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self._communicator.size
 
     @property
     def optimizers(self) -> Mapping[Key, Optimizer]:
-        """The optimizer of each key, for its rates, after `set_optimizer`."""
+        """The optimizer of each key, after `set_optimizer`."""
         return self._updater.optimizers if isinstance(self._updater, OptimizerPerKey) else {}
 
     def init(self, key: Keys, value: Values) -> None:
-        """Give new keys their first values, those of rank 0.
+        """Set the initial values of new keys to those of rank 0.
+
+        Args:
+            key: One key, or a list of keys.
+            value: For each key a tensor, or one tensor per device, of which the first is used.
 
         Raises:
-            OrderError: A key has a value already.
-            TypeError: Some keys are numbers and some are words.
+            OrderError: If a key already has a value.
+            TypeError: If some keys are integers and others are strings.
         """
-        given = by_key(key, value)
+        given = group_by_key(key, value)
+        # All keys are checked before the first value is stored.
         names = list(self._values)
         for name, _ in given:
             if name in names:
-                raise OrderError(f"`init` must be called once a key, got {name!r} again.")
+                raise OrderError(f"`init` must be called once per key, got {name!r} again.")
             if any(isinstance(name, str) != isinstance(other, str) for other in names):
-                raise TypeError(f"`key` must be all numbers or all words, got {name!r}.")
+                raise TypeError(f"`key` must be all integers or all strings, got {name!r}.")
             names.append(name)
         for name, (first, *_) in given:
             self._values[name] = first.detach().clone()
@@ -99,20 +104,21 @@ class KVStore:
                 self._updater.add(name, self._values[name])
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> None:
-        """Add up what the devices and all processes bring, and have the updater move the values by the sums.
+        """Sum the tensors of all devices and processes, and update the values with the sums.
 
         Args:
-            key: One, or several; one that comes twice is pushed once, with the tensors of both.
-            value: For each key a tensor, or one a device; left as they are.
-            priority: Changes nothing, for all is done at once.
+            key: One key, or a list of keys; a key that occurs twice is pushed once, with the tensors of both.
+            value: For each key a tensor, or one tensor per device; left untouched.
+            priority: Ignored, because all operations are synchronous.
 
         Raises:
-            OrderError: A key has no value yet.
-            ValueError: A shape differs from the value's.
+            OrderError: If a key has no value yet.
+            ValueError: If a shape differs from that of the value.
         """
         del priority
         pushed = self._checked(key, value, "value")
         sums = [self._sum(name, parts) for name, parts in pushed]
+        # One call for all keys, which sends fewer messages.
         self._communicator.all_reduce(sums)
         for (name, _), summed in zip(pushed, sums, strict=True):
             self._updater(name, summed, self._values[name])
@@ -121,14 +127,14 @@ class KVStore:
         """Copy values to tensors.
 
         Args:
-            key: One, or several.
-            out: For each key a tensor, or one a device.
-            priority: Changes nothing.
-            ignore_sparse: Changes nothing: values are dense.
+            key: One key, or a list of keys.
+            out: For each key a tensor, or one tensor per device; changed in place.
+            priority: Ignored, because all operations are synchronous.
+            ignore_sparse: Ignored, because values are dense.
 
         Raises:
-            OrderError: A key has no value yet.
-            ValueError: A shape differs from the value's.
+            OrderError: If a key has no value yet.
+            ValueError: If a shape differs from that of the value.
         """
         del priority, ignore_sparse
         for name, targets in self._checked(key, out, "out"):
@@ -136,43 +142,59 @@ class KVStore:
                 target.detach().copy_(self._values[name])
 
     def pushpull(self, key: Keys, value: Values, out: Values | None = None, priority: int = 0) -> None:
-        """Push, then pull; to what was pushed, where there is no other place."""
+        """Push, then pull, by default to the pushed tensors.
+
+        Args:
+            key: One key, or a list of keys.
+            value: For each key a tensor, or one tensor per device.
+            out: The tensors to copy the values to; by default those of ``value``.
+            priority: Ignored, because all operations are synchronous.
+        """
         self.push(key, value, priority)
         self.pull(key, value if out is None else out, priority)
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
-        """Give new keys their first values, and pull them."""
+        """Set the initial values of new keys, and pull them.
+
+        Args:
+            key: One key, or a list of keys.
+            value: The initial values, see `init`.
+            out: For each key a tensor, or one tensor per device; changed in place.
+            priority: Ignored, because all operations are synchronous.
+        """
         self.init(key, value)
         self.pull(key, out, priority)
 
-    def set_optimizer(self, optimizer: Make, *, rescale_grad: float = 1.0) -> None:
-        """Have an optimizer move the values, one of its own for each key.
+    def set_optimizer(self, optimizer: OptimizerFactory, *, rescale_grad: float = 1.0) -> None:
+        """Update the values with an optimizer per key.
 
         Args:
-            optimizer: Makes one of a list of parameters, as torch's and lockstep's classes do.
-            rescale_grad: Sums are multiplied by it first; 1 / batch size where losses are sums over samples.
+            optimizer: A function that creates an optimizer for a list of parameters, such as the classes of torch
+                and lockstep.
+            rescale_grad: The factor that sums are multiplied by first: 1 / batch size for losses that are sums over
+                samples.
         """
         updates = OptimizerPerKey(optimizer, rescale_grad)
         for name, value in self._values.items():
             updates.add(name, value)
         self._updater = updates
 
-    def set_updater(self, updater: Update) -> None:
-        """Have a function move the values.
+    def set_updater(self, updater: UpdateFunction) -> None:
+        """Update the values with a function.
 
         Args:
-            updater: Called as ``updater(key, sum, value)``; changes the value in place.
+            updater: A function ``updater(key, sum, value)`` that changes the value in place.
         """
         self._updater = updater
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Round what travels to two bits: what each device pushes, or each process where there are several.
+        """Compress the tensors that are sent to two bits per element: those of each device, or of each process.
 
         Args:
-            compression_params: "type", which is "2bit", and "threshold", by default 0.5.
+            compression_params: A dict with "type", which must be "2bit", and "threshold", by default 0.5.
 
         Raises:
-            ValueError: There is no such compression, or the store is "local".
+            ValueError: If there is no such compression, or the store is "local".
         """
         options = dict(compression_params)
         if options.pop("type", None) != "2bit" or self.type == "local" or options.keys() - {"threshold"}:
@@ -180,10 +202,10 @@ class KVStore:
                 "`compression_params` must be of type '2bit' for a store that is not 'local', "
                 f"with a 'threshold' at most, got {dict(compression_params)} for {self.type!r}."
             )
-        self._compression = TwoBits(**options)
+        self._compression = TwoBitCompression(**options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the values, the optimizers' states, and what compression has kept back."""
+        """Return the values, the states of the optimizers, and the residuals of the compression."""
         updates, compression = self._updater, self._compression
         return {
             "values": {str(name): value.clone() for name, value in self._values.items()},
@@ -192,51 +214,54 @@ class KVStore:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved state, in a store with the same keys and the same optimizers.
+        """Load a saved state; the store must have the same keys, and optimizers and compression just as the state has.
 
         Raises:
-            StateError: Keys are missing or unknown.
+            StateError: If keys are missing or unknown.
         """
         check_keys(state, ["values", "optimizers", "residuals"], of="a KVStore")
         check_keys(state["values"], map(str, self._values), of="a KVStore's values")
         parts = {"optimizers": self._updater, "residuals": self._compression}
         for what, part in parts.items():
-            here, there = isinstance(part, OptimizerPerKey | TwoBits), state[what] is not None
+            here, there = isinstance(part, OptimizerPerKey | TwoBitCompression), state[what] is not None
             if here != there:
                 raise StateError(f"A KVStore must have {what} where its saved state has ({there}), got {here}.")
+        # In place, because the parameters of the optimizers share this memory.
         for key, value in self._values.items():
             value.copy_(state["values"][str(key)])
         for what, part in parts.items():
-            if isinstance(part, OptimizerPerKey | TwoBits):
+            if isinstance(part, OptimizerPerKey | TwoBitCompression):
                 part.load_state_dict(state[what])
 
     def _checked(self, key: Keys, tensors: Values, argument: str) -> list[tuple[Key, list[Tensor]]]:
-        """Give the tensors of each key, which must have a value of their shape."""
+        """Return the tensors of each key, after checking that the key has a value of their shape."""
         found: dict[Key, list[Tensor]] = {}
-        for name, parts in by_key(key, tensors, argument):
+        for name, parts in group_by_key(key, tensors, argument):
             found.setdefault(name, []).extend(parts)
         for name, parts in found.items():
             if name not in self._values:
                 raise OrderError(f"`init` must come before any other call for a key, and {name!r} has no value.")
             shape = self._values[name].shape
-            strange = [tuple(part.shape) for part in parts if part.shape != shape]
-            if strange:
-                raise ValueError(f"`{argument}` for {name!r} must have the shape {tuple(shape)}, got {strange[0]}.")
+            others = [tuple(part.shape) for part in parts if part.shape != shape]
+            if others:
+                raise ValueError(f"`{argument}` for {name!r} must have the shape {tuple(shape)}, got {others[0]}.")
         return list(found.items())
 
     def _sum(self, name: Key, parts: list[Tensor]) -> Tensor:
-        """Add up what the devices of this process bring."""
+        """Sum the tensors of the devices of this process."""
         value = self._values[name]
-        brought = [part.detach().to(value.device, value.dtype, copy=True) for part in parts]
-        if self._compression is not None and self.type in ALONE:
-            brought = [self._compression.sent(f"{name}/{place}", part) for place, part in enumerate(brought)]
-        total([PartialSum(place, [part]) for place, part in enumerate(brought)])
-        summed = brought[0]  # which the others were added to
-        if self._compression is not None and self.type in JOINED:
-            return self._compression.sent(f"{name}", summed)
+        # Copies, because the sum is computed in place.
+        addends = [part.detach().to(value.device, value.dtype, copy=True) for part in parts]
+        # As in MXNet: compressed where tensors leave a device, or else where they leave the process.
+        if self._compression is not None and self.type in SINGLE_PROCESS_STORES:
+            addends = [self._compression.compress(f"{name}/{index}", part) for index, part in enumerate(addends)]
+        total([PartialSum(index, [part]) for index, part in enumerate(addends)])
+        summed = addends[0]  # which the others were added to
+        if self._compression is not None and self.type in DISTRIBUTED_STORES:
+            return self._compression.compress(f"{name}", summed)
         return summed
 
 
 def create(name: str = "local") -> KVStore:
-    """Make a store, as ``mxnet.kvstore.create`` does."""
+    """Create a store, like ``mxnet.kvstore.create``."""
     return KVStore(name)

@@ -1,4 +1,4 @@
-"""MXNet's rule for cutting a batch by work loads, which is not lockstep's."""
+"""MXNet's rule for splitting a batch by workloads, which differs from that of lockstep."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch
 def split_input_slice(
     batch_size: int, work_load_list: Sequence[float], *, rule: Literal["python", "scala"] = "python"
 ) -> list[slice]:
-    """Cut a batch into one slice a device, as MXNet does.
+    """Split a batch into one slice per device, as MXNet does.
 
-    A device of load w gets ``round(w * batch_size / sum of loads)`` samples while there are some; the last
-    one also gets what is left. (`lockstep.plan` gives shares that differ by one at most from the exact ones,
-    and leaves no device without a sample while there are enough. MXNet's rule does neither.)
+    A device of workload w gets ``round(w * batch_size / sum of workloads)`` samples as long as there are some;
+    the last device also gets the remaining ones. (`lockstep.plan` assigns numbers that differ from the exact
+    proportions by at most one, and leaves no device without a sample if there are enough. MXNet's rule does
+    neither.)
 
     Args:
-        batch_size: At least 1.
-        work_load_list: Relative speeds of the devices.
-        rule: MXNet's Python rounds half to even, its Scala half up, in float32.
+        batch_size: The number of samples, at least 1.
+        work_load_list: The relative speeds of the devices.
+        rule: The rounding: "python" rounds half to even, "scala" rounds half up, in float32.
 
     Raises:
-        ValueError: A slice comes out empty, or the loads have no finite sum other than 0.
+        ValueError: If a slice is empty, or the sum of the workloads is 0 or not finite.
 
     >>> split_input_slice(8, [1, 1, 1, 1, 1, 1])[-2:]
     [slice(4, 5, None), slice(5, 8, None)]
@@ -33,8 +34,9 @@ def split_input_slice(
     total = sum(work_load_list)
     if total == 0 or not math.isfinite(total):
         raise ValueError(f"`work_load_list` must have a finite sum other than 0, got {list(work_load_list)}.")
-    shares = _half_up if rule == "scala" else _half_even
-    lengths = shares(batch_size, work_load_list)
+    round_shares = _round_half_up if rule == "scala" else _round_half_even
+    lengths = round_shares(batch_size, work_load_list)
+    # Rounding down on every device can leave several samples, all of which go to the last one.
     lengths[-1] += max(batch_size - sum(lengths), 0)
     slices: list[slice] = []
     begin = 0
@@ -43,7 +45,7 @@ def split_input_slice(
         if begin >= end:
             raise ValueError(
                 f"`work_load_list` must leave a sample for every device of a batch of {batch_size}, got "
-                f"{list(work_load_list)}, by which device {len(slices)} has none. Give fewer devices or a "
+                f"{list(work_load_list)}, by which device {len(slices)} has none. Use fewer devices or a "
                 "larger batch."
             )
         slices.append(slice(begin, end))
@@ -51,25 +53,26 @@ def split_input_slice(
     return slices
 
 
-def loads_of(num_devices: int, work_load_list: Sequence[float] | None) -> list[float]:
-    """Give one load a device, equal ones where none are given.
+def check_workloads(num_devices: int, work_load_list: Sequence[float] | None) -> list[float]:
+    """Check that there is one workload per device, and return the workloads; None stands for equal ones.
 
     Raises:
-        ValueError: There is another number of loads than of devices.
+        ValueError: If the number of workloads is not the number of devices.
     """
     loads = [1.0] * num_devices if work_load_list is None else list(work_load_list)
     if len(loads) != num_devices:
-        raise ValueError(f"`workload` must hold one load a device ({num_devices}), got {len(loads)}.")
+        raise ValueError(f"`workload` must hold one workload per device ({num_devices}), got {len(loads)}.")
     return loads
 
 
-def _half_even(batch_size: int, loads: Sequence[float]) -> list[int]:
+def _round_half_even(batch_size: int, loads: Sequence[float]) -> list[int]:
+    """Return the number of samples per device, rounded half to even as in Python."""
     total = sum(loads)
     return [round(load * batch_size / total) for load in loads]
 
 
-def _half_up(batch_size: int, loads: Sequence[float]) -> list[int]:
-    """Round as the JVM does, after every operation in float32."""
+def _round_half_up(batch_size: int, loads: Sequence[float]) -> list[int]:
+    """Return the number of samples per device, rounded half up; each operation is in float32 as in the JVM."""
     narrow = torch.tensor(list(loads), dtype=torch.float32)
     shares = narrow * batch_size / reduce(torch.add, narrow.unbind())
     return [math.floor(share + 0.5) for share in shares.tolist()]

@@ -1,4 +1,4 @@
-"""The optimizer with hooks that lockstep's own optimizers inherit from."""
+"""The base classes of lockstep's optimizers: hooks, counters, loss scaling, saved state."""
 
 from lockstep.optim.hooked.foreach import ForeachOptimizer as ForeachOptimizer
 from lockstep.optim.hooked.hook_list import HookList as HookList

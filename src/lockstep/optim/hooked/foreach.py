@@ -1,4 +1,4 @@
-"""Step all parameters of a group at once, by a rule that is written for lists of tensors."""
+"""Update all parameters of a group at once, by a rule that is written for lists of tensors."""
 
 from __future__ import annotations
 
@@ -13,64 +13,68 @@ from lockstep.optim.hooked.optimizer import HookedOptimizer
 
 
 class ForeachOptimizer(HookedOptimizer):
-    """An optimizer whose rule takes lists: the weights, what is remembered of them, and the gradients.
+    """An optimizer whose rule works on lists: the weights, the tensors of their state, and the gradients.
 
-    A subclass names in `_remembered` the tensors that are remembered for each parameter, and writes
-    `_advance_lists`, the arithmetic.
+    A subclass lists in `_state_names` the tensors that it keeps for each parameter, and implements the
+    arithmetic in `_advance_lists`.
     """
 
-    _remembered: ClassVar[tuple[str, ...]] = ("velocity",)
+    _state_names: ClassVar[tuple[str, ...]] = ("velocity",)
 
     def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:  # noqa: ARG002 - the same in all groups
-        """Name what is remembered for a parameter."""
-        return frozenset(self._remembered)
+        """Return the keys of a parameter's state."""
+        return frozenset(self._state_names)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Move the weights one step by their gradients, and do nothing else: no hook, no count.
+        """Apply one step to the weights; no hook is called and nothing is counted.
 
-        What is remembered belongs to one parameter, so each `part` may advance in a thread of its own.
+        The state belongs to single parameters, so each `part` may advance in a thread of its own.
         """
         self.fill_missing_grads()
         for group in self.param_groups:
             weights: list[Tensor] = []
             grads: list[Tensor] = []
-            remembered: list[list[Tensor]] = [[] for _ in self._remembered]
-            self._init_group(group, weights, grads, *remembered)
-            for lists in self._by_kind(weights, *remembered, grads):
+            states: list[list[Tensor]] = [[] for _ in self._state_names]
+            self._init_group(group, weights, grads, *states)
+            for lists in self._group_by_device_and_dtype(weights, *states, grads):
                 self._advance_lists(group, *lists)
 
     @abstractmethod
     def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
-        """Move weights of one device and one dtype.
+        """Apply a step to weights of one device and one dtype.
 
         Args:
-            group: Whose options hold.
-            *lists: The weights, a list for each name in `_remembered`, and the gradients.
+            group: The parameter group whose options apply.
+            *lists: The weights, one list for each name in `_state_names`, and the gradients.
         """
 
     def _init_group(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], *remembered: list[Tensor]
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], *states: list[Tensor]
     ) -> None:
-        """Collect what moves, with its state; `torch.compile` runs a method of this name eagerly."""
+        """Collect the parameters to update with their state.
+
+        `torch.compile` looks for a method of this name, and runs it eagerly.
+        """
         if group["frozen"]:
             return
         for weight in group["params"]:
             if weight.grad is not None:
                 state = self.state[weight]
-                if self._remembered[0] not in state:
-                    self._begin(state, weight)
+                if self._state_names[0] not in state:
+                    self._init_state(state, weight)
                 weights.append(weight)
                 grads.append(weight.grad)
-                for name, tensors in zip(self._remembered, remembered, strict=True):
+                for name, tensors in zip(self._state_names, states, strict=True):
                     tensors.append(state[name])
 
-    def _begin(self, state: dict[str, Any], weight: Tensor) -> None:
-        """Make what is remembered of a parameter, before its first step."""
-        state.update({name: torch.zeros_like(weight) for name in self._remembered})
+    def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
+        """Create the state of a parameter, before its first step."""
+        # `zeros_like` keeps the strides of the weight, without which the kernels lose their fast path.
+        state.update({name: torch.zeros_like(weight) for name in self._state_names})
 
-    def _by_kind(self, *lists: list[Tensor]) -> list[list[list[Tensor]]]:
-        """Sort parallel lists by device and dtype, as the multi-tensor kernels want them."""
+    def _group_by_device_and_dtype(self, *lists: list[Tensor]) -> list[list[list[Tensor]]]:
+        """Group parallel lists by device and dtype, as the multi-tensor kernels require."""
         if not lists[0]:
             return []
         kinds = self._group_tensors_by_device_and_dtype(cast("list[list[Tensor | None]]", list(lists)))

@@ -1,4 +1,4 @@
-"""The hooks of one optimizer: their names, when each is called, and what they remember."""
+"""The hooks of an optimizer: their names, when each is called, and their state."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ TIMINGS = ("pre", "post")
 
 @runtime_checkable
 class StatefulHook(Protocol):
-    """A hook that remembers something between updates."""
+    """A hook that has state between updates."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it remembers, as plain values and tensors."""
+        """Return the state, as plain values and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Remember this instead; refuse what does not fit, before anything has changed."""
+        """Load a state; a state that does not fit must raise before anything has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A hook under the name it was added by.
+    """A hook and the options it was added with.
 
     Args:
-        name: Unique among the hooks of its place.
-        hook: Called as ``hook(optimizer)``, or as ``hook(optimizer, parameter)``.
-        timing: Before the weights move ("pre") or after ("post").
+        name: The name of the hook, unique among the hooks of its owner.
+        hook: The function, called as ``hook(optimizer)`` or as ``hook(optimizer, parameter)``.
+        timing: When it is called: before the weights are updated ("pre") or after ("post").
         group: The index of the parameter group it belongs to; None for the whole optimizer.
         per_parameter: Whether it is called once for each parameter.
     """
@@ -41,25 +41,25 @@ class Registration:
     per_parameter: bool
 
     @property
-    def place(self) -> str:
-        """Where it is registered, in words."""
+    def owner(self) -> str:
+        """What the hook was added to, in words."""
         return "the optimizer" if self.group is None else f"group {self.group}"
 
     @property
     def label(self) -> str:
-        """The name and all that must agree when a saved state is loaded."""
-        return f"{self.name!r} ({self.timing}, on {self.place})"
+        """The name, with the options that must agree when a saved state is loaded."""
+        return f"{self.name!r} ({self.timing}, on {self.owner})"
 
 
 def describe(hook: Callable[..., object], name: str | None, timing: str, group: int | None) -> Registration:
-    """Settle a hook's name and timing from the arguments and from what the hook says about itself.
+    """Create a registration from the arguments of `add_hook` and the attributes of the hook.
 
-    A hook may say its ``name``, ``timing`` and ``per_parameter``; a plain function says none of
-    them, and is called once, before the weights move, by the name it was defined with.
+    A hook may have the attributes ``name``, ``timing`` and ``per_parameter``. A plain function has none of
+    them: it is called once, before the weights are updated, and is named by its definition.
 
     Raises:
-        TypeError: The hook is not callable.
-        ValueError: The timing is unknown, or there is no name.
+        TypeError: If the hook is not callable.
+        ValueError: If the timing is unknown, or there is no name.
 
     >>> def halve(optimizer):
     ...     ...
@@ -76,17 +76,16 @@ def describe(hook: Callable[..., object], name: str | None, timing: str, group: 
             raise ValueError(f"`hook.timing` must be 'pre' or 'post', got {timing!r}.")
     name = name or getattr(hook, "name", None) or getattr(hook, "__name__", None)
     if name is None:
-        rule = "must be given for a hook that has neither `name` nor `__name__`"
-        raise ValueError(f"`name` {rule}, got None.")
+        raise ValueError("`name` must be given for a hook that has neither `name` nor `__name__`, got None.")
     return Registration(name, hook, timing, group, bool(getattr(hook, "per_parameter", False)))
 
 
 class HookList:
-    """The hooks of one optimizer, in the order they were added.
+    """The hooks of one optimizer, in the order in which they were added.
 
     >>> hooks = HookList()
     >>> hooks.add(describe(print, None, "post", None))
-    >>> [entry.label for entry in hooks.due("post")]
+    >>> [entry.label for entry in hooks.with_timing("post")]
     ["'print' (post, on the optimizer)"]
     """
 
@@ -100,18 +99,18 @@ class HookList:
         """Append a hook.
 
         Raises:
-            KeyError: Its place already has a hook of this name, at whatever timing.
+            KeyError: If its owner already has a hook of this name, at either timing.
         """
         if self._position(entry.name, entry.group) is not None:
-            rule = f"must be new among the hooks of {entry.place}"
-            raise KeyError(f"`name` {rule}, got {entry.name!r}. Give the second one a name of its own.")
+            rule = f"must be new among the hooks of {entry.owner}"
+            raise KeyError(f"`name` {rule}, got {entry.name!r}. Pass another `name` for the second hook.")
         self._entries.append(entry)
 
     def remove(self, name: str, group: int | None) -> None:
-        """Take a hook out.
+        """Remove a hook.
 
         Raises:
-            KeyError: Its place has no hook of this name.
+            KeyError: If its owner has no hook of this name.
         """
         position = self._position(name, group)
         if position is None:
@@ -119,29 +118,30 @@ class HookList:
             raise KeyError(f"`name` must be one of {names}, got {name!r}.")
         del self._entries[position]
 
-    def due(self, timing: str) -> list[Registration]:
-        """List the hooks of one timing in the order of their calls.
+    def with_timing(self, timing: str) -> list[Registration]:
+        """List the hooks of one timing in the order in which they are called.
 
-        The optimizer's own come first before the update and last after it, around those of groups.
+        The hooks of the whole optimizer come before those of groups at "pre", and after them at "post".
         """
-        due = [entry for entry in self._entries if entry.timing == timing]
-        return sorted(due, key=lambda entry: (entry.group is None) == (timing == "post"))
+        entries = [entry for entry in self._entries if entry.timing == timing]
+        # The sort is stable: hooks of one owner stay in the order in which they were added.
+        return sorted(entries, key=lambda entry: (entry.group is None) == (timing == "post"))
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Describe every hook, with what it remembers."""
+        """Return the label and the state of every hook."""
         return [
             {
                 "hook": entry.label,
-                "state": _memory(entry.hook),
+                "state": _hook_state(entry.hook),
             }
             for entry in self._entries
         ]
 
     def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Refuse a saved state that comes from other hooks.
+        """Check that a saved state was written with the same hooks.
 
         Raises:
-            StateError: The names, timings or places differ; the first difference is named.
+            StateError: If the names, timings, owners or the order differ.
         """
         here = [entry.label for entry in self._entries]
         there = [entry["hook"] for entry in saved]
@@ -152,26 +152,27 @@ class HookList:
             )
 
     def load_state_dict(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Give every hook what it remembered, or none, if one of them refuses."""
+        """Load the state of every hook, or of none if one of them raises."""
         before = self.state_dict()
         try:
-            self._remember(saved)
+            self._load_hook_states(saved)
         except BaseException:
-            self._remember(before)
+            # Also into the hooks that had loaded theirs before another one raised.
+            self._load_hook_states(before)
             raise
 
-    def _remember(self, saved: Sequence[Mapping[str, Any]]) -> None:
-        """Hand out what was saved, hook by hook."""
+    def _load_hook_states(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Load the saved states, hook by hook."""
         for entry, state in zip(self._entries, saved, strict=True):
             if isinstance(entry.hook, StatefulHook):
                 entry.hook.load_state_dict(dict(state["state"]))
 
     def _position(self, name: str, group: int | None) -> int | None:
-        """Find a hook by its place and name."""
-        places = [(entry.name, entry.group) for entry in self._entries]
-        return places.index((name, group)) if (name, group) in places else None
+        """Find the index of a hook by its name and group."""
+        keys = [(entry.name, entry.group) for entry in self._entries]
+        return keys.index((name, group)) if (name, group) in keys else None
 
 
-def _memory(hook: object) -> dict[str, Any]:
-    """Ask a hook what it remembers; nothing, if it has no such thing."""
+def _hook_state(hook: object) -> dict[str, Any]:
+    """Return the state of a hook, which is empty for a hook without one."""
     return hook.state_dict() if isinstance(hook, StatefulHook) else {}

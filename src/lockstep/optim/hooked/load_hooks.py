@@ -1,4 +1,4 @@
-"""Run the hooks that bring a saved state up to date before it is checked, and only where one is loaded."""
+"""Run an optimizer's load hooks before a saved state is checked, and never twice for one state."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from torch.optim import Optimizer
 
 
-def migrated(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a saved state to the hooks of `register_load_state_dict_pre_hook`, as torch does while it loads.
+def run_load_pre_hooks(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the hooks of `register_load_state_dict_pre_hook` on a saved state, as torch does when it loads one.
 
     Args:
-        optimizer: Whose hooks.
-        saved: A shallow copy of it is what the hooks get.
+        optimizer: The optimizer whose hooks are run.
+        saved: The saved state; the hooks get a shallow copy.
 
     Returns:
-        The state that is to be loaded.
+        The state to load.
     """
     state = dict(saved)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():  # noqa: SLF001 - torch calls them while it loads
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():  # noqa: SLF001 - torch calls them as it loads
         changed = hook(optimizer, state)
         state = state if changed is None else changed
     return state
@@ -29,11 +29,12 @@ def migrated(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def without_pre_hooks(optimizer: Optimizer) -> Iterator[None]:
-    """Load a state that no hook of `register_load_state_dict_pre_hook` may change, for it is up to date.
+    """Suspend the hooks of `register_load_state_dict_pre_hook` while a state is loaded that they have seen.
 
     Args:
-        optimizer: Has its hooks again afterwards.
+        optimizer: The optimizer whose hooks are suspended.
     """
+    # A hook that converts an old state would convert the new one a second time.
     hooks = optimizer._optimizer_load_state_dict_pre_hooks  # noqa: SLF001 - torch offers no way around them
     optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()  # noqa: SLF001
     try:

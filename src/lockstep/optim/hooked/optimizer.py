@@ -1,4 +1,4 @@
-"""What lockstep's optimizers have in common: hooks, counters, missing gradients, saved state."""
+"""The base of lockstep's optimizers: hooks, counters, missing gradients and saved state."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from lockstep.errors import OrderError
 from lockstep.optim.hooked.hook_list import TIMINGS, HookList, describe
-from lockstep.optim.hooked.load_hooks import migrated, without_pre_hooks
+from lockstep.optim.hooked.load_hooks import run_load_pre_hooks, without_pre_hooks
 from lockstep.optim.hooked.options import check_names, check_options
 from lockstep.optim.hooked.saved_state import check_saved
 from lockstep.optim.hooked.scaled import ScaledOptimizer
@@ -22,30 +22,30 @@ from lockstep.optim.hooked.scaled import ScaledOptimizer
 Self = TypeVar("Self", bound="HookedOptimizer")
 
 _COUNTERS = ("t", "epoch")
-_OWN = ("use_auto_new_epoch", "_hooks", "_scaler", "_masters")
+_OTHER_ATTRIBUTES = ("use_auto_new_epoch", "_hooks", "_scaler", "_masters")
 
 
 class HookedOptimizer(ScaledOptimizer):
-    """An optimizer in torch's conventions with hooks around its arithmetic.
+    """A torch optimizer with hooks around its arithmetic.
 
-    `step` is, in this order: the closure, the hooks of timing "pre", `advance`, the count, the hooks
-    of timing "post". A subclass writes `advance`, the arithmetic, and names its state per parameter.
+    `step` runs the closure, the hooks of timing "pre", `advance`, the count and the hooks of timing "post", in
+    this order. A subclass implements the arithmetic in `advance`, and lists the state of a parameter.
 
-    `update` is a whole training step on one device. `loss_scaling` and `use_fp32_update` turn on what half
+    `update` is a complete training step on one device. `loss_scaling` and `use_fp32_update` enable what half
     precision needs; see `ScaledOptimizer`.
 
-    A group's options, given to the constructor or in the dict of a group (which is how parameters
-    get values of their own), are ``lr``, those of its rule (as ``momentum``) and:
+    The options of a group are passed to the constructor, or in the dict of a parameter group, which is how
+    parameters get options of their own. They are ``lr``, those of the optimizer's rule (such as ``momentum``) and:
 
-    * ``missing_grad``: what a parameter without a gradient does. "skip" (torch's way) leaves it
-      alone; "zero" (Chainer's) gives it a gradient of zeros, so that momentum still moves it.
-    * ``frozen``: True leaves the parameters and their state alone, whatever their gradients; hooks
-      pass them over. May be changed at any time.
+    * ``missing_grad``: what happens to a parameter without a gradient. "skip" (torch's behavior) leaves it
+      unchanged; "zero" (Chainer's) treats the gradient as zeros, so that momentum still moves the parameter.
+    * ``frozen``: if True, the parameters and their state are left unchanged regardless of their gradients, and
+      hooks skip them. You can change it at any time.
 
     Attributes:
-        t: How many updates were applied.
-        epoch: How often `new_epoch` was called.
-        use_auto_new_epoch: Whether an updater calls `new_epoch`, and nobody else may.
+        t: The number of applied updates.
+        epoch: The number of calls of `new_epoch`.
+        use_auto_new_epoch: Whether an updater calls `new_epoch`; if so, nothing else may call it.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -59,26 +59,25 @@ class HookedOptimizer(ScaledOptimizer):
 
     @abstractmethod
     def advance(self) -> None:
-        """Move the weights one step by their gradients, and do nothing else.
+        """Apply one step to the weights.
 
-        No hook is called and nothing is counted, and what is remembered belongs to one parameter.
-        So parts of the parameters may advance one after another or in several threads at once, to
-        the same bits as all together: take the parts with `part`, and have `step` call what makes
-        all of them advance.
+        No hook is called and nothing is counted, and the state belongs to single parameters. Parts of the
+        parameters can therefore advance one after another, or in several threads at once, with the same bits as
+        all of them together: create the parts with `part`, and pass `step` a function that advances them all.
         """
 
     @abstractmethod
     def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
-        """Name what is remembered for a parameter of this group."""
+        """Return the keys of the state of a parameter in this group."""
 
     def part(self: Self, groups: list[dict[str, Any]]) -> Self:
         """Return a shallow copy that holds these groups and shares the state of the parameters.
 
-        It has no hooks, no loss scale and no masters, and a count of its own that begins here.
-        `copy.copy` gives the same with all groups.
+        The copy has no hooks, no loss scale and no master weights. Its count starts at the current value and
+        is not shared. `copy.copy` returns such a copy with all groups.
 
         Args:
-            groups: Groups with any of this optimizer's parameters, say
+            groups: Groups with any of this optimizer's parameters, for example
                 ``[{**group, "params": group["params"][:3]}]``.
         """
         twin = type(self).__new__(type(self))
@@ -101,12 +100,12 @@ class HookedOptimizer(ScaledOptimizer):
         """Apply one update: hooks, arithmetic, count, hooks.
 
         Args:
-            closure: Clears the gradients, computes the loss, calls backward and returns the loss.
-            advance: Does the arithmetic for all parameters in the place of `advance`, say part by part
-                in several threads.
+            closure: A function that clears the gradients, computes the loss, calls backward and returns the loss.
+            advance: A function that does the arithmetic for all parameters instead of `advance`, for example
+                part by part in several threads.
 
         Returns:
-            The loss of the closure, if there is one.
+            The loss of the closure, or None without a closure.
         """
         loss = None
         if closure is not None:
@@ -115,6 +114,7 @@ class HookedOptimizer(ScaledOptimizer):
         if self._masters is None or self._masters.active:
             self._move(advance or self.advance)
         else:
+            # Hooks and arithmetic must see the master weights, whose gradients are those of the parameters.
             self._masters.take_gradients()
             with self._masters.in_place():
                 self._move(advance or self.advance)
@@ -124,11 +124,11 @@ class HookedOptimizer(ScaledOptimizer):
         """Count an epoch.
 
         Args:
-            auto: True when an updater calls, who sets `use_auto_new_epoch` before.
+            auto: Whether an updater makes the call; it must have set `use_auto_new_epoch` before.
 
         Raises:
-            OrderError: The updater calls without having said so, or somebody else calls although
-                the updater does.
+            OrderError: If ``auto`` is not `use_auto_new_epoch`: an updater calls without having set it, or you call
+                while an updater does.
         """
         if auto != self.use_auto_new_epoch:
             owner = "the updater" if self.use_auto_new_epoch else "you"
@@ -139,13 +139,13 @@ class HookedOptimizer(ScaledOptimizer):
         self.epoch += 1
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take more parameters in, with options of their own.
+        """Add a group of parameters.
 
         Args:
-            param_group: "params" and any of the options; the others are those of the constructor.
+            param_group: A dict of "params" and any options; missing options take the constructor's values.
 
         Raises:
-            ValueError: An option is out of range, or is none of this optimizer's.
+            ValueError: If an option is out of range, or this optimizer does not have it.
         """
         check_names(param_group, self.defaults, optimizer=type(self).__name__)
         self._check_options({**self.defaults, **param_group})
@@ -153,7 +153,7 @@ class HookedOptimizer(ScaledOptimizer):
 
     @property
     def lr(self) -> float | Tensor:
-        """The learning rate η of the first group; may be set, at least 0."""
+        """The learning rate η of the first group, at least 0. You can set it."""
         return cast("float | Tensor", self.param_groups[0]["lr"])
 
     @lr.setter
@@ -162,7 +162,7 @@ class HookedOptimizer(ScaledOptimizer):
 
     @property
     def momentum(self) -> float:
-        """The momentum m of the first group; may be set, in [0, 1)."""
+        """The momentum m of the first group, in [0, 1). You can set it."""
         return cast("float", self.param_groups[0]["momentum"])
 
     @momentum.setter
@@ -170,7 +170,7 @@ class HookedOptimizer(ScaledOptimizer):
         self._set_option("momentum", momentum)
 
     def _set_option(self, name: str, value: object) -> None:
-        """Change an option of the first group."""
+        """Set an option of the first group."""
         self._check_options({**self.param_groups[0], name: value})
         self.param_groups[0][name] = value
 
@@ -184,36 +184,36 @@ class HookedOptimizer(ScaledOptimizer):
         *,
         group: int | None = None,
     ) -> None:
-        """Have a function called in every update.
+        """Register a function to be called in every update.
 
-        It is called as ``hook(optimizer)``; if it has a true attribute ``per_parameter``, as
-        ``hook(optimizer, parameter)`` for each parameter that has a gradient and is not frozen.
-        Those of timing "pre" may change gradients, those of timing "post" find the weights moved and
-        `t` counted. Hooks of one place are called in the order they were added.
+        It is called as ``hook(optimizer)``. If it has an attribute ``per_parameter`` that is true, it is called as
+        ``hook(optimizer, parameter)`` for each parameter that has a gradient and is not frozen. Hooks of timing
+        "pre" may change gradients; hooks of timing "post" see the updated weights and the new `t`. Hooks of one
+        group, or of the whole optimizer, are called in the order in which they were added.
 
         Args:
-            hook: The function.
-            name: What `remove_hook` knows it by; by default ``hook.name``, else ``hook.__name__``.
-            timing: "pre", "post" or "auto": ``hook.timing``, and "pre" where it says nothing.
-            group: The index of a parameter group. The hook then gets a `part` with that group alone.
+            hook: The function to call.
+            name: The name for `remove_hook`; by default ``hook.name``, otherwise ``hook.__name__``.
+            timing: When to call it: "pre", "post", or "auto" for ``hook.timing``, which is "pre" if not defined.
+            group: The index of a parameter group. The hook is then called with a `part` that holds only this group.
 
         Raises:
-            TypeError: The hook is not callable.
-            ValueError: The timing is unknown, there is no name, or no such group.
-            KeyError: The name is taken.
+            TypeError: If the hook is not callable.
+            ValueError: If the timing is unknown, the hook has no name, or the group does not exist.
+            KeyError: If the name is already in use.
         """
         self._check_group(group)
         self._hooks.add(describe(hook, name, timing, group))
 
     def remove_hook(self, name: str, *, group: int | None = None) -> None:
-        """Have a function called no more.
+        """Remove a hook.
 
         Args:
-            name: The name it was added by.
-            group: The index of its parameter group; None for the optimizer's own.
+            name: The name of the hook.
+            group: The index of its parameter group; None for hooks of the whole optimizer.
 
         Raises:
-            KeyError: There is no such hook.
+            KeyError: If there is no such hook.
         """
         self._hooks.remove(name, group)
 
@@ -222,15 +222,15 @@ class HookedOptimizer(ScaledOptimizer):
         """Call the hooks of one timing, as `step` does.
 
         Args:
-            timing: "pre" or "post".
+            timing: The timing, "pre" or "post".
 
         Raises:
-            ValueError: The timing is unknown.
+            ValueError: If the timing is unknown.
         """
         if timing not in TIMINGS:
             raise ValueError(f"`timing` must be 'pre' or 'post', got {timing!r}.")
-        for entry in self._hooks.due(timing):
-            # Before each, because a hook may clear gradients.
+        for entry in self._hooks.with_timing(timing):
+            # Before every hook, because the previous one may have cleared gradients.
             self.fill_missing_grads()
             target = self if entry.group is None else self.part([self.param_groups[entry.group]])
             if entry.per_parameter:
@@ -240,15 +240,15 @@ class HookedOptimizer(ScaledOptimizer):
                 entry.hook(target)
 
     def moving_parameters(self) -> list[Tensor]:
-        """List the parameters that an update would move now: with a gradient and not frozen."""
+        """List the parameters that an update would change now: those with a gradient that are not frozen."""
         self.fill_missing_grads()
         moving = [group for group in self.param_groups if not group["frozen"]]
         return [weight for group in moving for weight in group["params"] if weight.grad is not None]
 
     def fill_missing_grads(self) -> None:
-        """Give zeros to parameters without gradient in groups of ``missing_grad="zero"``.
+        """Set gradients of zeros for parameters without a gradient in groups of ``missing_grad="zero"``.
 
-        A parameter of a lazy module has no shape before its first forward, and stays as it is until then.
+        A parameter of a lazy module has no shape before its first forward, and is left out until then.
         """
         for group in self.param_groups:
             if group["missing_grad"] == "zero" and not group["frozen"]:
@@ -257,7 +257,7 @@ class HookedOptimizer(ScaledOptimizer):
                         weight.grad = torch.zeros_like(weight)
 
     def _move(self, advance: Callable[[], None]) -> None:
-        """Do what `step` does when the gradients are there."""
+        """Run the hooks, the arithmetic and the count of one step, once the gradients are there."""
         self.call_hooks("pre")
         advance()
         self.t += 1
@@ -266,9 +266,9 @@ class HookedOptimizer(ScaledOptimizer):
     # State -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return groups, what is remembered per parameter, counters, hooks' state, loss scale, masters."""
+        """Return the groups, state per parameter, counters, hook states, loss scale and master weights."""
         packed = super().state_dict()
-        # Threads may have made the entries in any order; a saved state has one.
+        # Threads may have created the entries in any order; a saved state must not depend on it.
         state = {index: packed["state"][index] for index in sorted(packed["state"])}
         counters = {counter: getattr(self, counter) for counter in _COUNTERS}
         return {
@@ -281,16 +281,18 @@ class HookedOptimizer(ScaledOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved state; nothing changes if it does not fit.
+        """Load a saved state; nothing changes if it does not fit.
 
-        Keys that torch's schedulers keep in the groups are taken over; other unknown ones are refused. Hooks
-        of `register_load_state_dict_pre_hook` get the state first, and what they make of it must fit.
+        Keys that torch's schedulers store in the groups are kept; other unknown keys are rejected. Hooks of
+        `register_load_state_dict_pre_hook` run first, and the state they return is what must fit.
 
         Raises:
-            StateError: Something is missing, unknown or of another shape, or comes from other hooks, another
-                kind of loss scale, or an optimizer with masters where this has none.
+            StateError: If something is missing, unknown or has another shape, or the state comes from other hooks,
+                another kind of loss scale, or an optimizer with master weights where this one has none.
         """
-        state_dict = migrated(self, state_dict)
+        state_dict = run_load_pre_hooks(self, state_dict)
+        # Everything is checked before the first change. Only a hook can raise after that: hooks go first, and are
+        # rolled back.
         self._check_state_dict(state_dict)
         self._hooks.load_state_dict(state_dict["hooks"])
         plain = {key: state_dict[key] for key in ("state", "param_groups")}
@@ -304,8 +306,9 @@ class HookedOptimizer(ScaledOptimizer):
         self.t, self.epoch = state_dict["t"], state_dict["epoch"]
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {key: self.__dict__[key] for key in (*_COUNTERS, *_OWN)}
-        return {**super().__getstate__(), **own}
+        # torch's `__getstate__` leaves all but its own attributes out, so a pickled optimizer would lose ours.
+        attributes = {key: self.__dict__[key] for key in (*_COUNTERS, *_OTHER_ATTRIBUTES)}
+        return {**super().__getstate__(), **attributes}
 
     def __copy__(self: Self) -> Self:
         return self.part(self.param_groups)
@@ -313,17 +316,17 @@ class HookedOptimizer(ScaledOptimizer):
     # Checks ----------------------------------------------------------------------------------
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        """Refuse the options of a group that are out of range."""
+        """Check that the options of a group are in range."""
         check_options(options)
 
     def _check_group(self, group: int | None) -> None:
-        """Refuse the index of a group that is not there."""
+        """Check that the index of a group exists."""
         last = len(self.param_groups) - 1
         if group is not None and not 0 <= group <= last:
             raise ValueError(f"`group` must lie in 0..{last}, got {group}.")
 
     def _check_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a state that was not written by an optimizer like this one."""
+        """Check that a state was written by an optimizer of the same kind and groups."""
         wanted = {"state", "param_groups", "hooks", "loss_scale", "masters", *_COUNTERS}
         check_saved(saved, self.param_groups, wanted=wanted, options=self.defaults, state_keys=self.state_keys)
         self._hooks.check(saved["hooks"])

@@ -1,4 +1,4 @@
-"""Check the options of a group of parameters."""
+"""Check the options of a parameter group."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, Final
 
 from torch import Tensor
 
-WRITTEN_BY_TORCH: Final = frozenset(
+TORCH_GROUP_KEYS: Final = frozenset(
     {"param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum"}
 )
-"""What torch keeps in a group beside the options: names of parameters, and the memory of its schedulers."""
+"""The keys that torch stores in a group besides the options: parameter names, and the state of its schedulers."""
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse the options of a group that are out of range.
+    """Check that the options of a group are in range.
 
     Raises:
-        ValueError: ``lr``, ``missing_grad`` or, where there is one, ``momentum`` or ``weight_decay`` is.
+        ValueError: If ``lr``, ``missing_grad`` or, where present, ``momentum`` or ``weight_decay`` is out of range.
     """
     lr = options["lr"]
     check_lr_size(lr)
@@ -33,50 +33,50 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_lr_size(lr: float | Tensor) -> None:
-    """Refuse several learning rates where there can be one.
+    """Check that a learning rate is a single number.
 
     Raises:
-        ValueError: It is a tensor of another number of elements than one.
+        ValueError: If it is a tensor that does not have exactly one element.
     """
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(
             f"`lr` must be a number or a tensor of one element, got a tensor of shape {tuple(lr.shape)}. "
-            "Give parameters with rates of their own in groups, each with its `lr`."
+            "Pass parameters that need different learning rates in groups, each with its own `lr`."
         )
 
 
 def scalar(lr: float | Tensor) -> float | Tensor:
-    """Give a learning rate as torch's kernels want it: a number, or a tensor without dimensions."""
+    """Return a learning rate in the form that torch's kernels accept: a number or a 0-d tensor."""
     return lr.reshape(()) if isinstance(lr, Tensor) and lr.dim() > 0 else lr
 
 
 def option_names(defaults: Iterable[str]) -> set[str]:
-    """Name the options of a group, given the defaults of its optimizer."""
-    # Torch adds the last to the defaults, never to a group, once a state was loaded or a part taken.
+    """Return the names of a group's options, given the defaults of its optimizer."""
+    # torch adds `differentiable` to the defaults, but not to the groups, once a state was loaded or a part created.
     return {*defaults} - {"differentiable"}
 
 
 def unknown_options(group: Mapping[str, Any], defaults: Iterable[str]) -> list[str]:
-    """List the keys of a group that are neither options of its optimizer nor torch's own.
+    """List the keys of a group that are neither options of its optimizer nor torch's.
 
-    A ``name`` is a label for whoever reads the groups, and no option.
+    The key ``name`` is not an option: it is a label for the reader.
 
     >>> unknown_options({"params": [], "lr": 0.1, "nesterov": True, "name": "head"}, {"lr": 0.01, "momentum": 0.9})
     ['nesterov']
     """
-    return sorted({*group} - {"params", "name"} - option_names(defaults) - WRITTEN_BY_TORCH)
+    return sorted({*group} - {"params", "name"} - option_names(defaults) - TORCH_GROUP_KEYS)
 
 
 def check_names(group: Mapping[str, Any], defaults: Iterable[str], *, optimizer: str) -> None:
-    """Refuse options that an optimizer does not have, and would ignore.
+    """Check that a group has no options that its optimizer does not have and would ignore.
 
     Raises:
-        ValueError: There is one.
+        ValueError: If there is such an option.
     """
     unknown = unknown_options(group, defaults)
     if unknown:
         options, got = ", ".join(sorted(option_names(defaults))), ", ".join(map(repr, unknown))
         raise ValueError(
-            f"`params` must be in groups with options of {optimizer} only ({options}), got {got}. "
-            "It would have no effect: take it out, or take an optimizer that has it."
+            f"Groups in `params` must have only options of {optimizer} ({options}), got {got}. "
+            "It would have no effect: remove it, or use an optimizer that has it."
         )

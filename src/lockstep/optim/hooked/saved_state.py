@@ -1,4 +1,4 @@
-"""Refuse the state of an optimizer that is not like this one."""
+"""Check that a saved state was written by an optimizer of the same kind and groups."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ def check_saved(
     options: Mapping[str, Any],
     state_keys: Callable[[Mapping[str, Any]], frozenset[str]],
 ) -> None:
-    """Refuse a state that was not written by an optimizer like this one.
+    """Check that a state was written by an optimizer of the same kind and groups.
 
     Args:
-        saved: What ``state_dict`` gave.
+        saved: The state that ``state_dict`` returned.
         own_groups: The groups of the optimizer that is to load it.
-        wanted: The keys of a state.
-        options: Those that every group has.
-        state_keys: Gives for a group what is remembered of each of its parameters.
+        wanted: The keys that the state must have.
+        options: The options that every group must have.
+        state_keys: A function that returns the state keys of a parameter for its group.
 
     Raises:
-        StateError: Something is missing, unknown or of another shape.
+        StateError: If something is missing, unknown or has another shape.
     """
     _check_keys("The state", saved, wanted)
     groups = saved["param_groups"]
+    # Parameters have no names in a state: torch assigns their states by position.
     sizes = [len(group["params"]) for group in own_groups]
     saved_sizes = [len(group["params"]) for group in groups]
     if sizes != saved_sizes:
@@ -48,9 +49,9 @@ def check_saved(
                 f"schedulers keep there, got {unknown} too."
             )
     known = {index for group in groups for index in group["params"]}
-    strangers = sorted(saved["state"].keys() - known)
-    if strangers:
-        raise StateError(f"The state must be about parameters of its groups, got {strangers} too.")
+    unlisted = sorted(saved["state"].keys() - known)
+    if unlisted:
+        raise StateError(f"The state must only hold parameters of its groups, got {unlisted} too.")
     _check_parameters(saved["state"], own_groups, groups, state_keys)
 
 
@@ -60,24 +61,25 @@ def _check_parameters(
     groups: Sequence[Mapping[str, Any]],
     state_keys: Callable[[Mapping[str, Any]], frozenset[str]],
 ) -> None:
-    """Refuse what is remembered of parameters of other shapes, or under other keys."""
+    """Check that the saved state of every parameter has the right keys and shapes."""
     for group, saved_group in zip(own_groups, groups, strict=True):
         states = [remembered.get(index) for index in saved_group["params"]]
         keys = state_keys(saved_group)
         for index, weight, state in zip(saved_group["params"], group["params"], states, strict=True):
+            # A parameter that has never been updated has no state.
             if state is not None:
                 _check_parameter_state(f"The state of parameter {index}", state, keys, weight.shape)
 
 
 def _check_missing(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
-    """Refuse a mapping that lacks a key."""
+    """Check that a mapping has all keys."""
     missing = sorted(wanted - saved.keys())
     if missing:
         raise StateError(f"{subject} must hold {sorted(wanted)}, got none for {missing}.")
 
 
 def _check_keys(subject: str, saved: Mapping[str, Any], wanted: set[str] | frozenset[str]) -> None:
-    """Refuse a mapping that lacks a key or has another."""
+    """Check that a mapping has all keys and no other."""
     _check_missing(subject, saved, wanted)
     unknown = sorted(saved.keys() - wanted)
     if unknown:
@@ -85,7 +87,7 @@ def _check_keys(subject: str, saved: Mapping[str, Any], wanted: set[str] | froze
 
 
 def _check_parameter_state(subject: str, state: Mapping[str, Any], keys: frozenset[str], shape: torch.Size) -> None:
-    """Refuse what is remembered for another parameter or by another optimizer."""
+    """Check that the state of one parameter has the right keys and shapes."""
     _check_keys(subject, state, keys)
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape != shape:

@@ -1,4 +1,4 @@
-"""A training step in half precision: an optimizer with a loss scale and float32 masters."""
+"""A complete training step in half precision: an optimizer with a loss scale and float32 master weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lockstep.precision import HasMasters, LossScale, LossScaler, MasterWeights,
 
 
 class ScaledOptimizer(Optimizer, HasMasters):
-    """An optimizer that may scale the loss and move float32 masters; without either it is as any other.
+    """An optimizer that can scale the loss and update float32 master weights.
 
-    `update` is a whole training step on one device: the loss times the loss scale, backward, the division
-    by the scale, `step` if all gradients are finite, the next scale. `loss_scaling` and `use_fp32_update`
-    turn on what half precision needs; `lockstep.precision` does the work. A subclass writes `step`, which
-    moves the masters where they are there and not in place already.
+    `update` is a complete training step on one device: it scales the loss, runs backward, divides the gradients
+    by the scale, calls `step` if they are all finite, and updates the scale. `loss_scaling` and
+    `use_fp32_update` enable what half precision needs; `lockstep.precision` does the work. A subclass implements
+    `step`, which must update the master weights where they exist and are not in place already.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -28,21 +28,21 @@ class ScaledOptimizer(Optimizer, HasMasters):
         super().__init__(params, defaults)
 
     def update(self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Do a whole training step on one device.
+        """Run a complete training step on one device.
 
-        In this order: clear the gradients, ``loss_fn(*args, **kwargs)``, backward from the loss times the
-        loss scale, division by the scale, check, `step`, the next scale. Gradients that are not finite
-        change nothing but the scale: no hook is called, nothing moves, nothing is counted. Without a loss
-        scale there is no check, as in any loop.
+        In this order: clear the gradients, compute ``loss_fn(*args, **kwargs)``, run backward from the loss times
+        the loss scale, divide by the scale, check the gradients, call `step`, and update the scale. If a gradient
+        is not finite, only the scale changes: no hook is called, no weight moves and nothing is counted. Without
+        a loss scale there is no check, as in any training loop.
 
         Args:
-            loss_fn: Returns the loss, not scaled. Without it the gradients that are there are used, which
-                must be of the loss times the scale.
-            *args: Given to ``loss_fn``.
-            **kwargs: Given to ``loss_fn``.
+            loss_fn: A function that returns the unscaled loss. Without it the existing gradients are used, which
+                must be those of the loss times the scale.
+            *args: The positional arguments of ``loss_fn``.
+            **kwargs: The keyword arguments of ``loss_fn``.
 
         Returns:
-            The loss, if there is a function for it.
+            The loss, or None without ``loss_fn``.
         """
         loss = None
         if loss_fn is not None:
@@ -56,57 +56,59 @@ class ScaledOptimizer(Optimizer, HasMasters):
         else:
             self._scaler.step(self)
             self._scaler.update()
+        # Detached, because a loss that you keep would keep its graph in memory.
         return None if loss is None else loss.detach()
 
     def loss_scaling(self, interval: float = 1000, scale: LossScale | float | None = None) -> None:
-        """Have `update` scale the loss.
+        """Enable loss scaling in `update`.
 
         Args:
-            interval: Finite updates it takes Chainer's scale to double after its first overflow; at least 1.
-            scale: A `LossScale`, or a number for a static one, in the place of Chainer's.
+            interval: The number of finite updates in which Chainer's scale doubles after its first overflow; at
+                least 1.
+            scale: A `LossScale`, or a number for a static scale, to use instead of Chainer's.
 
         Raises:
-            TypeError: ``scale`` is none of these.
-            ValueError: A number is out of range.
+            TypeError: If ``scale`` is neither of these.
+            ValueError: If a number is out of range.
         """
         self._scaler = LossScaler(RampLossScale(interval=interval) if scale is None else scale)
 
     def set_loss_scale(self, loss_scale: float) -> None:
-        """Have `update` scale the loss by a number that stays.
+        """Enable loss scaling in `update` with a constant scale.
 
         Args:
-            loss_scale: Positive and finite.
+            loss_scale: The scale, positive and finite.
 
         Raises:
-            ValueError: It is not.
+            ValueError: If the scale is not positive and finite.
         """
         self.loss_scaling(scale=loss_scale)
 
     @property
     def loss_scale(self) -> LossScale | None:
-        """The scale of the next loss; None without `loss_scaling`. Reading it waits for the device."""
+        """The scale of the next loss, or None without `loss_scaling`. Reading it synchronizes with the device."""
         return None if self._scaler is None else self._scaler.loss_scale
 
     def update_loss_scale(self) -> None:
-        """Choose the next scale by the gradients that are there; `update` does so itself.
+        """Update the scale from the current gradients; `update` calls this itself.
 
-        Without a loss scale there is nothing to choose.
+        Without a loss scale it has no effect.
         """
         if self._scaler is not None:
             self._scaler.update(nonfinite=self._scaler.nonfinite(self))
 
     def is_safe_to_update(self) -> bool:
-        """Tell whether the gradients that are there are finite; waits for the device."""
+        """Return whether the current gradients are finite; synchronizes with the device."""
         scaler = LossScaler(1.0) if self._scaler is None else self._scaler
         return not bool(scaler.nonfinite(self))
 
     def use_fp32_update(self, flag: bool = True) -> None:
-        """Move float32 masters of parameters in half precision, and round them into the parameters.
+        """Update float32 master weights of half-precision parameters, and round them to the parameters.
 
-        Masters begin as the parameters are and follow what is written to these from outside.
+        The master weights start as copies of the parameters, and follow changes that you make to these.
 
         Args:
-            flag: False goes back to moving the parameters themselves, and forgets the masters.
+            flag: Whether to use master weights; False discards them and updates the parameters themselves.
         """
         if flag and self._masters is None:
             self._masters = MasterWeights(self)
@@ -116,18 +118,19 @@ class ScaledOptimizer(Optimizer, HasMasters):
 
     @property
     def masters(self) -> MasterWeights | None:
-        """The float32 masters; None without `use_fp32_update`."""
+        """The float32 master weights, or None without `use_fp32_update`."""
         return self._masters
 
     def _check_precision(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a loss scale or masters where there are none here, and the other way round."""
+        """Check that a saved state has a loss scale and master weights exactly where this optimizer has them."""
         here = {"loss_scale": self._scaler is not None, "masters": self._masters is not None}
         there = {key: saved[key] is not None for key in here}
         if here != there:
             raise StateError(
-                f"The optimizer must have a loss scale and masters as the saved state has ({there}), "
+                f"The optimizer must have a loss scale and master weights as the saved state has ({there}), "
                 f"got {here}. Call `loss_scaling` or `use_fp32_update` before loading."
             )
+        # Both calls only check: a state is loaded after all of it was found to fit.
         if self._scaler is not None:
             self._scaler.restored(saved["loss_scale"])
         if self._masters is not None:

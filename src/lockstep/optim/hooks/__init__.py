@@ -1,7 +1,7 @@
-"""What an update does to gradients between their computation and the step.
+"""Hooks that change gradients between their computation and the step.
 
-Each hook here works on lockstep's optimizers, ``optimizer.add_hook(hook)``, and on any other of
-torch's, ``optimizer.register_step_pre_hook(hook)``.
+Each hook works with lockstep's optimizers, ``optimizer.add_hook(hook)``, and with any other torch optimizer,
+``optimizer.register_step_pre_hook(hook)``.
 """
 
 from lockstep.optim.hooks.clipping import (

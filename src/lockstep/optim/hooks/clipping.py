@@ -1,4 +1,4 @@
-"""Bound the gradient: its norm, or every element."""
+"""Clip the gradients by their norm or by value."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lockstep.precision import ChangesOnlyGradients
 
 @dataclass(frozen=True)
 class GradientClipping(GradientHook, ChangesOnlyGradients):
-    """Scale all gradients by one number so that their joint norm is at most a threshold.
+    """Scale all gradients by one factor so that their total norm is at most a threshold.
 
-    With the norm n of all gradients as one vector: g ← g · min(1, threshold/n). Directions stay, and
-    so do zeros. A norm that is not finite makes every gradient zero or NaN, and so tells of itself.
-    Added to one group (``add_hook(hook, group=0)``) it bounds the norm of that group alone.
+    With the norm n of all gradients as one vector: g ← g · min(1, threshold/n). The direction does not change,
+    and zeros stay zero. If the norm is not finite, every gradient becomes zero or NaN, which makes it visible.
+    When added to one group (``add_hook(hook, group=0)``), it limits the norm of that group alone.
 
     Args:
-        threshold: Above 0.
+        threshold: The largest norm, above 0.
 
     Raises:
-        ValueError: The threshold is out of range.
+        ValueError: If the threshold is out of range.
 
     Determinism: the order of summation depends on the shapes and their order, not on the number of
-    threads (see `lockstep.optim.norm`). Nothing waits for the device.
+    threads (see `lockstep.optim.norm`). Nothing synchronizes with the device.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -43,7 +43,8 @@ class GradientClipping(GradientHook, ChangesOnlyGradients):
             raise ValueError(f"`threshold` must be above 0, got {self.threshold}.")
 
     def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:  # noqa: ARG002 - gradients alone decide
-        """Scale each gradient by the same number."""
+        """Scale all gradients by the same factor."""
+        # Kept on the device: reading the norm on the host would wait for the whole backward.
         rate = (self.threshold / global_norm(grads)).clamp(max=1)
         rates = {device: rate.to(device) for device in {grad.device for grad in grads}}
         for device, local_rate in rates.items():
@@ -52,14 +53,14 @@ class GradientClipping(GradientHook, ChangesOnlyGradients):
 
 @dataclass(frozen=True)
 class GradientHardClipping(GradientHook, ChangesOnlyGradients):
-    """Put every element of the gradients between two bounds: g ← min(max(g, lower), upper).
+    """Clamp every element of the gradients between two bounds: g ← min(max(g, lower), upper).
 
     Args:
-        lower: The least value an element may keep.
-        upper: The greatest, at least ``lower``.
+        lower: The smallest value of an element.
+        upper: The largest value of an element, at least ``lower``.
 
     Raises:
-        ValueError: The bounds are out of order.
+        ValueError: If ``lower`` is greater than ``upper``.
 
     >>> weight = torch.nn.Parameter(torch.zeros(3))
     >>> weight.grad = torch.tensor([-3.0, 0.5, 3.0])

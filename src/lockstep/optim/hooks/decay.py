@@ -1,4 +1,4 @@
-"""Pull weights towards zero, by their size or by a constant."""
+"""Add the gradients of L2 and L1 penalties on the weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.optim.adding import add_scaled_
 from lockstep.optim.hooks.gradient_hook import GradientHook
+from lockstep.optim.scaled_add import add_scaled_
 from lockstep.precision import ChangesOnlyGradients
 
 
 @dataclass(frozen=True)
-class _Pull(GradientHook, ChangesOnlyGradients):
-    """A hook that adds to each gradient something of its weight, at a rate."""
+class _Penalty(GradientHook, ChangesOnlyGradients):
+    """A hook that adds the gradient of a penalty on the weights, times a rate."""
 
     rate: float
 
@@ -24,14 +24,14 @@ class _Pull(GradientHook, ChangesOnlyGradients):
             raise ValueError(f"`rate` must be finite and at least 0, got {self.rate}.")
 
 
-class WeightDecay(_Pull):
-    """Add the gradient of half the weights' squared norm, times a rate: g ← g + rate·w.
+class WeightDecay(_Penalty):
+    """Add the gradient of half the squared norm of the weights, times a rate: g ← g + rate·w.
 
     Args:
-        rate: At least 0.
+        rate: The weight decay, at least 0.
 
     Raises:
-        ValueError: The rate is out of range.
+        ValueError: If the rate is out of range.
 
     >>> weight = torch.nn.Parameter(torch.tensor([2.0]))
     >>> weight.grad = torch.tensor([1.0])
@@ -45,14 +45,14 @@ class WeightDecay(_Pull):
         add_scaled_(grads, weights, self.rate)
 
 
-class Lasso(_Pull):
+class Lasso(_Penalty):
     """Add the gradient of the sum of the weights' absolute values, times a rate: g ← g + rate·sign(w).
 
     Args:
-        rate: At least 0.
+        rate: The factor of the penalty, at least 0.
 
     Raises:
-        ValueError: The rate is out of range.
+        ValueError: If the rate is out of range.
 
     >>> weight = torch.nn.Parameter(torch.tensor([2.0, 0.0, -2.0]))
     >>> weight.grad = torch.tensor([1.0, 1.0, 1.0])

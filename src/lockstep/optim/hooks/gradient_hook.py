@@ -1,4 +1,4 @@
-"""The common shape of hooks that change gradients before the step."""
+"""The base class of hooks that change gradients before the step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.optim.optimizer import Optimizer
 
 
 class GradientHook(ABC):
-    """A hook that changes all gradients in place, at once, before the weights move.
+    """A hook that changes all gradients in place before the weights are updated.
 
-    It may be called in three ways: ``hook(optimizer)``, as lockstep's optimizers do;
-    ``hook(optimizer, parameter)``, for one parameter alone; ``hook(optimizer, args, kwargs)``, as
-    torch does after ``register_step_pre_hook``. (Torch calls before the closure of ``step(closure)``
-    has made new gradients; lockstep's optimizers call after it.)
+    It can be called in three ways: ``hook(optimizer)``, as lockstep's optimizers do;
+    ``hook(optimizer, parameter)``, for a single parameter; and ``hook(optimizer, args, kwargs)``, as torch
+    does after ``register_step_pre_hook``. (With ``step(closure)``, torch calls it before the closure has
+    computed new gradients; lockstep's optimizers call it after that.)
 
-    Parameters without gradient take no part, nor do groups whose option ``frozen`` is true.
+    Parameters without a gradient are left out, and so are groups whose option ``frozen`` is True.
     """
 
     timing: ClassVar[str] = "pre"
@@ -26,7 +26,7 @@ class GradientHook(ABC):
 
     @property
     def name(self) -> str:
-        """What ``add_hook`` calls it by default: the name of its class."""
+        """The default name for ``add_hook``: the name of the class."""
         return type(self).__name__
 
     @torch.no_grad()
@@ -34,9 +34,10 @@ class GradientHook(ABC):
         """Change the gradients.
 
         Args:
-            optimizer: Whose parameters' gradients; or, with ``where``, the caller.
-            *where: Nothing, one parameter, or torch's two arguments of the step.
+            optimizer: The optimizer whose gradients are changed; with a parameter in ``where``, it is not used.
+            *where: Nothing, a single parameter, or the two arguments that torch passes to a step hook.
         """
+        # torch passes the two arguments of the step, lockstep's optimizers nothing or a parameter.
         weights = list(where) if len(where) == 1 else _parameters(optimizer)
         pairs = [(weight.detach(), weight.grad) for weight in weights if weight.grad is not None]
         if pairs:
@@ -47,10 +48,14 @@ class GradientHook(ABC):
         """Change these gradients in place.
 
         Shapes: both lists hold P tensors, at least one; the p-th of both have one shape.
+
+        Args:
+            weights: The weights, which must be left untouched.
+            grads: The gradients, changed in place.
         """
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    """List an optimizer's parameters but those of frozen groups, an option only lockstep's have."""
+    """List the parameters of an optimizer except those of frozen groups, which only lockstep's optimizers have."""
     groups = [group for group in optimizer.param_groups if not group.get("frozen", False)]
     return [weight for group in groups for weight in group["params"]]

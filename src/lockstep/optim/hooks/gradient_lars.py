@@ -1,4 +1,4 @@
-"""Give every parameter a step in proportion to its own norm."""
+"""Scale the step of each parameter in proportion to its norm."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.optim.adding import add_scaled_
 from lockstep.optim.hooks.gradient_hook import GradientHook
 from lockstep.optim.norm import norms
+from lockstep.optim.scaled_add import add_scaled_
 from lockstep.precision import ChangesOnlyGradients
 
 
 @dataclass(frozen=True)
 class GradientLARS(GradientHook, ChangesOnlyGradients):
-    """Scale each parameter's gradient so that its step is in proportion to the parameter's norm.
+    """Scale the gradient of each parameter so that its step is proportional to the norm of the parameter.
 
     With ‖·‖ the Euclidean norm of one parameter or its gradient, λ the weight decay and c the coefficient::
 
         r = c·‖w‖ / (ε + ‖g‖ + λ·‖w‖)   where ‖w‖ > threshold, else 1
         g ← r·(g + λ·w)
 
-    With c = 1 the learning rate reads as the share of its norm that a parameter moves in a step. In front of
-    `MomentumSGD` this is the whole of the paper's optimizer, in which c is the trust coefficient.
+    With c = 1, the learning rate is the fraction of its own norm that a parameter moves in a step. Combined with
+    `MomentumSGD`, this is the complete optimizer of the paper, where c is called the trust coefficient.
 
     Args:
-        threshold: Parameters of a norm up to this keep their gradient; at least 0.
-        weight_decay: λ, at least 0.
-        eps: ε, above 0.
-        coefficient: c, above 0.
+        threshold: The norm up to which a parameter keeps its unscaled gradient, at least 0.
+        weight_decay: The weight decay λ, at least 0.
+        eps: The number ε that is added to the denominator, above 0.
+        coefficient: The trust coefficient c, above 0.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: If a number is out of range.
 
     Determinism: the order of summation depends on the shapes (see `lockstep.optim.norm`). Nothing
-    waits for the device.
+    synchronizes with the device.
 
     References: You, Gitman, Ginsburg, "Large Batch Training of Convolutional Networks", 2017,
     arXiv:1708.03888, section 4 and algorithm 1.
@@ -63,7 +63,7 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
             raise ValueError(f"`coefficient` must be finite and above 0, got {self.coefficient}.")
 
     def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
-        """Decay and scale each gradient."""
+        """Add the weight decay to each gradient and scale it."""
         rates = [
             torch.where(
                 weight_norm > self.threshold,
@@ -72,6 +72,7 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
             )
             for weight_norm, grad_norm in zip(norms(weights), norms(grads), strict=True)
         ]
+        # After the norms: ‖g‖ in the rule is that of the gradient without decay.
         if self.weight_decay != 0:
             add_scaled_(grads, weights, self.weight_decay)
         for grad, rate in zip(grads, rates, strict=True):

@@ -1,11 +1,11 @@
-"""From a batch to the inputs of shards, and from the outputs of shards to those of the batch."""
+"""Splitting a batch into the inputs of shards, and merging the outputs and input gradients of shards."""
 
 from lockstep.replicas.batch.input_gradients import (
     NO_GRADIENTS as NO_GRADIENTS,
     GradMode as GradMode,
     InputGradients as InputGradients,
     InputModes as InputModes,
-    checked_mode as checked_mode,
+    check_grad_mode as check_grad_mode,
     read_input_modes as read_input_modes,
 )
 from lockstep.replicas.batch.inputs import (
@@ -16,12 +16,12 @@ from lockstep.replicas.batch.inputs import (
     as_call as as_call,
     check_dims as check_dims,
     count_samples as count_samples,
-    given_dims as given_dims,
+    dims_by_path as dims_by_path,
     named_inputs as named_inputs,
+    number_positions as number_positions,
     positional_names as positional_names,
     positive_dim as positive_dim,
     read_inputs as read_inputs,
-    with_numbers as with_numbers,
 )
 from lockstep.replicas.batch.outputs import (
     Outputs as Outputs,

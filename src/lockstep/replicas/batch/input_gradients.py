@@ -1,4 +1,4 @@
-"""Put the gradients of inputs together from those of the shards' parts, and add them up where asked."""
+"""Merge the gradients of inputs from those of the shards, and accumulate them where requested."""
 
 from __future__ import annotations
 
@@ -13,71 +13,78 @@ from lockstep.replicas.batch.inputs import Inputs, by_longest_name
 from lockstep.tree import PartialSum, Tensors, total
 
 GradMode: TypeAlias = Literal["write", "add", "null"]
+"""What happens to a gradient: it replaces the previous one, is added to it, or is not computed."""
 
 
-def checked_mode(word: object, argument: str) -> GradMode:
-    """Refuse what is none of the three words.
+def check_grad_mode(value: object, argument: str) -> GradMode:
+    """Return a gradient mode after checking that it is one.
+
+    Args:
+        value: The value to check.
+        argument: The name of the argument in error messages.
 
     Raises:
-        ValueError: It is none.
+        ValueError: If the value is not 'write', 'add' or 'null'.
     """
     for mode in get_args(GradMode):
-        if word == mode:
+        if value == mode:
             return mode  # type: ignore[no-any-return]
-    raise ValueError(f"`{argument}` must be 'write', 'add' or 'null', got {word!r}.")
+    raise ValueError(f"`{argument}` must be 'write', 'add' or 'null', got {value!r}.")
 
 
 @dataclass(frozen=True, slots=True)
 class InputModes:
-    """What becomes of the gradient of each input.
+    """The gradient mode of each input.
 
     Attributes:
-        words: By the name of an argument or the path in it.
-        others: For inputs that are not named.
+        by_name: The modes of named inputs, by the name of an argument or the path of an input in it.
+        default: The mode of all other inputs.
     """
 
-    words: Mapping[str, GradMode]
-    others: GradMode
+    by_name: Mapping[str, GradMode]
+    default: GradMode
 
     @property
     def wanted(self) -> bool:
-        """Whether some input may have a gradient."""
-        return any(word != "null" for word in (*self.words.values(), self.others))
+        """Whether an input may have a gradient."""
+        return any(mode != "null" for mode in (*self.by_name.values(), self.default))
 
     def by_path(self, paths: Sequence[str], absent: Collection[str] = ()) -> dict[str, GradMode]:
-        """Give the word for each path.
+        """Return the mode of each input.
 
         Args:
-            paths: Of the inputs of a call.
-            absent: Paths that may be named, too.
+            paths: The paths of the inputs of a call.
+            absent: Paths that may be named although they do not occur in this call.
 
         Raises:
-            ValueError: A name fits no path.
+            ValueError: If a name matches no path.
         """
-        if not self.words:
-            return dict.fromkeys(paths, self.others)
-        found = by_longest_name(self.words, [*paths, *absent], "input_grads", default=self.others)
+        if not self.by_name:
+            return dict.fromkeys(paths, self.default)
+        found = by_longest_name(self.by_name, [*paths, *absent], "input_grads", default=self.default)
         return dict(zip(paths, found, strict=False))
 
 
 NO_GRADIENTS = InputModes({}, "null")
+"""The modes of inputs without gradients."""
 
 
 def read_input_modes(
     input_grads: bool | Mapping[str, GradMode], grad_mode: GradMode | Mapping[str, GradMode]
 ) -> InputModes:
-    """Say what becomes of the gradients of inputs.
+    """Convert the arguments of a `ReplicaGroup` to the gradient modes of inputs.
 
     Args:
-        input_grads: For all inputs what `grad_mode` says as one word; or words by name, null for others.
-        grad_mode: One word for parameters, or words by parameter, which leave inputs at "write".
+        input_grads: Whether all inputs have gradients, with the mode of `grad_mode`; or modes by name, where an input
+            that is not named has no gradient.
+        grad_mode: One mode for all parameters, or modes by parameter, in which case inputs use "write".
 
     Raises:
-        ValueError: A word is none of the three.
+        ValueError: If a mode is not 'write', 'add' or 'null'.
     """
     if isinstance(input_grads, Mapping):
-        words = {name: checked_mode(word, f"input_grads[{name!r}]") for name, word in input_grads.items()}
-        return InputModes(words, "null")
+        modes_by_name = {name: check_grad_mode(mode, f"input_grads[{name!r}]") for name, mode in input_grads.items()}
+        return InputModes(modes_by_name, "null")
     if not input_grads:
         return NO_GRADIENTS
     return InputModes({}, grad_mode if isinstance(grad_mode, str) else "write")
@@ -87,14 +94,14 @@ def read_input_modes(
 class InputGradients:
     """The gradients of the inputs of one forward.
 
-    The gradient of an input that was cut is laid end to end along the dimension it was cut along. That of an
-    input that was given whole to every shard is summed over shards, in the tree's order. A part that backward
-    did not reach counts as zeros; None stands for an input that it did not reach at all.
+    The gradients of an input that was split are concatenated along the dimension of the split. The gradient of an input
+    that was given whole to every shard is the sum over shards, in the order of the tree. A part that backward did not
+    reach counts as zeros, and the gradient of an input that backward did not reach at all is None.
 
     Attributes:
-        inputs: What the model was called with.
+        inputs: The inputs of the model.
         shards: The shards of each device.
-        by_shard: The gradient of each input's part, by the shard's index; left as they are.
+        by_shard: The gradient of the part of each input, by the index of the shard. These tensors are not modified.
     """
 
     inputs: Inputs
@@ -102,57 +109,71 @@ class InputGradients:
     by_shard: dict[int, Tensors]
 
     def merged(self) -> Tensors:
-        """Give the gradient of each input, on that input's device."""
+        """Return the gradient of each input, on the device of that input."""
         shards = [shard for place in self.shards for shard in place]
-        return [self._together(index, shards, tensor.device) for index, tensor in enumerate(self.inputs.tensors)]
+        return [self._merge_shards(index, shards, tensor.device) for index, tensor in enumerate(self.inputs.tensors)]
 
     def of_device(self, place: int, device: torch.device) -> Tensors:
-        """Give the gradient of what one device was given of each input, on that device."""
+        """Return the gradient of the part of each input that one device computed, on that device.
+
+        Args:
+            place: The index of the device.
+            device: The device.
+        """
         shards = self.shards[place]
-        return [self._together(index, shards, device) for index in range(len(self.inputs.tensors))]
+        return [self._merge_shards(index, shards, device) for index in range(len(self.inputs.tensors))]
 
     def by_device(self, devices: Sequence[torch.device]) -> list[Tensors]:
-        """Return for each input a list with the gradient of what each device was given."""
+        """Return for each input a list with the gradient of the part of each device.
+
+        Args:
+            devices: The devices of the group.
+        """
         parts = [self.of_device(place, device) for place, device in enumerate(devices)]
         return [list(each) for each in zip(*parts, strict=True)]
 
     def plus(self, earlier: InputGradients | None, modes: InputModes) -> InputGradients:
-        """Add those of an earlier backward to inputs whose word is "add".
+        """Return these gradients plus those of an earlier backward for inputs whose mode is "add".
 
         Args:
-            earlier: Counts if its inputs were cut into parts of the same shapes.
-            modes: The words, which fit the inputs.
+            earlier: The gradients of the earlier backward. They are used only if the inputs had the same shapes and
+                were split in the same way.
+            modes: The gradient modes of the inputs.
         """
-        if not modes.words and modes.others != "add":
+        if not modes.by_name and modes.default != "add":
             return self
-        words = modes.by_path(self.inputs.names, absent=modes.words)
-        adds = [words[name] == "add" for name in self.inputs.names]
+        modes_by_name = modes.by_path(self.inputs.names, absent=modes.by_name)
+        adds = [modes_by_name[name] == "add" for name in self.inputs.names]
         if not any(adds):
             return self
+        # Gradients are added shard by shard, which is only possible if the same samples are in the same shards.
         if earlier is None or earlier.inputs.names != self.inputs.names or earlier.shards != self.shards:
             return self
         if [each.shape for each in earlier.inputs.tensors] != [each.shape for each in self.inputs.tensors]:
             return self
         sums = {
             shard: [
-                _plus(new, old) if add else new
+                _add(new, old) if add else new
                 for new, old, add in zip(grads, earlier.by_shard[shard], adds, strict=True)
             ]
             for shard, grads in self.by_shard.items()
         }
         return InputGradients(self.inputs, self.shards, sums)
 
-    def _together(self, index: int, shards: Sequence[Shard], device: torch.device) -> torch.Tensor | None:
+    def _merge_shards(self, index: int, shards: Sequence[Shard], device: torch.device) -> torch.Tensor | None:
         parts = {shard: self.by_shard[shard.index][index] for shard in shards}
-        there = {shard: part.to(device) for shard, part in parts.items() if part is not None}
-        if not there or len(parts) == 1:
-            return next(iter(there.values()), None)
+        present = {shard: part.to(device) for shard, part in parts.items() if part is not None}
+        # One shard has the whole gradient, so nothing is concatenated, summed or copied.
+        if not present or len(parts) == 1:
+            return next(iter(present.values()), None)
         tensor, dim = self.inputs.tensors[index], self.inputs.dims[index]
         if dim is None:
-            return total([PartialSum(shard.index, [part.clone()]) for shard, part in there.items()])[0]
+            # Cloned, because the sum adds to its left operands in place and `by_shard` must keep its values.
+            return total([PartialSum(shard.index, [part.clone()]) for shard, part in present.items()])[0]
+        # One element, expanded without memory for every part that is missing.
         zero = tensor.new_zeros((), device=device)
         return torch.cat(
-            [there.get(shard, zero.expand(_shape(tensor, dim, len(shard.samples)))) for shard in shards], dim
+            [present.get(shard, zero.expand(_shape(tensor, dim, len(shard.samples)))) for shard in shards], dim
         )
 
 
@@ -160,5 +181,5 @@ def _shape(tensor: torch.Tensor, dim: int, length: int) -> list[int]:
     return [length if index == dim else size for index, size in enumerate(tensor.shape)]
 
 
-def _plus(new: torch.Tensor | None, old: torch.Tensor | None) -> torch.Tensor | None:
+def _add(new: torch.Tensor | None, old: torch.Tensor | None) -> torch.Tensor | None:
     return new if old is None else old if new is None else old + new

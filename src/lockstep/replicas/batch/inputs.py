@@ -1,7 +1,7 @@
-"""Cut the inputs of a model into shards, each input along a dimension of its own, and bring them to devices.
+"""Split the inputs of a model into shards, each input along a dimension of its own, and move them to devices.
 
-An input is a tensor in the call of the model: ``model(x, mask=m)`` has the inputs ``x`` and ``mask``, and a
-nested argument has one for each tensor in it, called by the path to it: ``pair[0]``, ``extra['mask']``.
+An input is a tensor in a call of the model. ``model(x, mask=m)`` has the inputs ``x`` and ``mask``. A nested argument
+has one input for each of its tensors, named by the path to it, such as ``pair[0]`` or ``extra['mask']``.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from lockstep import nest
 
 BatchDim: TypeAlias = "int | Mapping[str, int | None] | None"
-"""The dimension that counts samples: one for all inputs, or one for each, by name or path; None for an input
-that is given whole to every shard."""
+"""The dimension that counts samples: one for all inputs, or one for each by name or path, or None for an input that is
+given whole to every shard."""
 
 Given = TypeVar("Given")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardInputs:
-    """What one shard is called with.
+    """The arguments for one shard.
 
     Attributes:
-        args: Arguments by position, on the shard's device.
-        kwargs: Arguments by name.
-        leaves: One entry an input: the piece that backward leaves a gradient in, None where none is wanted.
+        args: The positional arguments, on the device of the shard.
+        kwargs: The keyword arguments, on the device of the shard.
+        leaves: For each input the tensor in which backward stores a gradient, or None if no gradient is wanted.
     """
 
     args: tuple[Any, ...]
@@ -39,16 +39,16 @@ class ShardInputs:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The call of a model with a whole batch, ready to be cut.
+    """The arguments for a whole batch, ready to be split.
 
     Attributes:
-        args: Arguments by position.
-        kwargs: Arguments by name.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
         names: The path of each input.
-        tensors: Each input.
-        dims: The dimension of each that counts samples, at least 0; None where it is given whole.
-        wanted: Whether a gradient is wanted for each.
-        num_samples: How many samples the batch holds.
+        tensors: The inputs.
+        dims: For each input the dimension that counts samples, at least 0, or None if it is given whole.
+        wanted: Whether a gradient is wanted for each input.
+        num_samples: The number of samples in the batch.
     """
 
     args: tuple[Any, ...]
@@ -59,23 +59,30 @@ class Inputs:
     wanted: list[bool]
     num_samples: int
     attached: ClassVar[bool] = False
-    """Whether pieces belong to the caller's graph."""
+    """Whether the parts belong to the autograd graph of the caller."""
 
     def cut(self, samples: range, device: torch.device) -> ShardInputs:
-        """Give the arguments for a run of samples, as views where they lie on this device already."""
-        pieces: list[torch.Tensor] = []
+        """Return the arguments for a run of samples, which are views of the inputs if they are on the device already.
+
+        Args:
+            samples: The samples of the shard.
+            device: The device of the shard.
+        """
+        parts: list[torch.Tensor] = []
         leaves: list[torch.Tensor | None] = []
         for tensor, dim, wanted in zip(self.tensors, self.dims, self.wanted, strict=True):
-            piece = tensor.detach()
+            # Detached, so that every shard has a graph of its own and backward ends at its leaves.
+            part = tensor.detach()
             if dim is not None and len(samples) != self.num_samples:
-                piece = piece.narrow(dim, samples.start, len(samples))
-            if piece.device != device:
-                piece = piece.to(device)
-            pieces.append(piece.requires_grad_() if wanted else piece)
-            leaves.append(pieces[-1] if wanted else None)
+                part = part.narrow(dim, samples.start, len(samples))
+            if part.device != device:
+                part = part.to(device)
+            parts.append(part.requires_grad_() if wanted else part)
+            leaves.append(parts[-1] if wanted else None)
+        # The usual call needs no traversal of nests.
         if not self.kwargs and all(map(torch.is_tensor, self.args)):
-            return ShardInputs(tuple(pieces), {}, leaves)
-        rest: Iterator[torch.Tensor] = iter(pieces)
+            return ShardInputs(tuple(parts), {}, leaves)
+        rest: Iterator[torch.Tensor] = iter(parts)
         args, kwargs = nest.map_tensors(lambda _: next(rest), (self.args, self.kwargs))
         return ShardInputs(args, kwargs, leaves)
 
@@ -90,44 +97,53 @@ def read_inputs(
     absent: Collection[str] = (),
     argument: str = "batch",
 ) -> Inputs:
-    """Find the inputs of a call, the dimension of each that counts samples, and the number of samples.
+    """Collect the inputs of a call, the dimension of each that counts samples, and the number of samples.
 
     Args:
-        args: Arguments by position.
-        kwargs: Arguments by name.
-        found: The inputs among them with their paths, as `named_inputs` yields them.
-        batch_dim: The dimensions.
-        wanted: Says for the path of an input, and the input, whether a gradient is wanted.
-        absent: Paths that `batch_dim` may name beside those of this call.
-        argument: What errors call all inputs together.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        found: The inputs in these arguments with their paths, as `named_inputs` yields them.
+        batch_dim: The dimensions that count samples.
+        wanted: A function that returns for the path of an input, and the input, whether a gradient is wanted.
+        absent: Paths that `batch_dim` may name although they do not occur in this call.
+        argument: The name of the batch in error messages.
 
     Raises:
-        ValueError: No input is cut, one lacks its dimension, two differ in length, there is no sample, or
-            `batch_dim` names an input that there is not.
+        ValueError: If no input is split, an input lacks its dimension, two inputs differ in length, there is no sample,
+            or `batch_dim` names an input that does not exist.
     """
     paths, tensors = [], []
     for path, tensor in found:
         paths.append(path)
         tensors.append(tensor)
-    dims = given_dims(batch_dim, [*paths, *absent], "batch_dim")[: len(paths)]
+    dims = dims_by_path(batch_dim, [*paths, *absent], "batch_dim")[: len(paths)]
     for index, dim in enumerate(dims):
         if dim is not None:
             dims[index] = positive_dim(paths[index], tensors[index], dim)
     num_samples = count_samples(paths, tensors, dims, argument)
-    asked = list(map(wanted, paths, tensors))
-    return Inputs(tuple(args), dict(kwargs), paths, tensors, dims, asked, num_samples)
+    wants_gradient = list(map(wanted, paths, tensors))
+    return Inputs(tuple(args), dict(kwargs), paths, tensors, dims, wants_gradient, num_samples)
 
 
 def named_inputs(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a call with its path."""
+    """Yield every tensor of a call with its path.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        names: The names of the positional arguments.
+    """
     for name, part in (*zip(names, args, strict=True), *kwargs.items()):
         yield from nest.named_tensors(part, name)
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Read a batch as arguments: a tuple or list by position, a dict by name, anything else as the only one.
+    """Convert a batch to arguments: a tuple or list by position, a dict by name, anything else as the only argument.
+
+    Args:
+        batch: The batch.
 
     >>> as_call({"x": 1}), as_call((1, 2))
     (((), {'x': 1}), ((1, 2), {}))
@@ -138,14 +154,23 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:
-    """Name the positions of a call as the function does; those it takes as ``*args`` by their number."""
-    return with_numbers(positional_names(forward), num_args)
+    """Return the names of the positional arguments of a call, where those that go to ``*args`` are numbered.
+
+    Args:
+        forward: The function to call.
+        num_args: The number of positional arguments.
+    """
+    return number_positions(positional_names(forward), num_args)
 
 
-def with_numbers(names: Sequence[str], num_args: int) -> list[str]:
-    """Name so many positions; those past the names by their number.
+def number_positions(names: Sequence[str], num_args: int) -> list[str]:
+    """Return as many names as there are positions, where positions without a name are numbered.
 
-    >>> with_numbers(["x"], 2)
+    Args:
+        names: The names of the first positions.
+        num_args: The number of positions.
+
+    >>> number_positions(["x"], 2)
     ['x', 'args[1]']
     """
     if num_args <= len(names):
@@ -154,33 +179,48 @@ def with_numbers(names: Sequence[str], num_args: int) -> list[str]:
 
 
 def positional_names(forward: Callable[..., Any]) -> list[str]:
-    """List the names of the arguments that a function takes by position; none if it does not say."""
+    """Return the names of the positional arguments of a function, or an empty list if it has no signature.
+
+    Args:
+        forward: The function.
+    """
     try:
         parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # a function without a signature, such as one made in C
+    except (TypeError, ValueError):
+        # A function without a signature, such as one that is implemented in C.
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
 def check_dims(dims: BatchDim, argument: str) -> None:
-    """Refuse what names no dimension.
+    """Check that an argument names dimensions.
+
+    Args:
+        dims: The value to check.
+        argument: The name of the argument in error messages.
 
     Raises:
-        TypeError: It is neither a whole number nor None nor a dict of such.
+        TypeError: If the value is neither an integer, nor None, nor a dict with such values.
     """
     each = list(dims.values()) if isinstance(dims, Mapping) else [dims]
+    # `type(...) is int` also rejects booleans.
     if not all(dim is None or type(dim) is int for dim in each):
-        raise TypeError(f"`{argument}` must be a whole number, None, or a dict of such by name, got {dims!r}.")
+        raise TypeError(f"`{argument}` must be an integer, None, or a dict of these by name, got {dims!r}.")
 
 
-def given_dims(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int | None]:
-    """Look up the dimension of each path by the longest name that it is or begins with; 0 if there is none.
+def dims_by_path(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int | None]:
+    """Return for each path the dimension of the longest name that matches it, or 0 if none does.
+
+    Args:
+        dims: One dimension for all paths, or dimensions by name.
+        paths: The paths of the inputs or outputs.
+        argument: The name of the argument in error messages.
 
     Raises:
-        ValueError: A name fits no path.
+        ValueError: If a name matches no path.
 
-    >>> given_dims({"pair": 1, "pair[1]": None}, ["x", "pair[0]", "pair[1]"], "batch_dim")
+    >>> dims_by_path({"pair": 1, "pair[1]": None}, ["x", "pair[0]", "pair[1]"], "batch_dim")
     [0, 1, None]
     """
     if not isinstance(dims, Mapping):
@@ -189,27 +229,38 @@ def given_dims(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int 
 
 
 def by_longest_name(given: Mapping[str, Given], paths: Sequence[str], argument: str, *, default: Given) -> list[Given]:
-    """Look up each path by the longest name that it is or begins with.
+    """Return for each path the value of the longest name that matches it: the path itself or a beginning of it.
+
+    Args:
+        given: The values by name.
+        paths: The paths to look up.
+        argument: The name of the argument in error messages.
+        default: The value for a path that no name matches.
 
     Raises:
-        ValueError: A name fits no path.
+        ValueError: If a name matches no path.
     """
     for name in given:
-        if not any(_belongs(path, name) for path in paths):
+        if not any(_names_path(path, name) for path in paths):
             raise ValueError(f"`{argument}` must name some of {', '.join(paths)}, got {name!r}.")
-    fitting = [[name for name in given if _belongs(path, name)] for path in paths]
+    fitting = [[name for name in given if _names_path(path, name)] for path in paths]
     return [given[max(names, key=len)] if names else default for names in fitting]
 
 
-def _belongs(path: str, name: str) -> bool:
+def _names_path(path: str, name: str) -> bool:
     return path == name or path.startswith((f"{name}[", f"{name}."))
 
 
 def positive_dim(path: str, tensor: torch.Tensor, dim: int) -> int:
-    """Count a dimension from the front.
+    """Convert a dimension that may be negative to one that counts from the front.
+
+    Args:
+        path: The path of the tensor in error messages.
+        tensor: The tensor.
+        dim: The dimension.
 
     Raises:
-        ValueError: The tensor has no such dimension.
+        ValueError: If the tensor has no such dimension.
     """
     if not -tensor.dim() <= dim < tensor.dim():
         shape = tuple(tensor.shape)
@@ -223,10 +274,16 @@ def count_samples(
     dims: Sequence[int | None],
     argument: str = "batch",
 ) -> int:
-    """Count the samples of inputs.
+    """Return the number of samples of inputs.
+
+    Args:
+        paths: The paths of the inputs.
+        tensors: The inputs.
+        dims: For each input the dimension that counts samples, or None if it is given whole.
+        argument: The name of the batch in error messages.
 
     Raises:
-        ValueError: Two differ, none has a dimension that counts samples, or there is no sample.
+        ValueError: If two inputs differ in length, no input has a dimension that counts samples, or there is no sample.
     """
     first, length = "", -1
     for path, tensor, dim in zip(paths, tensors, dims, strict=True):
@@ -239,8 +296,8 @@ def count_samples(
             raise ValueError(f"`{path}` {rule} along dimension {dim}, got {tensor.shape[dim]}.")
     if length < 0 and paths:
         raise ValueError(
-            f"`{argument}` must hold an input that is split over devices, got all given whole. "
-            "Name the dimension that counts its samples in `batch_dim`."
+            f"`{argument}` must hold an input that is split over devices, got only inputs that are given whole. "
+            "Specify the dimension that counts its samples in `batch_dim`."
         )
     if length < 0:
         raise ValueError(f"`{argument}` must hold a tensor with a dimension that counts samples, got none.")

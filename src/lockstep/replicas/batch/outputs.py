@@ -1,13 +1,13 @@
-"""Put the outputs of shards together in the order of samples, and take their gradients apart again.
+"""Merge the outputs of shards in the order of samples, and split the gradients of merged outputs.
 
-An output with a dimension that counts samples is laid end to end along it: sample k of the batch is at place
-k. An output without one is one value for the whole batch (a loss that is a mean, a penalty): with values v_s
-from shards of n_s samples it is::
+An output with a dimension that counts samples is concatenated along it, so that sample k of the batch is entry k. An
+output without such a dimension is one value for the whole batch, such as a mean loss or a penalty. With values v_s from
+shards of n_s samples it is::
 
     v = Σ n_s·v_s / Σ n_s
 
-which is what one device would give where v_s is a mean over samples, or the same for all shards. Its gradient
-goes back by the same weights.
+This is what one device would return if v_s is a mean over samples, or the same for all shards. The gradient is split
+with the same weights.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ import torch
 from lockstep import nest
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
-from lockstep.replicas.batch.inputs import BatchDim, given_dims, positive_dim
+from lockstep.replicas.batch.inputs import BatchDim, dims_by_path, positive_dim
 from lockstep.tree import PartialSum, Tensors, total
 
-PLAIN: Final = (str, bytes, int, float, complex)
+PLAIN_TYPES: Final = (str, bytes, int, float, complex)
+"""The types of values that a model may return beside tensors."""
 
 
 @dataclass(slots=True)
 class ShardForward:
-    """What the forward of one shard left behind.
+    """The result of the forward of one shard.
 
     Attributes:
-        shard: Which one.
-        leaves: One entry an input: where backward leaves its gradient, None where none is wanted.
-        returned: What the replica returned, with the graph behind it if one was kept.
-        tensors: The tensors in that, in order.
-        buffers: Where backward leaves the gradients of buffers that require one.
-        position: How far the shard's stream was drawn from; None where no graph was kept.
+        shard: The shard.
+        leaves: For each input the tensor in which backward stores its gradient, or None if no gradient is wanted.
+        returned: The value that the replica returned, with its graph if one was kept.
+        tensors: The tensors in that value, in order.
+        buffers: The leaf tensors in which backward stores the gradients of buffers that require one.
+        stream_position: The state of the shard's random stream after the forward, or None if no graph was kept.
     """
 
     shard: Shard
@@ -45,18 +46,18 @@ class ShardForward:
     returned: Any
     tensors: list[torch.Tensor]
     buffers: list[torch.Tensor]
-    position: list[torch.Tensor] | None
+    stream_position: list[torch.Tensor] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What the shards of one forward returned, ready to be put together.
+    """The values that the shards of one forward returned, ready to be merged.
 
     Attributes:
         names: The path of each output.
-        dims: The dimension of each that counts samples, at least 0; None where it is one value for all.
-        shards: The forwards, in order of shards.
-        num_samples: How many samples there are.
+        dims: For each output the dimension that counts samples, at least 0, or None if it is one value for all samples.
+        shards: The results of the shards, in order.
+        num_samples: The number of samples in the batch.
     """
 
     names: list[str]
@@ -67,67 +68,81 @@ class Outputs:
     def merged(
         self, device: torch.device, shards: Sequence[ShardForward] | None = None, *, attached: bool = False
     ) -> list[torch.Tensor]:
-        """Put outputs together.
+        """Return the merged outputs.
 
         Args:
-            device: Where to.
-            shards: Which; all by default, else neighbours.
-            attached: With the graphs behind them, which they are without by default.
+            device: The device of the results.
+            shards: The shards to merge, which must be neighbors. All shards are merged by default.
+            attached: Whether to keep the autograd graphs of the outputs.
         """
-        chosen = self.shards if shards is None else shards
-        together = []
+        selected = self.shards if shards is None else shards
+        merged = []
         for index, dim in enumerate(self.dims):
             parts = []
-            for each in chosen:
+            for each in selected:
                 tensor = each.tensors[index]
                 parts.append(tensor if attached else tensor.detach())
-            together.append(_together(parts, dim, chosen, device))
-        return together
+            merged.append(_merge(parts, dim, selected, device))
+        return merged
 
     def by_device(
         self, devices: Sequence[torch.device], done: Sequence[Sequence[ShardForward]]
     ) -> list[list[torch.Tensor | None]]:
-        """Return for each output a list with one tensor per device, None for a device that had no shard."""
+        """Return for each output a list with one tensor per device, or None for a device without a shard.
+
+        Args:
+            devices: The devices of the group.
+            done: The shards of each device.
+        """
         parts = [self.merged(device, each) if each else None for device, each in zip(devices, done, strict=True)]
         return [[None if part is None else part[index] for part in parts] for index in range(len(self.dims))]
 
     def nest(self, parts: Sequence[Any]) -> Any:
-        """Put one thing for each output into containers like those that the model returned."""
+        """Return values, one for each output, in containers like those that the model returned.
+
+        Args:
+            parts: The values, in the order of the outputs.
+        """
         if isinstance(self.shards[0].returned, torch.Tensor):
             return parts[0]
         rest = iter(parts)
         return nest.map_tensors(lambda _: next(rest), self.shards[0].returned)
 
-    def grads_of(self, shard: ShardForward, grads: Sequence[torch.Tensor | None]) -> Tensors:
-        """Cut a shard's part out of the gradients of merged outputs, and bring it to the shard's device."""
+    def shard_grads(self, shard: ShardForward, grads: Sequence[torch.Tensor | None]) -> Tensors:
+        """Return the part of the gradients of merged outputs that belongs to a shard, on the device of the shard.
+
+        Args:
+            shard: The shard.
+            grads: The gradient of each merged output, or None.
+        """
         share = len(shard.shard.samples) / self.num_samples
         return [
-            None if grad is None else _part(grad, dim, shard, share).to(tensor.device)
+            None if grad is None else _shard_gradient(grad, dim, shard, share).to(tensor.device)
             for grad, dim, tensor in zip(grads, self.dims, shard.tensors, strict=True)
         ]
 
 
 def read_outputs(shards: Sequence[ShardForward], num_samples: int, output_dim: BatchDim) -> Outputs:
-    """Check what the shards returned against each other.
+    """Check that the outputs of shards fit together, and collect them.
 
     Args:
-        shards: Their forwards, in order of shards.
-        num_samples: How many samples they hold together.
-        output_dim: The dimension that counts samples: one for all outputs, or one for each by name; None for
-            an output that is one value for all samples. An output without dimensions always is, and one
-            that is empty along its dimension stays so.
+        shards: The results of the shards, in order.
+        num_samples: The number of samples of all shards.
+        output_dim: The dimension that counts samples: one for all outputs, or one for each by name, or None for an
+            output that is one value for all samples. An output without dimensions always is, and so is one that is
+            empty along its dimension.
 
     Raises:
-        TypeError: A shard returned something that is neither a tensor nor a plain value, or no tensor.
-        ValueError: Shards differ in what they returned, an output holds another number of samples, or
-            `output_dim` names an output that there is not.
+        TypeError: If a shard returned something that is neither a tensor nor a plain value, or no tensor at all.
+        ValueError: If shards returned different structures, an output has the wrong number of samples, or `output_dim`
+            names an output that does not exist.
     """
-    _check_alike(shards)
+    _check_same_structure(shards)
     found = named_outputs(shards[0].returned)
     if not found:
         raise TypeError(f"`model` must return at least one tensor, got a {type(shards[0].returned).__name__}.")
     names = [path for path, _ in found]
-    dims = given_dims(output_dim, names, "output_dim")
+    dims = dims_by_path(output_dim, names, "output_dim")
     for index, (path, tensor) in enumerate(found):
         dims[index] = _output_dim(path, tensor, dims[index])
     outputs = Outputs(names, dims, list(shards), num_samples)
@@ -137,7 +152,7 @@ def read_outputs(shards: Sequence[ShardForward], num_samples: int, output_dim: B
 
 
 def _output_dim(path: str, tensor: torch.Tensor, given: int | None) -> int | None:
-    """Give the dimension that counts samples; None where there are none, or one value is for all."""
+    """Return the dimension that counts samples, or None if an output has none or is one value for all samples."""
     if given is None or tensor.dim() == 0:
         return None
     dim = positive_dim(path, tensor, given)
@@ -145,7 +160,10 @@ def _output_dim(path: str, tensor: torch.Tensor, given: int | None) -> int | Non
 
 
 def named_outputs(returned: Any) -> list[tuple[str, torch.Tensor]]:
-    """List the tensors that a model returned, by a dict's key, a dataclass's field, and otherwise ``output``.
+    """List the tensors that a model returned, named by key, by the field of a dataclass, or else ``output``.
+
+    Args:
+        returned: The value that the model returned.
 
     >>> [name for name, _ in named_outputs({"logits": torch.zeros(1), "states": [torch.zeros(1)]})]
     ['logits', 'states[0]']
@@ -160,51 +178,67 @@ def named_outputs(returned: Any) -> list[tuple[str, torch.Tensor]]:
     return list(nest.named_tensors(returned, "output"))
 
 
-def _check_alike(shards: Sequence[ShardForward]) -> None:
-    """Refuse what cannot be put together."""
-    first = _plan(shards[0].returned)
+def _check_same_structure(shards: Sequence[ShardForward]) -> None:
+    """Check that all shards returned the same containers and plain values.
+
+    Args:
+        shards: The results of the shards.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    first = _structure(shards[0].returned)
     for each in shards[1:]:
-        if _plan(each.returned) != first:
+        if _structure(each.returned) != first:
             raise ValueError(
                 "`model` must return the same containers and plain values for every shard, got something "
                 f"else for shard {each.shard.index} than for shard {shards[0].shard.index}."
             )
 
 
-def _plan(returned: Any) -> Any:
-    """Describe what a model returned: containers, keys and plain values, with a mark for each tensor."""
+def _structure(returned: Any) -> Any:
+    """Return the containers, keys and plain values that a model returned, with a marker for each tensor."""
     if isinstance(returned, torch.Tensor):
         return torch.Tensor
     if isinstance(returned, Mapping):
-        return type(returned), [(key, _plan(part)) for key, part in returned.items()]
+        return type(returned), [(key, _structure(part)) for key, part in returned.items()]
     if isinstance(returned, tuple | list):
-        return type(returned), [_plan(part) for part in returned]
-    if returned is None or isinstance(returned, PLAIN):
+        return type(returned), [_structure(part) for part in returned]
+    if returned is None or isinstance(returned, PLAIN_TYPES):
+        # By text, in which a NaN is equal to another one.
         return repr(returned)
     if nest.is_record(returned):
-        return type(returned), [(key, _plan(part)) for key, part in nest.record_parts(returned).items()]
+        return type(returned), [(key, _structure(part)) for key, part in nest.record_parts(returned).items()]
     raise TypeError(
-        "`model` must return tensors in tuples, lists, dicts and dataclasses, beside plain values, "
+        "`model` must return tensors and plain values in tuples, lists, dicts and dataclasses, "
         f"got a {type(returned).__name__}."
     )
 
 
 def _check_samples(outputs: Outputs, shard: ShardForward) -> None:
-    """Refuse outputs that do not hold the samples of their shard."""
+    """Check that the outputs of a shard have the samples of that shard.
+
+    Args:
+        outputs: The names and dimensions of the outputs.
+        shard: The result of the shard.
+
+    Raises:
+        ValueError: If an output has another length.
+    """
     wanted = len(shard.shard.samples)
     for name, dim, tensor in zip(outputs.names, outputs.dims, shard.tensors, strict=True):
         shape = tuple(tensor.shape)
         if dim is not None and (tensor.dim() <= dim or tensor.shape[dim] != wanted):
             raise ValueError(
                 f"`{name}` must hold the samples of its shard ({wanted}) along dimension {dim}, got shape "
-                f"{shape}. Name its dimension in `output_dim`; None for one value for all samples."
+                f"{shape}. Specify its dimension in `output_dim`, or None for one value for all samples."
             )
 
 
-def _together(
+def _merge(
     parts: list[torch.Tensor], dim: int | None, shards: Sequence[ShardForward], device: torch.device
 ) -> torch.Tensor:
-    """Put one output of some shards together."""
+    """Merge one output of several shards."""
     moved = [part if part.device == device else part.to(device) for part in parts]
     if len(moved) == 1:
         return moved[0]
@@ -216,17 +250,25 @@ def _together(
 
 
 def _only_value(values: list[torch.Tensor]) -> torch.Tensor:
-    """Give the one value that all shards returned."""
+    """Return the value that all shards returned.
+
+    Args:
+        values: The values of the shards.
+
+    Raises:
+        ValueError: If the values differ.
+    """
     if not all(torch.equal(value, values[0]) for value in values):
         raise ValueError(
-            "An output of whole numbers without a dimension that counts samples must be the same for every "
-            "shard, got several values. Return one for each sample, or their mean as a floating-point number."
+            "An integer output without a dimension that counts samples must be the same for every "
+            "shard, got different values. Return one for each sample, or their mean as a floating-point number."
         )
     return values[0]
 
 
 def _weighted_mean(values: list[torch.Tensor], shards: Sequence[ShardForward]) -> torch.Tensor:
-    """Give the mean over shards, each weighted by its number of samples, summed in the tree's order."""
+    """Return the mean over shards, weighted by their numbers of samples and summed in the order of the tree."""
+    # Half precision is summed in float32 and rounded once, because each addition in half precision loses bits.
     dtype = torch.float32 if values[0].dtype in HALF_PRECISION else values[0].dtype
     weights = [len(each.shard.samples) for each in shards]
     partials = [
@@ -237,9 +279,10 @@ def _weighted_mean(values: list[torch.Tensor], shards: Sequence[ShardForward]) -
     return (summed / sum(weights)).to(values[0].dtype)
 
 
-def _part(grad: torch.Tensor, dim: int | None, shard: ShardForward, share: float) -> torch.Tensor:
-    """Cut a shard's part out of the gradient of one merged output."""
+def _shard_gradient(grad: torch.Tensor, dim: int | None, shard: ShardForward, share: float) -> torch.Tensor:
+    """Return the part of the gradient of one merged output that belongs to a shard."""
     if dim is None:
+        # With one shard the gradient passes unchanged, as it would on one device.
         return grad if share == 1.0 else grad * share
     samples = shard.shard.samples
     return grad if len(samples) == grad.shape[dim] else grad.narrow(dim, samples.start, len(samples))

@@ -1,4 +1,4 @@
-"""Where the modules of a model keep their buffers."""
+"""References to the buffers of modules."""
 
 from __future__ import annotations
 
@@ -10,30 +10,47 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class BufferRef:
-    """Where a module keeps a buffer; a forward may put another tensor there."""
+    """A reference to a buffer of a module, by name, because a forward may assign another tensor to that name.
+
+    Attributes:
+        module: The module.
+        name: The name of the buffer in the module.
+    """
 
     module: nn.Module
     name: str
 
     def get(self) -> torch.Tensor | None:
-        """Give the tensor that is there now."""
+        """Return the tensor that the module has now."""
         return self.module._buffers[self.name]
 
-    def put(self, tensor: torch.Tensor | None) -> None:
-        """Put a tensor there, or none."""
+    def set(self, tensor: torch.Tensor | None) -> None:
+        """Assign a tensor, or None, to the name.
+
+        Args:
+            tensor: The new tensor.
+        """
         self.module._buffers[self.name] = tensor
 
 
 def buffer_refs(model: nn.Module) -> list[BufferRef]:
-    """List a model's buffers, each tensor once, in an order that its copies share."""
-    slots: dict[int, BufferRef] = {}
-    for slot in all_buffer_refs(model):
-        buffer = slot.get()
+    """List the buffers of a model, each tensor once, in an order that is the same for copies of the model.
+
+    Args:
+        model: The model.
+    """
+    refs: dict[int, BufferRef] = {}
+    for ref in all_buffer_refs(model):
+        buffer = ref.get()
         if buffer is not None:
-            slots.setdefault(id(buffer), slot)
-    return list(slots.values())
+            refs.setdefault(id(buffer), ref)
+    return list(refs.values())
 
 
 def all_buffer_refs(model: nn.Module) -> list[BufferRef]:
-    """List every name under which a module keeps a buffer, or none as yet."""
+    """List every name under which a module has a buffer, including names that are None.
+
+    Args:
+        model: The model.
+    """
     return [BufferRef(module, name) for module in model.modules() for name in module._buffers]

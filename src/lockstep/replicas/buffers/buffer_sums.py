@@ -1,4 +1,4 @@
-"""Combine what shards made of the buffers, where the host knows which of them they changed."""
+"""Combine the changes that shards made to buffers, where the host knows which buffers each shard changed."""
 
 from __future__ import annotations
 
@@ -14,108 +14,145 @@ from lockstep.precision import sent
 from lockstep.replicas.buffers.buffer_refs import BufferRef
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
-_INTEGERS: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
-"""By bytes, what the bits of a number are compared as."""
+_INTEGER_DTYPES: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""The integer dtype as which the bits of a number are compared, by the size of the number in bytes."""
 
 
 @dataclass(slots=True)
 class BufferSum:
-    """What the shards of one place made of the buffers.
+    """The changes that the shards of one device made to the buffers.
 
     Attributes:
-        means: Sums of weight times value, in the tree's order; complex buffers as pairs of real numbers.
-        weights: For each buffer, the weights of the shards that changed it.
-        firsts: For each buffer, what the first shard that changed it made of it.
+        weighted_sums: The sums of weight times value in the order of the tree, with complex buffers as pairs of real
+            numbers.
+        weights: For each buffer the total weight of the shards that changed it.
+        firsts: For each buffer the value from the first shard that changed it.
     """
 
-    means: ShardSum
+    weighted_sums: ShardSum
     weights: list[float]
     firsts: Tensors
 
     @classmethod
-    def begun(cls, first: int, size: int) -> BufferSum:
-        """Begin with no shard; the first to come has this number."""
+    def empty(cls, first: int, size: int) -> BufferSum:
+        """Return a sum without shards.
+
+        Args:
+            first: The number of the first shard that will be added.
+            size: The number of buffers.
+        """
         return cls(ShardSum(first), [0.0] * size, [None] * size)
 
     def add(self, shard: int, values: Tensors, starts: Tensors, weight: float, *, mean: bool) -> list[bool]:
-        """Add what a shard made of the buffers.
+        """Add the buffers after one shard.
 
         Args:
-            shard: Its number.
-            values: One for each buffer, of its format; None counts as left alone.
-            starts: What they were before.
-            weight: Of the shard.
-            mean: Whether buffers of floating-point and complex numbers are averaged.
+            shard: The number of the shard.
+            values: The value of each buffer after the shard, with the format of the buffer. None counts as unchanged.
+            starts: The value of each buffer before the shard.
+            weight: The weight of the shard.
+            mean: Whether floating-point and complex buffers are averaged.
 
         Returns:
-            For each buffer, whether the shard changed it.
+            For each buffer whether the shard changed it.
         """
         shares: Tensors = [None] * len(values)
         changed = [False] * len(values)
         for index, (value, start) in enumerate(zip(values, starts, strict=True)):
-            if value is None or start is None or torch.equal(bits(value), bits(start)):
+            if value is None or start is None or torch.equal(as_bits(value), as_bits(start)):
                 continue
             changed[index] = True
             self.weights[index] += weight
             if mean and is_averaged(start):
-                shares[index] = real(value) * weight
+                shares[index] = as_real(value) * weight
             elif self.firsts[index] is None:
+                # Cloned, because the replica writes the next shard's buffers to the same memory.
                 self.firsts[index] = value.clone()
-        self.means.push(shard, shares)
+        self.weighted_sums.push(shard, shares)
         return changed
 
-    def read(self) -> BufferSum:
-        """Give the same; there is nothing to wait for."""
+    def resolve(self) -> BufferSum:
+        """Return this sum, for which no data has to be read from a device."""
         return self
 
 
 def combine_known(
-    sums: Sequence[BufferSum], slots: Sequence[BufferRef], *, weight: float, unless: Tensor | None
+    sums: Sequence[BufferSum], refs: Sequence[BufferRef], *, weight: float, unless: Tensor | None
 ) -> None:
-    """Make what all shards made of the buffers the model's new buffers; see `combine`."""
+    """Write the combined buffers of all shards to the model, as `combine_buffers` describes.
+
+    Args:
+        sums: One sum per device, in order of shards.
+        refs: The buffers of the model.
+        weight: The total weight of all shards.
+        unless: A tensor without dimensions. If it is above 0, the buffers keep their values.
+    """
     partials = [
-        PartialSum(partial.shard, [_moved(tensor, slot) for tensor, slot in zip(partial.tensors, slots, strict=True)])
-        for place in sums
-        for partial in place.means.partials
+        PartialSum(partial.shard, [_move(tensor, ref) for tensor, ref in zip(partial.tensors, refs, strict=True)])
+        for device_sum in sums
+        for partial in device_sum.weighted_sums.partials
     ]
-    for index, (slot, mean) in enumerate(zip(slots, total(partials), strict=True)):
-        target = slot.get()
-        value = next((place.firsts[index] for place in sums if place.firsts[index] is not None), None)
+    for index, (ref, mean) in enumerate(zip(refs, total(partials), strict=True)):
+        target = ref.get()
+        value = next((device_sum.firsts[index] for device_sum in sums if device_sum.firsts[index] is not None), None)
         if target is None:
             continue
         if mean is not None:
-            absent = weight - sum(place.weights[index] for place in sums)
-            value = like((mean if absent == 0 else mean + real(target) * absent) / weight, target)
+            # Shards that left the buffer unchanged count with the old value, so that the weights of all shards add up.
+            absent = weight - sum(device_sum.weights[index] for device_sum in sums)
+            # Divided once, at the end. With `absent` equal to 0, adding 0 · target would still turn NaN and infinity
+            # into NaN.
+            value = from_real((mean if absent == 0 else mean + as_real(target) * absent) / weight, target)
         if value is not None:
+            # `torch.where` instead of a condition, which would wait for the device.
             new = value if unless is None else torch.where(sent(unless, target.device) > 0, target, value)
             target.copy_(new)
 
 
 def is_averaged(buffer: Tensor) -> bool:
-    """Tell whether a buffer is of those that the rule "mean" averages."""
+    """Return whether the rule "mean" averages a buffer.
+
+    Args:
+        buffer: The buffer.
+    """
     return buffer.is_floating_point() or buffer.is_complex()
 
 
-def real(tensor: Tensor) -> Tensor:
-    """Give a tensor's numbers as real ones: a complex number is two of them, along a last dimension."""
+def as_real(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor as real numbers, where a complex number is two of them along a last dimension.
+
+    Args:
+        tensor: The tensor, of any dtype.
+    """
+    # A lazily conjugated or negated tensor cannot be viewed as other numbers.
     plain = tensor.resolve_conj().resolve_neg()
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
-def like(numbers: Tensor, tensor: Tensor) -> Tensor:
-    """Undo `real` for numbers that are to become a tensor's."""
+def from_real(numbers: Tensor, tensor: Tensor) -> Tensor:
+    """Return numbers in the dtype of a tensor, which reverses `as_real`.
+
+    Args:
+        numbers: The real numbers.
+        tensor: The tensor whose dtype decides.
+    """
     return torch.view_as_complex(numbers) if tensor.is_complex() else numbers
 
 
-def bits(tensor: Tensor) -> Tensor:
-    """View numbers as integers, among which a NaN is equal to itself and -0.0 is not 0.0."""
+def as_bits(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor as integers with the same bits, so that NaN equals NaN and -0.0 is not 0.0.
+
+    Args:
+        tensor: The tensor, of any dtype.
+    """
+    # `torch.equal` compares quantized tensors by their integers already, and they cannot be viewed.
     if tensor.is_quantized:
         return tensor
-    numbers = real(tensor)
-    return numbers.view(_INTEGERS[numbers.itemsize])
+    numbers = as_real(tensor)
+    return numbers.view(_INTEGER_DTYPES[numbers.itemsize])
 
 
-def _moved(tensor: Tensor | None, slot: BufferRef) -> Tensor | None:
-    """Bring a tensor to where the buffer it is for lives."""
-    target = slot.get()
+def _move(tensor: Tensor | None, ref: BufferRef) -> Tensor | None:
+    """Move a tensor to the device of the buffer that it belongs to."""
+    target = ref.get()
     return None if tensor is None or target is None else sent(tensor, target.device)

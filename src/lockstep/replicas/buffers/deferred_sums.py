@@ -1,10 +1,10 @@
-"""Combine what shards made of the buffers, where nobody waits to learn which of them they changed.
+"""Combine the changes that shards made to buffers, without waiting for a device to learn which buffers changed.
 
-On a CPU it costs nothing to look whether a shard changed a buffer. On another device the host would wait for
-it once a shard, so there the answer stays on the device, and what follows from it is chosen by `torch.where`.
-The bits are the same: a sum in which a shard has no part gets -0.0 from it, which changes no number that it
-is added to, neither 0.0 nor itself. Buffers of one format lie end to end in one tensor, a pack, so that few
-kernels do it however many buffers there are.
+On a CPU it costs nothing to check whether a shard changed a buffer. On another device the host would have to wait for
+the result once per shard. The result therefore stays on the device, and `torch.where` selects the values that depend on
+it. The bits are the same: a shard that does not contribute to a sum adds -0.0, which changes no number, neither 0.0 nor
+-0.0. Buffers of the same format are concatenated in one tensor, a pack, so that the number of kernels does not depend
+on the number of buffers.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 
 from lockstep.precision import sent
 from lockstep.replicas.buffers.buffer_refs import BufferRef
-from lockstep.replicas.buffers.buffer_sums import BufferSum, bits, is_averaged, like, real
+from lockstep.replicas.buffers.buffer_sums import BufferSum, as_bits, as_real, from_real, is_averaged
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Which buffers lie in a tensor, and where: those of one format and device.
+    """The positions of the buffers of one format and device in one tensor.
 
     Attributes:
-        indices: Which buffers.
-        shapes: Of their numbers, complex ones as pairs.
-        owner: For each number, whose it is: a position in `indices`.
-        averaged: Whether the rule "mean" averages them.
+        indices: The indices of the buffers.
+        shapes: The shapes of their numbers, with complex numbers as pairs.
+        owner: For each number the position in `indices` of the buffer that it belongs to.
+        averaged: Whether the rule "mean" averages these buffers.
     """
 
     indices: tuple[int, ...]
@@ -39,34 +39,61 @@ class Pack:
 
     @classmethod
     def of(cls, indices: Sequence[int], buffers: Sequence[Tensor]) -> Pack:
-        """Lay out buffers."""
-        shapes = tuple(real(buffer).shape for buffer in buffers)
+        """Return the pack of some buffers.
+
+        Args:
+            indices: The indices of the buffers.
+            buffers: The buffers, which have the same dtype and device.
+        """
+        shapes = tuple(as_real(buffer).shape for buffer in buffers)
         sizes = torch.tensor([shape.numel() for shape in shapes], device="cpu")
         owner = torch.arange(len(shapes), device="cpu").repeat_interleave(sizes)
         return cls(tuple(indices), shapes, sent(owner, buffers[0].device), is_averaged(buffers[0]))
 
-    def chosen(self, buffers: Tensors) -> list[Tensor]:
-        """List those of the buffers that are this pack's."""
+    def select(self, buffers: Tensors) -> list[Tensor]:
+        """List those of all buffers that belong to this pack.
+
+        Args:
+            buffers: The buffers of the model.
+        """
         return [buffer for index in self.indices if (buffer := buffers[index]) is not None]
 
     def pack(self, buffers: Tensors) -> Tensor:
-        """Lay the numbers of this pack's buffers end to end."""
-        return torch.cat([real(buffer).reshape(-1) for buffer in self.chosen(buffers)])
+        """Concatenate the numbers of the buffers of this pack.
 
-    def parts(self, numbers: Tensor) -> list[Tensor]:
-        """Take numbers apart, each part shaped as its buffer's numbers are."""
-        pieces = torch.split(numbers, [shape.numel() for shape in self.shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        Args:
+            buffers: The buffers of the model.
+        """
+        return torch.cat([as_real(buffer).reshape(-1) for buffer in self.select(buffers)])
+
+    def split(self, numbers: Tensor) -> list[Tensor]:
+        """Split the numbers of this pack by buffer, each part in the shape of the numbers of its buffer.
+
+        Args:
+            numbers: The numbers, as `pack` returns them.
+        """
+        parts = torch.split(numbers, [shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def changed(self, before: Tensor, after: Tensor) -> Tensor:
-        """Tell for each buffer whether its bits are others now: 1 or 0, int32."""
-        differ = (bits(after) != bits(before)).int()
+        """Return for each buffer whether its bits have changed, as 1 or 0 in int32.
+
+        Args:
+            before: The numbers of this pack before a shard.
+            after: The numbers of this pack after the shard.
+        """
+        differ = (as_bits(after) != as_bits(before)).int()
         none = torch.zeros(len(self.indices), dtype=torch.int32, device=differ.device)
         return none.scatter_reduce_(0, self.owner, differ, "amax")
 
 
 def can_be_packed(buffer: Tensor) -> bool:
-    """Tell whether a buffer is a plain run of numbers that torch can compute with."""
+    """Return whether a buffer is an ordinary array of numbers that torch can compute with.
+
+    Args:
+        buffer: The buffer.
+    """
+    # One-byte floating-point formats have no arithmetic, and an expanded tensor cannot be written in place.
     return (
         buffer.layout is torch.strided
         and not (buffer.is_quantized or buffer.is_conj() or buffer.is_neg())
@@ -75,8 +102,12 @@ def can_be_packed(buffer: Tensor) -> bool:
     )
 
 
-def packs_of(buffers: Tensors) -> list[Pack]:
-    """Lay out all buffers that are there."""
+def create_packs(buffers: Tensors) -> list[Pack]:
+    """Return the packs of all buffers that are present.
+
+    Args:
+        buffers: The buffers of a model.
+    """
     kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, buffer in enumerate(buffers):
         if buffer is not None:
@@ -89,102 +120,125 @@ def packs_of(buffers: Tensors) -> list[Pack]:
 
 @dataclass(slots=True)
 class DeferredBufferSum:
-    """What the shards of one place made of the buffers, pack by pack.
+    """The changes that the shards of one device made to the buffers, in packs.
 
     Attributes:
-        packs: Where the buffers lie.
+        packs: The positions of the buffers.
         starts: The buffers before the shards.
-        packed: Their numbers.
-        means: Sums of weight times value, in the tree's order.
-        weights: For each buffer of a pack, the weights of the shards that changed it, in float64; None before
+        packed: The numbers of `starts`, packed.
+        weighted_sums: The sums of weight times value, in the order of the tree.
+        weights: For each buffer of a pack the total weight of the shards that changed it, in float64, or None before
             the first shard.
-        firsts: What the first shard that changed a buffer made of it; anything where its weight is 0.
+        firsts: The value of a buffer from the first shard that changed it, which is arbitrary if its weight is 0.
     """
 
     packs: Sequence[Pack]
     starts: Tensors
     packed: list[Tensor]
-    means: ShardSum
+    weighted_sums: ShardSum
     weights: Tensors
     firsts: Tensors
 
     @classmethod
-    def begun(cls, first: int, starts: Tensors, packs: Sequence[Pack]) -> DeferredBufferSum:
-        """Begin with no shard; the first to come has this number."""
+    def empty(cls, first: int, starts: Tensors, packs: Sequence[Pack]) -> DeferredBufferSum:
+        """Return a sum without shards.
+
+        Args:
+            first: The number of the first shard that will be added.
+            starts: The buffers before the shards.
+            packs: The positions of the buffers.
+        """
         none: Tensors = [None] * len(packs)
         return cls(packs, starts, [pack.pack(starts) for pack in packs], ShardSum(first), none, none.copy())
 
     def add(self, shard: int, values: Tensors, starts: Tensors, weight: float, *, mean: bool) -> list[bool]:
-        """Add what a shard made of the buffers, as `BufferSum.add` does.
+        """Add the buffers after one shard.
+
+        Args:
+            shard: The number of the shard.
+            values: The value of each buffer after the shard, with the format of the buffer. None counts as unchanged.
+            starts: The value of each buffer before the shard.
+            weight: The weight of the shard.
+            mean: Whether floating-point and complex buffers are averaged.
 
         Returns:
-            For each buffer, whether the shard may have changed it: always.
+            For each buffer whether the shard may have changed it, which is always True.
         """
         shares: Tensors = [None] * len(self.packs)
-        there = [start if value is None else value for value, start in zip(values, starts, strict=True)]
+        present = [start if value is None else value for value, start in zip(values, starts, strict=True)]
         for index, pack in enumerate(self.packs):
-            numbers = pack.pack(there)
+            numbers = pack.pack(present)
             changed = pack.changed(self.packed[index], numbers)
             if mean and pack.averaged:
+                # -0.0 is the neutral element of addition: x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0.
                 shares[index] = torch.where(changed[pack.owner] > 0, numbers * weight, -0.0)
             else:
                 self._keep_first(index, numbers)
+            # In float64, in which weights are added without rounding, as the host does it in `BufferSum`.
             share, before = changed.double() * weight, self.weights[index]
             self.weights[index] = share if before is None else before + share
-        self.means.push(shard, shares)
+        self.weighted_sums.push(shard, shares)
         return [True] * len(values)
 
     def _keep_first(self, index: int, numbers: Tensor) -> None:
         kept, weights = self.firsts[index], self.weights[index]
         if kept is not None and weights is not None:
+            # The weight is above 0 as soon as one shard has changed the buffer, so later changes are ignored.
             numbers = torch.where(weights[self.packs[index].owner] > 0, kept, numbers)
         self.firsts[index] = numbers
 
-    def read(self) -> BufferSum:
-        """Give the same buffer by buffer, without what no shard changed; waits for the device once."""
-        known = BufferSum.begun(self.means.first, len(self.starts))
-        there = [weights for weights in self.weights if weights is not None]
-        if not there:
+    def resolve(self) -> BufferSum:
+        """Return the same sum by buffer, without buffers that no shard changed. This waits for the device once."""
+        known = BufferSum.empty(self.weighted_sums.first, len(self.starts))
+        present = [weights for weights in self.weights if weights is not None]
+        if not present:
             return known
         order = [index for pack in self.packs for index in pack.indices]
-        for index, weight in zip(order, torch.cat(there).tolist(), strict=True):
+        for index, weight in zip(order, torch.cat(present).tolist(), strict=True):
             known.weights[index] = weight
-        for partial in self.means.partials:
-            taken = self._taken_apart(partial.tensors, known.weights)
-            known.means.partials.append(PartialSum(partial.shard, taken))
-        firsts = self._taken_apart(self.firsts, known.weights)
+        for partial in self.weighted_sums.partials:
+            taken = self._split_packs(partial.tensors, known.weights)
+            known.weighted_sums.partials.append(PartialSum(partial.shard, taken))
+        firsts = self._split_packs(self.firsts, known.weights)
         known.firsts = [
-            None if first is None or start is None else like(first, start)
+            None if first is None or start is None else from_real(first, start)
             for first, start in zip(firsts, self.starts, strict=True)
         ]
         return known
 
-    def _taken_apart(self, packed: Tensors, weights: Sequence[float]) -> Tensors:
+    def _split_packs(self, packed: Tensors, weights: Sequence[float]) -> Tensors:
         found: Tensors = [None] * len(self.starts)
         for pack, numbers in zip(self.packs, packed, strict=True):
             if numbers is not None:
-                for index, part in zip(pack.indices, pack.parts(numbers), strict=True):
+                for index, part in zip(pack.indices, pack.split(numbers), strict=True):
                     found[index] = part if weights[index] else None
         return found
 
 
 def combine_packed(
-    sums: Sequence[DeferredBufferSum], slots: Sequence[BufferRef], *, weight: float, unless: Tensor | None
+    sums: Sequence[DeferredBufferSum], refs: Sequence[BufferRef], *, weight: float, unless: Tensor | None
 ) -> None:
-    """Make what all shards made of the buffers the model's new buffers; see `combine`."""
-    buffers: Tensors = [slot.get() for slot in slots]
+    """Write the combined buffers of all shards to the model, as `combine_buffers` describes.
+
+    Args:
+        sums: One sum per device, in order of shards.
+        refs: The buffers of the model.
+        weight: The total weight of all shards.
+        unless: A tensor without dimensions. If it is above 0, the buffers keep their values.
+    """
+    buffers: Tensors = [ref.get() for ref in refs]
     packs = sums[0].packs
-    homes = [pack.chosen(buffers)[0].device for pack in packs]
-    means = total(
+    homes = [pack.select(buffers)[0].device for pack in packs]
+    weighted_sums = total(
         [
-            PartialSum(partial.shard, _all_sent(partial.tensors, homes))
-            for place in sums
-            for partial in place.means.partials
+            PartialSum(partial.shard, _to_devices(partial.tensors, homes))
+            for device_sum in sums
+            for partial in device_sum.weighted_sums.partials
         ]
     )
-    weights = [_all_sent(place.weights, homes) for place in sums]
-    firsts = [_all_sent(place.firsts, homes) for place in sums]
-    for index, (pack, mean) in enumerate(zip(packs, means, strict=True)):
+    weights = [_to_devices(device_sum.weights, homes) for device_sum in sums]
+    firsts = [_to_devices(device_sum.firsts, homes) for device_sum in sums]
+    for index, (pack, mean) in enumerate(zip(packs, weighted_sums, strict=True)):
         owner, before = sent(pack.owner, homes[index]), pack.pack(buffers)
         owned = [share[owner] for each in weights if (share := each[index]) is not None]
         changed = torch.stack(owned).sum(0)
@@ -193,27 +247,28 @@ def combine_packed(
         else:
             value = _mean(before, mean, weight, changed)
         keeps = changed == 0 if unless is None else (changed == 0) | (sent(unless, owner.device) > 0)
-        targets = pack.chosen(buffers)
-        parts = pack.parts(torch.where(keeps, before, value))
-        torch._foreach_copy_(targets, list(map(like, parts, targets)))
+        targets = pack.select(buffers)
+        parts = pack.split(torch.where(keeps, before, value))
+        torch._foreach_copy_(targets, list(map(from_real, parts, targets)))
 
 
 def _mean(before: Tensor, total: Tensor, weight: float, changed: Tensor) -> Tensor:
-    """Divide once, after shards that left a buffer alone were added with its old value."""
+    """Return the mean, where shards that left a buffer unchanged count with its old value. There is one division."""
     absent = weight - changed
-    # As torch multiplies by a number of the host: halves in float32, rounded once.
+    # As torch multiplies by a Python number: half precision in float32, rounded once.
     wide = before.float() if before.itemsize < torch.float32.itemsize else before
     mixed = total + (wide * absent.to(wide.dtype)).to(before.dtype)
+    # Selected, because 0 · NaN and 0 · infinity would not leave the sum unchanged.
     return torch.where(absent == 0, total, mixed) / weight
 
 
 def _first(weights: Sequence[Tensor], firsts: Sequence[Tensor]) -> Tensor:
-    """Choose, number by number, what the first place with any weight has."""
+    """Return for each number the value from the first device with a weight above 0."""
     chosen = firsts[-1]
     for weight, first in zip(reversed(weights[:-1]), reversed(firsts[:-1]), strict=True):
         chosen = torch.where(weight > 0, first, chosen)
     return chosen
 
 
-def _all_sent(tensors: Tensors, devices: Sequence[torch.device]) -> Tensors:
+def _to_devices(tensors: Tensors, devices: Sequence[torch.device]) -> Tensors:
     return [None if tensor is None else sent(tensor, device) for tensor, device in zip(tensors, devices, strict=True)]

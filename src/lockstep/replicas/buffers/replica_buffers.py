@@ -1,15 +1,16 @@
-"""Give every shard the same buffers to start from, and take what it made of them.
+"""Start every shard from the same buffers, and collect the changes that it makes.
 
-Buffers (running statistics, counters) are state like weights: every shard starts from those of the last
-update, none sees another's, and the new ones become state only when the update is applied. The rule:
+Buffers (running statistics, counters) are state, like weights. Every shard starts from those of the last update and
+sees no changes of other shards, and the combined buffers become state only when the update is applied. There are two
+rules:
 
-* ``"mean"``: a floating-point or complex buffer becomes the mean over shards, each weighted by its
-  number of samples; a shard that left it alone counts with the old value. Every other buffer (a counter)
-  becomes what the first shard that changed it made of it: set once, never summed.
-* ``"first"``: every buffer becomes what the first shard that changed it made of it.
+* ``"mean"``: a floating-point or complex buffer becomes the mean over shards, weighted by their numbers of samples,
+  where a shard that left it unchanged counts with the old value. Any other buffer (such as a counter) becomes the value
+  from the first shard that changed it: it is set once and never summed.
+* ``"first"``: every buffer becomes the value from the first shard that changed it.
 
-A buffer that is None is so at the start of every shard; what a shard puts there is dropped. A tensor of
-another format or on another device, put where a buffer was, is brought to those of the buffer.
+A buffer that is None is None at the start of every shard, and a tensor that a shard assigns to it is dropped. A tensor
+of another dtype or on another device that a shard assigns to a buffer is converted.
 """
 
 from __future__ import annotations
@@ -24,94 +25,100 @@ from torch.nn.parameter import is_lazy
 from lockstep.precision import sent
 from lockstep.replicas.buffers.buffer_refs import BufferRef, all_buffer_refs, buffer_refs
 from lockstep.replicas.buffers.buffer_sums import BufferSum, combine_known
-from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, Pack, can_be_packed, combine_packed, packs_of
+from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, Pack, can_be_packed, combine_packed, create_packs
 from lockstep.tree import ShardSum, Tensors
 
 BufferRule: TypeAlias = Literal["mean", "first"]
+"""The rule by which the buffers of shards are combined."""
 
 AnyBufferSum: TypeAlias = BufferSum | DeferredBufferSum
+"""The sum of the changes of one device, whether or not the host knows which buffers were changed."""
 
 
 class ReplicaBuffers:
-    """The buffers of one replica: put back before a shard, taken after it.
+    """The buffers of one replica, which are restored before each shard and collected after it.
 
-    Whether a shard changed a buffer is told by its bits. Version counters would not do: batch
-    normalisation writes its running statistics past them, and so does whoever writes to ``buffer.data``.
+    Whether a shard changed a buffer is decided by its bits. Version counters are not sufficient, because batch
+    normalization writes its running statistics without incrementing them, and so does a write to ``buffer.data``.
 
     Args:
-        original: The model whose buffers are the state; only read.
-        replica: A copy of it.
-        rule: How shards are combined; see the head of this module.
+        original: The model whose buffers are the state. They are only read.
+        replica: A copy of the model.
+        rule: The rule by which shards are combined, as described in the docstring of this module.
     """
 
     def __init__(self, original: nn.Module, replica: nn.Module, rule: BufferRule) -> None:
         self._rule = rule
         self._sources = buffer_refs(original)
-        self._slots = buffer_refs(replica)
-        self._own = [slot.get() for slot in self._slots]
-        self.bound = [(slot, slot.get()) for slot in all_buffer_refs(replica)]
-        """The names under which a buffer may be put, those without one included; empty for a model without any."""
+        self._refs = buffer_refs(replica)
+        self._own = [ref.get() for ref in self._refs]
+        self.bindings = [(ref, ref.get()) for ref in all_buffer_refs(replica)]
+        """All names of buffers and their tensors, including None; empty if the model has no buffers at all."""
         self._start: Tensors = []
-        self._clean = [False] * len(self._slots)
+        self._unchanged = [False] * len(self._refs)
         self._packed: list[Pack] = []
         self._packed_kinds: Sequence[object] = []
 
-    def begin(self, first: int, *, unread: bool = False) -> AnyBufferSum:
-        """Begin a run of shards, during which the original's buffers stand still.
+    def start_shards(self, first: int, *, deferred: bool = False) -> AnyBufferSum:
+        """Prepare for a run of shards, during which the buffers of the original do not change.
 
         Args:
             first: The number of the first shard.
-            unread: Whether nobody on the host is to learn which buffers a shard changed, not even on a CPU.
-                Of a model on another device nobody learns it anyway, unless a buffer is `unpackable`.
+            deferred: Whether the host must not learn which buffers a shard changed, not even on a CPU. For a model on
+                another device it never does, unless there is an `unpackable_buffer`.
+
+        Returns:
+            An empty sum to collect the changes in.
         """
-        if not self.bound:
+        if not self.bindings:
             return BufferSum(ShardSum(first), [], [])
         self._start = [
-            None if own is None or (source := slot.get()) is None else source.detach().to(own.device)
-            for slot, own in zip(self._sources, self._own, strict=True)
+            None if own is None or (source := ref.get()) is None else source.detach().to(own.device)
+            for ref, own in zip(self._sources, self._own, strict=True)
         ]
-        self._clean = [False] * len(self._slots)
-        sources = [source for slot in self._sources if (source := slot.get()) is not None]
-        # The same answer at every place, for it is the original that is asked.
-        unread = unread or any(source.device.type != "cpu" for source in sources)
-        if unread and all(map(can_be_packed, sources)):
-            return DeferredBufferSum.begun(first, self._start, self._packs())
-        return BufferSum.begun(first, len(self._slots))
+        self._unchanged = [False] * len(self._refs)
+        sources = [source for ref in self._sources if (source := ref.get()) is not None]
+        # Decided by the original, so that all devices of all ranks use the same kind of sum.
+        deferred = deferred or any(source.device.type != "cpu" for source in sources)
+        if deferred and all(map(can_be_packed, sources)):
+            return DeferredBufferSum.empty(first, self._start, self._packs())
+        return BufferSum.empty(first, len(self._refs))
 
     def _packs(self) -> list[Pack]:
-        """Say where the buffers lie in packs; the answer is kept while their formats are the same."""
+        """Return the positions of the buffers in packs, which are computed again only if their formats have changed."""
         kinds = [None if start is None else (start.shape, start.dtype, start.device) for start in self._start]
         if kinds != self._packed_kinds:
-            self._packed_kinds, self._packed = kinds, packs_of(self._start)
+            self._packed_kinds, self._packed = kinds, create_packs(self._start)
         return self._packed
 
     def restore(self) -> None:
-        """Put the replica's buffers back to those of the original, writing only where that may be needed."""
-        for slot, own in self.bound:
-            if slot.get() is not own:
-                slot.put(own)
+        """Reset the buffers of the replica to those of the original, writing only buffers that may have changed."""
+        for ref, own in self.bindings:
+            if ref.get() is not own:
+                ref.set(own)
+        # Writing only stale buffers saves kernels, and keeps the version counters of the others.
         stale = [
             (own, start)
-            for own, start, clean in zip(self._own, self._start, self._clean, strict=True)
-            if own is not None and start is not None and not clean
+            for own, start, unchanged in zip(self._own, self._start, self._unchanged, strict=True)
+            if own is not None and start is not None and not unchanged
         ]
         if stale:
             owns, starts = zip(*stale, strict=True)
             torch._foreach_copy_(owns, starts)
-        # Until `take` has looked: the shard may fail on the way.
-        self._clean = [False] * len(self._slots)
+        # A shard that fails never gets to `collect`, so its buffers count as changed until then.
+        self._unchanged = [False] * len(self._refs)
 
-    def renew(self, trained: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Do what `restore` does with tensors that are new, because graphs refer to those of earlier shards.
+    def restore_as_new(self, trained: Sequence[int] = ()) -> list[torch.Tensor]:
+        """Reset the buffers like `restore`, but to new tensors, because graphs of earlier shards refer to the old ones.
 
-        A graph that is kept for a later backward may have saved a buffer. Written in place, the buffer would
-        make that backward fail, or wrong where a kernel writes past the version counter.
+        A graph that is kept for a later backward may have saved a buffer. Writing to it in place would make that
+        backward fail, or give wrong results if a kernel writes without incrementing the version counter.
 
         Args:
-            trained: The numbers of the buffers that require a gradient.
+            trained: The indices of the buffers that require a gradient.
 
         Returns:
-            For each of these, the leaf in which a backward leaves it.
+            For each of these the leaf tensor in which a backward stores its gradient.
         """
         fresh = {
             id(own): start.clone()
@@ -122,78 +129,87 @@ class ReplicaBuffers:
         for index, leaf in zip(trained, leaves, strict=True):
             source = self._sources[index].get()
             if source is not None and not source.is_leaf:
-                # Forward may write to it as it may to the original.
+                # Forward may write in place to a non-leaf tensor, as it may to the original, but not to a leaf.
                 fresh[id(self._own[index])] = leaf.clone()
-        for slot, own in self.bound:
-            slot.put(fresh.get(id(own), own))
+        for ref, own in self.bindings:
+            ref.set(fresh.get(id(own), own))
         return leaves
 
-    def take(self, shard: int, weight: float, into: AnyBufferSum) -> None:
-        """Add what a shard made of the buffers.
+    def collect(self, shard: int, weight: float, into: AnyBufferSum) -> None:
+        """Add the buffers after one shard to a sum.
 
         Args:
-            shard: The shard's number, ascending.
-            weight: Its share among the shards; a product with it must be exact in float64.
-            into: The sums of this place, changed in place.
+            shard: The number of the shard, in ascending order.
+            weight: The weight of the shard. A product with it must be exact in float64.
+            into: The sum of this device, which is changed in place.
 
         Raises:
-            ValueError: The shard gave a buffer another shape.
+            ValueError: If the shard assigned a tensor of another shape to a buffer.
         """
-        left = [slot.get() for slot in self._slots]
+        left = [ref.get() for ref in self._refs]
         values: Tensors = [
-            None if value is None or start is None else _brought(value, slot, start)
-            for value, slot, start in zip(left, self._slots, self._start, strict=True)
+            None if value is None or start is None else _in_format_of(value, ref, start)
+            for value, ref, start in zip(left, self._refs, self._start, strict=True)
         ]
         changed = into.add(shard, values, self._start, weight, mean=self._rule == "mean")
-        self._clean = [
+        self._unchanged = [
             not may_differ and value is own for may_differ, value, own in zip(changed, left, self._own, strict=True)
         ]
 
 
-def unpackable(model: nn.Module) -> str | None:
-    """Return the name of a buffer that the host has to look at after every shard; None if there is none."""
-    for slot in buffer_refs(model):
-        buffer = slot.get()
+def unpackable_buffer(model: nn.Module) -> str | None:
+    """Return the name of a buffer that the host has to check after every shard, or None if there is none.
+
+    Args:
+        model: The model.
+    """
+    for ref in buffer_refs(model):
+        buffer = ref.get()
         if buffer is not None and not is_lazy(buffer) and not can_be_packed(buffer):
-            return slot.name
+            return ref.name
     return None
 
 
-def combine(
+def combine_buffers(
     sums: Sequence[AnyBufferSum],
-    slots: Sequence[BufferRef],
+    refs: Sequence[BufferRef],
     *,
     weight: float,
     unless: torch.Tensor | None = None,
 ) -> None:
-    """Make what all shards made of the buffers the model's new buffers; nothing waits for a device.
+    """Write the combined buffers of all shards to the model, without waiting for a device.
 
     Args:
-        sums: One for each place, in order of shards, all of one kind; what they hold is changed in place.
-        slots: The model's buffers, which are written in place, each on its own device.
-        weight: The weight of all shards together.
-        unless: 0-d, on a device; above 0 where the buffers are to stay as they are.
+        sums: One sum per device, in order of shards and all of one type. They are changed in place.
+        refs: The buffers of the model, which are written in place, each on its own device.
+        weight: The total weight of all shards.
+        unless: A tensor without dimensions. If it is above 0, the buffers keep their values.
 
-    Determinism: the bits depend on the shards alone; sums follow the tree, one division follows.
+    Determinism: The bits depend only on the shards. Sums follow the tree and are divided once.
     """
     packed = [each for each in sums if isinstance(each, DeferredBufferSum)]
     if packed:
-        combine_packed(packed, slots, weight=weight, unless=unless)
+        combine_packed(packed, refs, weight=weight, unless=unless)
         return
     known = [each for each in sums if isinstance(each, BufferSum)]
-    combine_known(known, slots, weight=weight, unless=unless)
+    combine_known(known, refs, weight=weight, unless=unless)
 
 
-def _brought(value: torch.Tensor, slot: BufferRef, start: torch.Tensor) -> torch.Tensor:
-    """Bring what a shard left where a buffer was to the buffer's device and format.
+def _in_format_of(value: torch.Tensor, ref: BufferRef, start: torch.Tensor) -> torch.Tensor:
+    """Convert the tensor that a shard left in a buffer to the device and dtype of the buffer.
+
+    Args:
+        value: The tensor.
+        ref: The buffer, for error messages.
+        start: The buffer before the shard.
 
     Raises:
-        ValueError: It has another shape.
+        ValueError: If the tensor has another shape.
     """
     if value.shape != start.shape:
         raise ValueError(
             f"`model` must keep the shapes of its buffers, got {tuple(value.shape)} for "
-            f"{slot.name!r} of a {type(slot.module).__name__}, which was {tuple(start.shape)}. "
-            "Keep what has no fixed shape in a plain attribute."
+            f"{ref.name!r} of a {type(ref.module).__name__}, which was {tuple(start.shape)}. "
+            "Store a tensor without a fixed shape in a plain attribute."
         )
     return sent(value.detach(), start.device).to(start.dtype)

@@ -16,9 +16,9 @@ class TrainedBuffer:
     """A buffer that requires a gradient.
 
     Attributes:
-        index: Its number among the model's `buffer_refs`.
-        name: Its first name in the model.
-        tensor: The model's own.
+        index: The index of the buffer in the `buffer_refs` of the model.
+        name: The first name of the buffer in the model.
+        tensor: The tensor of the model itself.
     """
 
     index: int
@@ -27,16 +27,17 @@ class TrainedBuffer:
 
 
 def trained_buffers(
-    model: nn.Module, slots: Sequence[BufferRef] | None = None, *, frozen: Collection[str] = ()
+    model: nn.Module, refs: Sequence[BufferRef] | None = None, *, frozen: Collection[str] = ()
 ) -> list[TrainedBuffer]:
-    """Return the buffers of a model that require a gradient now.
+    """Return the buffers of a model that currently require a gradient.
 
     Args:
-        model: Its buffers are only looked at.
-        slots: Its `buffer_refs`, if they are known.
-        frozen: Names of buffers to leave out.
+        model: The model. It is not modified.
+        refs: The `buffer_refs` of the model, if they are known.
+        frozen: The names of buffers to leave out.
     """
-    tensors = [slot.get() for slot in (buffer_refs(model) if slots is None else slots)]
+    tensors = [ref.get() for ref in (buffer_refs(model) if refs is None else refs)]
+    # The usual case returns before the names are collected, which takes longer.
     if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return []
     return [
@@ -46,11 +47,14 @@ def trained_buffers(
     ]
 
 
-def refuse_computed_buffers(model: nn.Module) -> None:
-    """Refuse buffers with a graph behind them, where gradients end at the buffers.
+def check_no_computed_buffers(model: nn.Module) -> None:
+    """Check that buffers that require gradients are leaf tensors, because gradients end at the buffers.
+
+    Args:
+        model: The model. It is not modified.
 
     Raises:
-        ValueError: A buffer that requires a gradient was computed from other tensors.
+        ValueError: If a buffer that requires a gradient was computed from other tensors.
     """
     for buffer in trained_buffers(model):
         if not buffer.tensor.is_leaf:
@@ -61,18 +65,18 @@ def refuse_computed_buffers(model: nn.Module) -> None:
             )
 
 
-def refuse_trained_buffers(model: nn.Module, slots: Sequence[BufferRef] | None = None) -> None:
-    """Refuse buffers that require a gradient, where only parameters are trained.
+def check_no_trained_buffers(model: nn.Module, refs: Sequence[BufferRef] | None = None) -> None:
+    """Check that no buffer requires a gradient, because only parameters are trained.
 
     Args:
-        model: Its buffers are only looked at.
-        slots: Its `buffer_refs`, if they are known.
+        model: The model. It is not modified.
+        refs: The `buffer_refs` of the model, if they are known.
 
     Raises:
-        ValueError: There is one.
+        ValueError: If a buffer requires a gradient.
     """
-    for buffer in trained_buffers(model, slots):
+    for buffer in trained_buffers(model, refs):
         raise ValueError(
             f"`model` must have no buffers that require gradients, got {buffer.name!r}. Register it as an "
-            "nn.Parameter where it shall be trained, else call requires_grad_(False) on it."
+            "nn.Parameter to train it, or call requires_grad_(False) on it."
         )

@@ -1,4 +1,4 @@
-"""`ReplicaGroup`: forward and backward of one model on several devices."""
+"""`ReplicaGroup`: the forward and backward of one model on several devices."""
 
 from lockstep.replicas.group.group import ReplicaGroup as ReplicaGroup
 from lockstep.replicas.group.metric_updates import Updatable as Updatable

@@ -1,8 +1,10 @@
-"""What becomes of the gradients that a group's backward gives: written, added, or not computed at all.
+"""The gradients of a group: how they are stored, and how the gradients of outputs are read.
 
-The sum over devices is kept where an optimizer looks for it, in ``parameter.grad`` of the model, and beside
-it the part of each device. Where somebody else has changed ``parameter.grad`` since (an optimizer's
-``zero_grad``, clipping), the parts no longer add up to it; they are forgotten, and begin anew.
+`read_grad_modes` decides for each parameter whether its gradient is written, added or not computed. `GradientStore`
+keeps the sum over devices where an optimizer expects it, in ``parameter.grad`` of the model, and in addition the part
+of each device. If other code has changed ``parameter.grad`` in the meantime (such as ``zero_grad`` of an optimizer, or
+clipping), the parts no longer add up to it and are dropped. `read_output_grads` converts what the user passes to
+backward to one gradient per output.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.replicas.batch import GradMode, Outputs, checked_mode
+from lockstep.replicas.batch import GradMode, Outputs, check_grad_mode
 from lockstep.replicas.passes import apply_tensor_hooks
 from lockstep.strides import laid_out_for
 from lockstep.tree import Tensors
@@ -24,50 +26,54 @@ from lockstep.tree import Tensors
 def read_grad_modes(
     model: nn.Module, grad_mode: GradMode | Mapping[str, GradMode], fixed: Iterable[str]
 ) -> dict[str, GradMode]:
-    """Say for each parameter, and each buffer that may have one, what becomes of its gradient.
+    """Return the gradient mode of each parameter, and of each buffer that may have a gradient.
 
     Args:
-        model: Its parameters and buffers, by any of the names they have.
-        grad_mode: One word for all, or words by name; "write" for a parameter that is not named.
-        fixed: Names of parameters without a gradient, unless `grad_mode` names them.
+        model: The model. Its parameters and buffers can be referred to by any of their names.
+        grad_mode: One mode for all, or modes by name, where a parameter that is not named has "write".
+        fixed: The names of parameters without a gradient, unless `grad_mode` names them.
 
     Raises:
-        TypeError: `fixed` is a single string.
-        ValueError: A word is none of the three, or a name belongs to no parameter.
+        TypeError: If `fixed` is a single string.
+        ValueError: If a mode is not 'write', 'add' or 'null', or a name belongs to no parameter.
     """
     if isinstance(fixed, str):
-        raise TypeError(f"`fixed` must be names in a list, got the string {fixed!r}.")
+        raise TypeError(f"`fixed` must be a list of names, got the string {fixed!r}.")
+    # In reverse, so that the first name of a tied parameter remains in the dict.
     first = {tensor: name for name, tensor in reversed(list(_differentiable(model)))}
     names = {name: first[tensor] for name, tensor in _differentiable(model, remove_duplicate=False)}
     by_name = grad_mode if isinstance(grad_mode, Mapping) else {}
-    default: GradMode = "write" if isinstance(grad_mode, Mapping) else checked_mode(grad_mode, "grad_mode")
+    default: GradMode = "write" if isinstance(grad_mode, Mapping) else check_grad_mode(grad_mode, "grad_mode")
     modes: dict[str, GradMode] = dict.fromkeys(first.values(), default)
     for name in fixed:
-        modes[_known(name, names, "fixed")] = "null"
-    for name, word in by_name.items():
-        modes[_known(name, names, "grad_mode")] = checked_mode(word, f"grad_mode[{name!r}]")
+        modes[_first_name(name, names, "fixed")] = "null"
+    for name, mode in by_name.items():
+        modes[_first_name(name, names, "grad_mode")] = check_grad_mode(mode, f"grad_mode[{name!r}]")
     return modes
 
 
 def _differentiable(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters, then the buffers that can require a gradient, with their names."""
+    """Yield the parameters, and then the buffers that can require a gradient, with their names."""
     yield from model.named_parameters(remove_duplicate=remove_duplicate)
     for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
         if buffer.is_floating_point() or buffer.is_complex():
             yield name, buffer
 
 
-def _known(name: str, names: Mapping[str, str], argument: str) -> str:
+def _first_name(name: str, names: Mapping[str, str], argument: str) -> str:
     if name not in names:
         raise ValueError(f"`{argument}` must name parameters of `model` ({', '.join(names)}), got {name!r}.")
     return names[name]
 
 
 @dataclass(slots=True)
-class _Kept:
-    """The gradient of one parameter as it was left: the sum, its version, and the part of each device.
+class _StoredGradient:
+    """The gradient of one parameter after a backward.
 
     Attributes:
+        total: The sum over devices.
+        version: The version counter of the sum at that time.
+        parts: The part of each device.
         adds: Whether the next backward adds to it.
     """
 
@@ -77,110 +83,127 @@ class _Kept:
     adds: bool
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Tell whether nobody has changed the sum since."""
+        """Return whether the sum is still the gradient of the parameter and has not been changed.
+
+        Args:
+            parameter: The parameter.
+        """
         return self.total is parameter.grad and self.version == self.total._version
 
 
 @dataclass(slots=True)
 class GradientStore:
-    """The gradients of parameters, summed and by device; groups that share parameters share one."""
+    """The gradients of parameters, summed and by device. Groups that share parameters share one store."""
 
-    _kept: dict[torch.Tensor, _Kept] = field(default_factory=dict)
+    _stored: dict[torch.Tensor, _StoredGradient] = field(default_factory=dict)
 
-    def put(self, parameter: torch.Tensor, total: torch.Tensor | None, parts: Tensors, *, add: bool) -> None:
-        """Take in what a backward gave for one parameter.
+    def store(self, parameter: torch.Tensor, total: torch.Tensor | None, parts: Tensors, *, add: bool) -> None:
+        """Store the gradient that a backward computed for one parameter.
 
         Args:
-            parameter: Its ``grad`` is changed.
-            total: The sum over devices, owned by this store from now on; None where no shard reached it.
-            parts: The part of each device, likewise; one of them may be the very tensor of the sum.
-            add: Add to what is there; else what is there is replaced.
+            parameter: The parameter, whose ``grad`` is changed.
+            total: The sum over devices, which the store takes ownership of, or None if no shard reached the parameter.
+            parts: The part of each device, which the store takes ownership of. One of them may be the same tensor as
+                `total`.
+            add: Whether to add to the present gradient instead of replacing it.
         """
         if total is not None:
             if total.dtype != parameter.dtype or total.device != parameter.device:
                 total = total.to(parameter)
             if parameter._backward_hooks:
                 total = apply_tensor_hooks(parameter, total)
+            # Fused optimizers require the gradient to have the strides of the parameter.
             if total.layout is torch.strided and total.stride() != parameter.stride():
                 total = laid_out_for(parameter, total)
         if add and parameter.grad is not None:
+            # Read before the addition, which changes the version counter and so outdates the parts.
             before = self.parts(parameter, len(parts))
             if total is not None:
                 with torch.no_grad():
                     parameter.grad.add_(total)
-                parts = [_sum(old, new, parameter.grad) for old, new in zip(before, parts, strict=True)]
+                parts = [_add_part(old, new, parameter.grad) for old, new in zip(before, parts, strict=True)]
             else:
                 parts = before
         else:
             parameter.grad = total
         if parameter.grad is None:
-            self._kept.pop(parameter, None)
+            self._stored.pop(parameter, None)
         else:
-            self._kept[parameter] = _Kept(parameter.grad, parameter.grad._version, parts, add)
+            self._stored[parameter] = _StoredGradient(parameter.grad, parameter.grad._version, parts, add)
 
     def parts(self, parameter: torch.Tensor, num_devices: int) -> Tensors:
-        """Give the part of each device; None where there is none."""
-        kept = self._kept.get(parameter)
-        if kept is None or not kept.holds(parameter):
-            return [None] * num_devices
-        return (kept.parts + [None] * num_devices)[:num_devices]
+        """Return the part of each device, or None.
 
-    def make_room(self) -> None:
-        """Let go of parts that the next backward replaces, and of those that add up to nothing any more."""
-        for parameter, kept in list(self._kept.items()):
-            if not kept.adds or not kept.holds(parameter):
-                del self._kept[parameter]
+        Args:
+            parameter: The parameter.
+            num_devices: The number of devices of the group.
+        """
+        stored = self._stored.get(parameter)
+        if stored is None or not stored.holds(parameter):
+            return [None] * num_devices
+        # A group that shares the store may have another number of devices.
+        return (stored.parts + [None] * num_devices)[:num_devices]
+
+    def drop_outdated(self) -> None:
+        """Drop the parts that the next backward replaces, and those that no longer add up to a gradient."""
+        for parameter, stored in list(self._stored.items()):
+            if not stored.adds or not stored.holds(parameter):
+                del self._stored[parameter]
 
     def clear(self, parameter: torch.Tensor) -> None:
-        """Forget the gradient of one parameter."""
+        """Drop the gradient of one parameter.
+
+        Args:
+            parameter: The parameter, whose ``grad`` is set to None.
+        """
         parameter.grad = None
-        self._kept.pop(parameter, None)
+        self._stored.pop(parameter, None)
 
 
-def _sum(old: torch.Tensor | None, new: torch.Tensor | None, total: torch.Tensor) -> torch.Tensor | None:
-    """Add to the part of a device in place, unless it is the sum of all devices, which has been added to."""
+def _add_part(old: torch.Tensor | None, new: torch.Tensor | None, total: torch.Tensor) -> torch.Tensor | None:
+    """Add to the part of a device in place, unless it is the sum of all devices, which has been added to already."""
     if old is None or new is None or old is total:
         return new if old is None else old
     return old.add_(new)
 
 
 @dataclass(frozen=True, slots=True)
-class _Output:
-    """Stands for an output, by its number."""
+class _OutputIndex:
+    """A placeholder for an output in the containers that the model returned."""
 
     index: int
 
 
 def read_output_grads(outputs: Outputs, merged: list[torch.Tensor], given: Any) -> Tensors:
-    """Give one gradient for each output, in its dtype; None where nothing flows back.
+    """Return one gradient per output in the dtype of the output, or None where nothing flows back.
 
     Args:
-        outputs: Of the forward.
-        merged: The outputs put together.
-        given: None where the model returned a loss: one floating-point output without dimensions, whose
-            gradient is 1. Else the containers that the model returned with a gradient, or None, in the place
-            of each output; keys of dicts may be left out.
+        outputs: The outputs of the forward.
+        merged: The merged outputs.
+        given: None if the model returned a loss, which is a floating-point output without dimensions, whose gradient is
+            1. Otherwise the containers that the model returned, with a gradient or None for each output, where keys of
+            dicts may be missing.
 
     Raises:
-        TypeError: Something else than a tensor stands for an output.
-        ValueError: None was given where there is no loss or more than one, or what was given has other
-            containers or shapes than the outputs.
+        TypeError: If something other than a tensor was given for an output.
+        ValueError: If None was given and there is no loss or more than one, or the containers or shapes differ from
+            those of the outputs.
     """
     if given is None:
-        return _of_the_loss(outputs, merged)
+        return _loss_gradient(outputs, merged)
     if isinstance(given, torch.Tensor) and isinstance(outputs.shards[0].returned, torch.Tensor):
-        return [_checked(given, outputs.names[0], merged[0])]
-    returned = outputs.nest([_Output(index) for index in range(len(merged))])
-    if isinstance(returned, _Output) and isinstance(given, tuple | list):
+        return [_check_output_grad(given, outputs.names[0], merged[0])]
+    returned = outputs.nest([_OutputIndex(index) for index in range(len(merged))])
+    if isinstance(returned, _OutputIndex) and isinstance(given, tuple | list):
         returned = [returned]
     grads: Tensors = [None] * len(merged)
     for index, grad in _pairs(returned, given):
-        grads[index] = _checked(grad, outputs.names[index], merged[index])
+        grads[index] = _check_output_grad(grad, outputs.names[index], merged[index])
     return grads
 
 
-def _checked(grad: Any, name: str, output: torch.Tensor) -> torch.Tensor:
-    """Give what stands for the gradient of one output in that one's dtype."""
+def _check_output_grad(grad: Any, name: str, output: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of an output in the dtype of the output, after checking its type and shape."""
     if not isinstance(grad, torch.Tensor):
         raise TypeError(f"`output_grads` must hold a tensor for {name!r}, got a {type(grad).__name__}.")
     if grad.shape != output.shape:
@@ -190,11 +213,12 @@ def _checked(grad: Any, name: str, output: torch.Tensor) -> torch.Tensor:
     return grad.detach().to(output.dtype)
 
 
-def _of_the_loss(outputs: Outputs, merged: list[torch.Tensor]) -> Tensors:
-    """Let the gradient of the only loss be 1."""
+def _loss_gradient(outputs: Outputs, merged: list[torch.Tensor]) -> Tensors:
+    """Return 1 for the only output that is a loss, and None for all others."""
     scalars = [index for index, each in enumerate(merged) if each.dim() == 0 and each.is_floating_point()]
     if len(scalars) > 1:
         shards = [each.tensors for each in outputs.shards]
+        # Values that are returned for logging, without a graph, are not losses.
         scalars = [index for index in scalars if any(tensors[index].requires_grad for tensors in shards)]
     if len(scalars) != 1:
         found = ", ".join(f"{name}: {tuple(each.shape)}" for name, each in zip(outputs.names, merged, strict=True))
@@ -206,10 +230,10 @@ def _of_the_loss(outputs: Outputs, merged: list[torch.Tensor]) -> Tensors:
 
 
 def _pairs(returned: Any, given: Any) -> list[tuple[int, Any]]:
-    """Pair the numbers of outputs with what was given for them."""
+    """Pair the indices of outputs with the gradients given for them."""
     if given is None:
         return []
-    if isinstance(returned, _Output):
+    if isinstance(returned, _OutputIndex):
         return [(returned.index, given)]
     if isinstance(returned, Mapping):
         if not isinstance(given, Mapping) or given.keys() - returned.keys():
@@ -228,7 +252,7 @@ def _pairs(returned: Any, given: Any) -> list[tuple[int, Any]]:
 
 
 def _kind(given: Any) -> str:
-    """Describe what was given in the place of a container."""
+    """Describe what was given for a container, for error messages."""
     if isinstance(given, Mapping):
         return str(list(given))
     if isinstance(given, tuple | list):

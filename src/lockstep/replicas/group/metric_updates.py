@@ -1,4 +1,4 @@
-"""Show a metric what a forward gave: all samples at once, or one device after another."""
+"""Pass the outputs of a forward to a metric, for all samples at once or for one device after another."""
 
 from __future__ import annotations
 
@@ -13,32 +13,38 @@ from lockstep.replicas.passes import Forward
 
 
 class Updatable(Protocol):
-    """A metric of this library, of torchmetrics, or any other that is updated with outputs and targets."""
+    """A metric of this library, of torchmetrics, or any other with an `update` method for outputs and targets."""
 
     def update(self, output: Any, target: Any, /) -> Any:
-        """Take outputs and targets in."""
+        """Add outputs and targets to the metric.
+
+        Args:
+            output: The outputs of the model.
+            target: The labels.
+        """
 
 
 def metric_inputs(
     forward: Forward, devices: Sequence[torch.device], labels: Inputs, *, per_device: bool, pad: int
 ) -> list[tuple[Any, Any]]:
-    """Give the pairs of outputs and labels that a metric is to be updated with.
+    """Return the pairs of outputs and labels to update a metric with.
 
     Args:
-        forward: Whose outputs.
-        devices: Those of the group; labels are brought to where the outputs are.
-        labels: For all samples.
-        per_device: One pair for each device that has samples; else one pair for all.
-        pad: How many samples at the end are no samples, and left out.
+        forward: The forward whose outputs are used.
+        devices: The devices of the group. Labels are moved to the device of the outputs.
+        labels: The labels of all samples.
+        per_device: Whether to return one pair for each device that has samples, instead of one pair for all.
+        pad: The number of samples at the end of the batch that are padding and left out.
 
     Raises:
-        ValueError: `pad` leaves no sample, or is negative.
+        ValueError: If `pad` is negative or leaves no sample.
     """
     num_samples = forward.inputs.num_samples
     if not 0 <= pad < num_samples:
         raise ValueError(f"`pad` must lie in 0..{num_samples - 1}, got {pad}.")
     places = forward.shards if per_device else [[shard for place in forward.shards for shard in place]]
     cut = [
+        # Padding is at the end of the batch, so a device with nothing else gets an empty range and is left out below.
         (place, range(shards[0].samples.start, min(shards[-1].samples.stop, num_samples - pad)))
         for place, shards in enumerate(places)
         if shards
@@ -54,10 +60,10 @@ def metric_inputs(
 
 
 def _outputs(forward: Forward, shards: Sequence[Shard], samples: range, device: torch.device) -> Any:
-    """Put the outputs of some shards together, as the model returns them, without what is padded."""
+    """Return the merged outputs of some shards, as the model returns them and without padding."""
     outputs = forward.outputs
-    chosen = [each for each in outputs.shards if each.shard in shards]
-    parts = outputs.merged(device, chosen)
+    selected = [each for each in outputs.shards if each.shard in shards]
+    parts = outputs.merged(device, selected)
     return outputs.nest(
         [
             part if dim is None else part.narrow(dim, 0, len(samples))
@@ -66,8 +72,8 @@ def _outputs(forward: Forward, shards: Sequence[Shard], samples: range, device: 
     )
 
 
-def _target(piece: ShardInputs) -> Any:
-    """Give labels in the form in which they came."""
-    if piece.kwargs:
-        return piece.kwargs
-    return piece.args[0] if len(piece.args) == 1 else piece.args
+def _target(inputs: ShardInputs) -> Any:
+    """Return labels in the form in which they were passed."""
+    if inputs.kwargs:
+        return inputs.kwargs
+    return inputs.args[0] if len(inputs.args) == 1 else inputs.args

@@ -1,4 +1,4 @@
-"""Read and write the parameters and buffers of a model by name: all of them, or none."""
+"""Read and write the parameters and buffers of a model by name, where a write changes either all of them or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from torch import nn
 
 
 def read_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Copy the parameters, and the buffers that belong to a model's state, each once by its first name."""
+    """Return copies of the parameters, and of the buffers that belong to the model's state, by their first names.
+
+    Args:
+        model: The model.
+    """
     persistent = model.state_dict()
     parameters = {name: each.detach().clone() for name, each in model.named_parameters()}
     buffers = {name: each.detach().clone() for name, each in model.named_buffers() if name in persistent}
@@ -25,48 +29,58 @@ def write_parameters(
     allow_missing: bool,
     allow_extra: bool,
 ) -> None:
-    """Copy values into a model; where something does not fit, nothing is changed.
+    """Copy values into a model, unless one of them does not fit.
 
     Args:
-        model: Changed in place; values are brought to its devices and dtypes.
-        parameters: By any of the names they have.
-        buffers: By name; None leaves all of them alone.
-        allow_missing: Leave what is not named as it is.
-        allow_extra: Pass over names the model does not have.
+        model: The model, which is changed in place. Values are converted to its devices and dtypes.
+        parameters: The parameters, by any of their names.
+        buffers: The buffers by name, or None to leave all of them unchanged.
+        allow_missing: Whether parameters and buffers may be missing, which are then left unchanged.
+        allow_extra: Whether names may occur that the model does not have, which are then ignored.
 
     Raises:
-        TypeError: A value is no tensor.
-        ValueError: Names are missing or unknown, all of which are told, or a shape differs.
+        TypeError: If a value is not a tensor.
+        ValueError: If names are missing or unknown, all of which the message lists, or a shape differs.
     """
     persistent = model.state_dict()
-    trained: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    kept: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
-    states = {} if buffers is None else kept
-    given = [(name, trained.get(name), value) for name, value in parameters.items()]
-    given += [(name, states.get(name), value) for name, value in (buffers or {}).items()]
+    parameters_by_name: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    buffers_by_name: dict[str, torch.Tensor] = dict(model.named_buffers(remove_duplicate=False))
+    written_buffers = {} if buffers is None else buffers_by_name
+    given = [(name, parameters_by_name.get(name), value) for name, value in parameters.items()]
+    given += [(name, written_buffers.get(name), value) for name, value in (buffers or {}).items()]
     pairs = [(name, target, value) for name, target, value in given if target is not None]
+    # By identity, because a tied parameter may be given by any of its names.
     written = {id(target) for _, target, _ in pairs}
     wanted = [
         *model.named_parameters(),
-        *((name, each) for name, each in states.items() if name in persistent),
+        *((name, each) for name, each in written_buffers.items() if name in persistent),
     ]
     missing = [name for name, each in wanted if id(each) not in written]
     extra = [name for name, target, _ in given if target is None]
-    _refuse_names([] if allow_missing else missing, [] if allow_extra else extra)
+    _check_names([] if allow_missing else missing, [] if allow_extra else extra)
+    # Everything is checked before the first value is written.
     for name, target, value in pairs:
         _check(name, target, value)
     for _, target, value in pairs:
         target.copy_(value)
 
 
-def _refuse_names(missing: list[str], extra: list[str]) -> None:
-    """Tell of all names that do not fit at once."""
+def _check_names(missing: list[str], extra: list[str]) -> None:
+    """Check that no names are missing or unknown.
+
+    Args:
+        missing: The names that are missing.
+        extra: The names that the model does not have.
+
+    Raises:
+        ValueError: If there are any. The message lists all of them.
+    """
     problems = [f"{', '.join(missing)} missing"] if missing else []
     problems += [f"{', '.join(extra)} unknown"] if extra else []
     if problems:
         raise ValueError(
             f"`parameters` and `buffers` must have the names of the model's, got {' and '.join(problems)}. "
-            "Nothing was changed; allow_missing and allow_extra permit this."
+            "Nothing was changed. Use allow_missing or allow_extra to permit this."
         )
 
 
@@ -80,21 +94,23 @@ def _check(name: str, target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def share_parameters(model: nn.Module, shared: nn.Module) -> None:
-    """Let a model use another one's parameters and buffers wherever names agree: same memory, same gradients.
+    """Replace parameters and buffers of a model by those of another model with the same names.
+
+    The models then share the memory of these tensors and their gradients.
 
     Args:
-        model: Its parameters and buffers are replaced; ties between them that the other has are taken over.
-        shared: Left untouched.
+        model: The model to change. It also takes over ties between these tensors.
+        shared: The other model. It is not modified.
 
     Raises:
-        ValueError: Something of one name has different shapes or dtypes, or is tied in one model only;
-            nothing was changed.
+        ValueError: If tensors of the same name differ in shape or dtype, or are tied in only one of the models. Nothing
+            has changed in that case.
     """
     sources = {
         **dict(shared.named_parameters(remove_duplicate=False)),
         **dict(shared.named_buffers(remove_duplicate=False)),
     }
-    slots = [
+    entries = [
         (table, name, f"{path}.{name}".lstrip("."), own)
         for path, module in model.named_modules(remove_duplicate=False)
         for table in (module._parameters, module._buffers)
@@ -102,27 +118,28 @@ def share_parameters(model: nn.Module, shared: nn.Module) -> None:
         if own is not None
     ]
     replaced: dict[int, torch.Tensor] = {}
-    for _, _, full, own in slots:
+    for _, _, full, own in entries:
         if full in sources:
-            _check_alike(full, own, sources[full])
+            _check_can_share(full, own, sources[full])
+            # A tensor with two names must get one replacement, or the tie would be lost.
             if replaced.setdefault(id(own), sources[full]) is not sources[full]:
                 raise ValueError(
                     f"`shared_group` must tie {full!r} as the model does, got two tensors. Nothing was changed."
                 )
-    for table, name, _, own in slots:
+    for table, name, _, own in entries:
         if id(own) in replaced:
             table[name] = replaced[id(own)]
 
 
-def _check_alike(name: str, own: torch.Tensor, source: torch.Tensor) -> None:
-    """Refuse to share what is not alike."""
+def _check_can_share(name: str, own: torch.Tensor, source: torch.Tensor) -> None:
+    """Check that two tensors of the same name have the same kind, shape and dtype."""
     kinds = [isinstance(each, nn.Parameter) for each in (own, source)]
     if kinds[0] is not kinds[1] or own.shape != source.shape or own.dtype != source.dtype:
         raise ValueError(
-            f"`shared_group` must have {name!r} as {_described(own)}, got {_described(source)}. Nothing was changed."
+            f"`shared_group` must have {name!r} as {_describe(own)}, got {_describe(source)}. Nothing was changed."
         )
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _describe(tensor: torch.Tensor) -> str:
     kind = "a parameter" if isinstance(tensor, nn.Parameter) else "a buffer"
     return f"{kind} of shape {tuple(tensor.shape)} and {tensor.dtype}"

@@ -1,117 +1,113 @@
-"""What a group's forward is called with: names, dimensions, and the shapes that are bound."""
+"""Read the batch and the labels of a group's forward by the names and dimensions of the inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
-from lockstep.errors import OrderError
 from lockstep.replicas.batch import (
     BatchDim,
     InputModes,
     Inputs,
     as_call,
     named_inputs,
-    positional_names,
+    number_positions,
     read_inputs,
-    with_numbers,
-)
-from lockstep.replicas.group.binding import (
-    Binding,
-    Description,
-    bind,
-    check_names,
-    check_same_inputs,
-    read_descriptions,
 )
 
 PATH_OF: Final = itemgetter(0)
+
+
+class ExpectedInputs(Protocol):
+    """The names and shapes that were fixed for the inputs of a call."""
+
+    @property
+    def data(self) -> Mapping[str, object]:
+        """The inputs that may have a gradient, by path."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of all inputs, with data before labels."""
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names of the positional arguments of a call."""
+
+    @property
+    def label_arguments(self) -> list[str]:
+        """The names of the positional arguments that are labels."""
+
+    def check(self, found: Iterable[tuple[str, torch.Tensor]], /) -> None:
+        """Check that no input is missing, unknown, or of another shape.
+
+        Args:
+            found: The inputs of a call with their paths.
+
+        Raises:
+            ValueError: If one is.
+        """
 
 
 class Signature:
     """The inputs of a model, and the labels that belong to them.
 
     Args:
-        forward: What is called; names the positions while nothing is bound.
-        batch_dim: The dimension that counts samples.
-        check: Called with shapes that are to be bound and those that are bound, before anything changes.
+        arguments: The names of the positional arguments of a call, unless other inputs are expected.
+        batch_dim: The dimension that counts samples, for all inputs or by name.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        batch_dim: BatchDim,
-        check: Callable[[Binding, Binding | None], None],
-    ) -> None:
-        self._names = positional_names(forward)
+    def __init__(self, arguments: Sequence[str], batch_dim: BatchDim) -> None:
+        self._names = arguments
         self._batch_dim = batch_dim
-        self._check = check
-        self.bound: Binding | None = None
-        """The names and shapes that are bound."""
 
-    def bind(self, data: Sequence[Description], labels: Sequence[Description] | None) -> None:
-        """Fix names and shapes; see `ReplicaGroup.bind`."""
-        if self.bound is not None:
-            raise OrderError("Inputs are bound once; call reshape to change their shapes.")
-        shapes = read_descriptions(data, labels)
-        check_names([path for each in shapes for path in each], self._batch_dim, self._names)
-        binding = bind(*shapes, self._batch_dim)
-        self._check(binding, None)
-        self.bound = binding
-
-    def reshape(self, data: Sequence[Description], labels: Sequence[Description] | None) -> bool:
-        """Change shapes; see `ReplicaGroup.reshape`."""
-        if self.bound is None:
-            raise OrderError("reshape must follow bind, which names the inputs.")
-        shapes = read_descriptions(data, labels)
-        check_same_inputs(self.bound, *shapes)
-        binding = bind(*shapes, self._batch_dim)
-        self._check(binding, self.bound)
-        changed = binding != self.bound
-        self.bound = binding
-        return changed
-
-    def read(self, batch: Any, modes: InputModes) -> Inputs:
+    def read_batch(self, batch: Any, modes: InputModes, expected: ExpectedInputs | None) -> Inputs:
         """Read the batch of a forward.
 
         Args:
-            batch: A tuple or list by position, a dict by name, or the only argument.
-            modes: What becomes of the gradients of inputs.
+            batch: A tuple or list of positional arguments, a dict of keyword arguments, or the only argument.
+            modes: The gradient modes of the inputs.
+            expected: The inputs that are bound, or None if none are.
 
         Raises:
-            ValueError: The batch is not what was bound, its dimensions do not fit, or `modes` names an input
-                that there is not.
+            ValueError: If the batch differs from the bound inputs, its dimensions do not fit, or `modes` names an input
+                that does not exist.
         """
         args, kwargs = as_call(batch)
-        absent = [] if self.bound is None else self.bound.paths
-        if self.bound is None:
-            names = with_numbers(self._names, len(args))
+        absent = [] if expected is None else expected.paths
+        if expected is None:
+            names = number_positions(self._names, len(args))
         else:
-            names = self.bound.arguments[: len(args)]
+            names = expected.arguments[: len(args)]
             if len(args) > len(names):
                 rule = f"must hold the inputs that are bound ({len(names)})"
                 raise ValueError(f"`batch` {rule}, got {len(args)}.")
-            self.bound.check(named_inputs(args, kwargs, names))
+            expected.check(named_inputs(args, kwargs, names))
         found = list(named_inputs(args, kwargs, names))
-        words = modes.by_path(list(map(PATH_OF, found)), absent)
+        modes_by_path = modes.by_path(list(map(PATH_OF, found)), absent)
 
         def wanted(path: str, tensor: torch.Tensor) -> bool:
+            # Integer tensors cannot require a gradient.
             numbers = tensor.is_floating_point() or tensor.is_complex()
-            return numbers and words[path] != "null" and (self.bound is None or path in self.bound.data)
+            return numbers and modes_by_path[path] != "null" and (expected is None or path in expected.data)
 
         return read_inputs(args, kwargs, found, self._batch_dim, wanted=wanted, absent=absent)
 
-    def read_labels(self, labels: Any, num_samples: int) -> Inputs:
-        """Read labels: along the dimensions of those that are bound, else along the first one.
+    def read_labels(self, labels: Any, num_samples: int, expected: ExpectedInputs | None) -> Inputs:
+        """Read labels along the dimensions of the bound labels, or else along the first dimension.
+
+        Args:
+            labels: A tuple or list of labels, a dict of labels by name, or the only label.
+            num_samples: The number of samples of the forward.
+            expected: The inputs that are bound, or None if none are.
 
         Raises:
-            ValueError: They are not for that many samples.
+            ValueError: If the labels are for another number of samples.
         """
         args, kwargs = as_call(labels)
-        bound = [] if self.bound is None else self.bound.label_arguments
+        bound = [] if expected is None else expected.label_arguments
         names = [*bound, *(f"labels[{index}]" for index in range(len(bound), len(args)))][: len(args)]
         read = read_inputs(
             args,
@@ -119,7 +115,7 @@ class Signature:
             list(named_inputs(args, kwargs, names)),
             self._batch_dim if bound else 0,
             wanted=lambda *_: False,
-            absent=[] if self.bound is None else self.bound.paths,
+            absent=[] if expected is None else expected.paths,
             argument="labels",
         )
         if read.num_samples != num_samples:

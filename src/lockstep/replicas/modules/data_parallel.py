@@ -1,4 +1,4 @@
-"""A module that computes its batch on several devices, anywhere in a network."""
+"""A module that computes its batch on several devices, for use anywhere in a network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep import nest
 from lockstep.integers import check_integer
 from lockstep.replicas.batch import BatchDim, Inputs, argument_names, named_inputs, read_inputs
 from lockstep.replicas.buffers import BufferRule, trained_buffers
-from lockstep.replicas.modules.flat_parameters import FlatParameters, Flattened
+from lockstep.replicas.modules.flat_parameters import FlatParameters, FlattenedParameters
 from lockstep.replicas.modules.merged_output import BackwardBridge
 from lockstep.replicas.modules.nccl import BroadcastingSet
 from lockstep.replicas.modules.on_device import ModuleWrapper
@@ -26,65 +26,66 @@ from lockstep.replicas.passes import ForwardBackward
 from lockstep.replicas.pool import Devices, ReplicaSet, Timeout
 
 
-class Prepared(threading.local):
-    """Whether the calling thread has been prepared for its work."""
+class ThreadPreparation(threading.local):
+    """Whether `worker_init_fn` has been called in the calling thread."""
 
     done = False
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """Replicas with their threads, and what runs shards on them."""
+class ReplicaEngine:
+    """Replicas with their threads, and the object that runs shards on them."""
 
     replicas: ReplicaSet
     passes: ForwardBackward
-    prepared: Prepared = field(default_factory=Prepared)
+    prepared: ThreadPreparation = field(default_factory=ThreadPreparation)
 
 
 class DataParallel(ModuleWrapper):
-    """Split the batch over several devices, in the forward and in the backward of any network around.
+    """Split a batch over several devices, in the forward and in the backward of any surrounding network.
 
-    The output is that of the whole batch, in the order of its samples, on the first device. It is
-    differentiable by inputs and parameters, so any criterion on it, over single samples or the batch as a
-    whole, gives the gradient that one device would give, for any split. Backward runs on all replicas at
-    once, and gradients are summed over shards in the tree's order.
+    The output is that of the whole batch, in the order of its samples, on the first device. It is differentiable with
+    respect to inputs and parameters. Any criterion on it, over single samples or the batch as a whole, therefore gives
+    the gradient that one device would give, for any split. Backward runs on all replicas at the same time, and
+    gradients are summed over shards in the order of the tree.
 
-    The module itself is never run: its replicas follow it before each forward (`train`, `eval`, `apply`,
-    `requires_grad_`, hooks, writes to parameters). Its buffers are combined over shards as in an update. Each
-    shard draws from its own random stream, keyed by one draw from the default generator per forward. Under a
-    `ParallelUpdater` every replica has a `DataParallel` of its own, which cuts the shard further. Activation
-    checkpointing belongs into the module; around this one it works, but only the reentrant kind saves memory.
-    Under `torch.compile` of a network around it this module runs as it is; compile the module in it beside.
+    The module itself is never run. Its replicas are updated to it before each forward (`train`, `eval`, `apply`,
+    `requires_grad_`, hooks, writes to parameters). Its buffers are combined over shards as in an update. Each shard
+    draws from its own random stream, keyed by one draw from the default generator per forward. In a `ParallelUpdater`
+    every replica has a `DataParallel` of its own, which splits the shard further. Use activation checkpointing inside
+    of the module. Around this module it works too, but only the reentrant variant saves memory. If you apply
+    `torch.compile` to a surrounding network, this module is not compiled; compile the module inside of it separately.
 
-    Shapes: every tensor of the inputs is N long along `dim`, and so is every tensor of the output. A tensor
-    without dimensions is given whole to every shard, and so is one without elements along `dim`. An output
-    without dimensions is one value for the batch: the mean over shards, weighted by samples.
+    Shapes: Every tensor of the inputs has length N along `dim`, and so has every tensor of the output. A tensor without
+    dimensions is given whole to every shard, and so is one without elements along `dim`. An output without dimensions
+    is one value for the batch: the mean over shards, weighted by their samples.
 
     Args:
-        module: Moved to the first device; ``module`` afterwards too.
-        devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed, the main one first.
-        dim: The dimension that counts samples; negative ones count from the end.
-        num_shards: How many shards a batch is cut into, whatever the devices; None for one a device.
-        workloads: Relative speeds of the devices, by which shards are sized or assigned; equal by default.
-        flatten_parameters: Lay the parameters end to end in one tensor at the first use, and keep them so.
-        use_nccl: Send parameters to other GPUs by NCCL, in one message; asks for `flatten_parameters`. Of no
-            effect where there are no two GPUs. Gradients are summed in the tree's order all the same.
-        worker_init_fn: Called as ``worker_init_fn(index)``, once in each thread that computes, with the
-            index of its device, before its first work. The first device's is the calling thread.
-        parallel_backward: Run backward on the replicas at once. False leaves it to autograd in one thread,
-            where it can be differentiated again (``create_graph=True``) and whose number of intra-op threads
-            its bits depend on: with one they are the same both ways.
-        buffers: How buffers are combined over shards, ``"mean"`` or ``"first"``.
-        timeout: Seconds after which a device still at work counts as hung; the first one then has a thread of
-            its own too. ``"auto"``: half an hour for the threads of the others, while the calling thread
-            is not watched. None for never.
+        module: The module, which is moved to the first device and becomes the attribute ``module``.
+        devices: ``"auto"`` for this rank's GPUs, or else its cores; a number of devices; or names, which may repeat.
+            The first device is the main one.
+        dim: The dimension that counts samples. A negative dimension counts from the end.
+        num_shards: The number of shards that a batch is split into on any devices, or None for one per device.
+        workloads: The relative speeds of the devices, by which shards are sized or assigned. They are equal by default.
+        flatten_parameters: Whether to store the parameters end to end in one tensor from the first use on.
+        use_nccl: Whether to send parameters to other GPUs in one message by NCCL. This requires `flatten_parameters`
+            and has no effect with fewer than two GPUs. Gradients are summed in the order of the tree in any case.
+        worker_init_fn: A function that is called as ``worker_init_fn(index)``, once in each thread that computes, with
+            the index of its device, before its first work. The thread of the first device is the calling thread.
+        parallel_backward: Whether to run backward on all replicas at the same time. If False, autograd runs it in one
+            thread. It can then be differentiated again (``create_graph=True``), and its bits depend on the number of
+            intra-op threads: with one thread they are the same as with True.
+        buffers: The rule by which buffers are combined over shards: ``"mean"`` or ``"first"``.
+        timeout: The number of seconds after which a device that is still at work counts as hung. The first device then
+            has a thread of its own too. ``"auto"`` is half an hour for the threads of the other devices, while the
+            calling thread is not watched. None waits without limit.
 
     Raises:
-        TypeError: `module` is no module, or cannot be copied.
-        ValueError: A device, a number or a rule is not what it must be.
+        TypeError: If `module` is not a module, or cannot be copied.
+        ValueError: If a device, a number or a rule is out of range.
 
-    Determinism: with a number of shards the bits of outputs, gradients and buffers depend on the batch, the
-    module, that number and the drawn key; not on devices or workloads.
+    Determinism: If `num_shards` is given, the bits of outputs, gradients and buffers depend only on the batch, the
+    module, that number and the drawn key, and not on devices or workloads.
 
     References: Torch7's cunn ``DataParallelTable`` (2015), whose replicas drifted apart in their buffers.
 
@@ -114,7 +115,7 @@ class DataParallel(ModuleWrapper):
         if num_shards is not None:
             check_integer("num_shards", num_shards, minimum=1)
         if use_nccl and not flatten_parameters:
-            raise ValueError("`flatten_parameters` must be True where `use_nccl` is, got False.")
+            raise ValueError("`flatten_parameters` must be True if `use_nccl` is, got False.")
         if buffers not in ("mean", "first"):
             raise ValueError(f"`buffers` must be 'mean' or 'first', got {buffers!r}.")
         self.dim = dim
@@ -125,23 +126,23 @@ class DataParallel(ModuleWrapper):
         self.parallel_backward = parallel_backward
         self.timeout = timeout
         self._buffer_rule: BufferRule = buffers
-        self._running: Running | None = None
-        self._flat: Flattened | None = None
+        self._engine: ReplicaEngine | None = None
+        self._flat: FlattenedParameters | None = None
         self._monitor: Monitor | None = None
         self.place_on(devices, workloads)
 
     def place_on(self, devices: Devices, workloads: Sequence[float] | None = None) -> DataParallel:
-        """Compute on other devices from now on; the module goes to the first of them.
+        """Compute on other devices from now on. The module is moved to the first of them.
 
         Args:
-            devices: As in the constructor.
-            workloads: As in the constructor.
+            devices: The devices, as in the constructor.
+            workloads: The relative speeds of the devices, as in the constructor.
 
         Returns:
             This module.
 
         Raises:
-            ValueError: A device or a workload is not what it must be; nothing has changed.
+            ValueError: If a device or a workload is out of range. Nothing has changed in that case.
         """
         replicas = ReplicaSet(self.module, devices, workloads=workloads, timeout=self.timeout)
         self.release()
@@ -153,70 +154,70 @@ class DataParallel(ModuleWrapper):
         """Run the module on the whole batch.
 
         Args:
-            *args: Nests of tensors; what is no tensor is given to every shard as it is.
+            *args: Nests of tensors. Other values are passed to every shard unchanged.
             **kwargs: The same by name.
 
         Returns:
-            What the module returns, each tensor that of the whole batch, on the first device.
+            The output of the module for the whole batch, with its tensors on the first device.
 
         Raises:
-            ReplicaError: The module raised in a shard, or a device hung; it is named.
-            ReplicaInterrupt: Ctrl-C came while devices were at work; they are named.
-            TypeError: The module returned something that cannot be put together.
-            ValueError: The inputs or outputs are not as long as each other, or hold no sample.
+            ReplicaError: If the module raised in a shard, or a device hangs. The message names it.
+            ReplicaInterrupt: If Ctrl-C was pressed while devices were at work. The message names them.
+            TypeError: If the module returned a value that cannot be merged.
+            ValueError: If inputs or outputs differ in length, or there is no sample.
         """
         if torch.compiler.is_compiling():
-            # Threads have no place in a compiled graph: what surrounds this module is compiled, this is not.
+            # A compiled graph cannot contain threads, so only the surrounding network is compiled.
             return torch.compiler.disable(self._run)(args, kwargs)  # type: ignore[no-untyped-call]  # torch's gap
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module on the whole batch."""
-        running = self._follow()
-        inputs = self._read(args, kwargs)
+        """Run the module on the whole batch, outside of a compiled graph."""
+        engine = self._prepare()
+        inputs = self._read_inputs(args, kwargs)
         main = self.devices[0]
         if torch.is_grad_enabled() and not self.parallel_backward:
             trained = [each for each in self.module.parameters() if each.requires_grad]
             buffers = trained_buffers(self.module)
-            forward = attached_forward(running.passes, inputs, trained, buffers, self, flat=self._flat)
+            forward = attached_forward(engine.passes, inputs, trained, buffers, self, flat=self._flat)
             return forward.outputs.nest(forward.outputs.merged(main, attached=True))
-        with _own_saved_tensors():
-            forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
+        with _without_saved_tensor_hooks():
+            forward = engine.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
         named = forward.parameters if forward.has_graph else []
         if not named and not any(inputs.wanted):
             return forward.outputs.nest(forward.outputs.merged(main))
         return forward.outputs.nest(
-            BackwardBridge(running.passes, forward, [each for _, each in named], main, self._flat).outputs()
+            BackwardBridge(engine.passes, forward, [each for _, each in named], main, self._flat).outputs()
         )
 
     @property
     def model(self) -> nn.Module:
-        """The module, which the replicas follow."""
+        """The module that the replicas are copies of."""
         return self.module
 
     @property
     def replicas(self) -> list[nn.Module]:
-        """The module's copies, one a device."""
-        return self._follow().replicas.replicas
+        """The copies of the module, one per device."""
+        return self._prepare().replicas.replicas
 
     def sync_parameters(self) -> None:
-        """Copy the parameters to replicas with memory of their own; every forward does it by itself."""
-        self._follow().replicas.refresh()
+        """Copy the parameters to replicas with memory of their own, which every forward does by itself."""
+        self._prepare().replicas.refresh()
 
     def flat_parameters(self) -> FlatParameters:
-        """Lay the parameters end to end in one tensor, and keep them so from now on.
+        """Store the parameters end to end in one tensor from now on, and return it.
 
-        The parameters stay the objects they are; what is written to the flat tensor is theirs at once. Their
-        gradients lie in the flat gradient, so a parameter without one has zeros instead of None.
+        The parameters remain the same objects, and values that are written to the flat tensor are theirs at once. Their
+        gradients are stored in the flat gradient, so a parameter without a gradient has zeros instead of None.
 
         Returns:
-            The values and the gradients, unpacked as ``values, gradients``; ``values`` is a parameter that an
-            optimizer takes. After a change of dtype or device, ask again.
+            The values and the gradients, which can be unpacked as ``values, gradients``. ``values`` is a parameter that
+            can be passed to an optimizer. Call this again after a change of dtype or device.
 
         Raises:
-            ValueError: The parameters are of several dtypes or on several devices.
+            ValueError: If the parameters have several dtypes or devices.
 
-        Determinism: some kernels round by where their operands lie in memory, so whether parameters are
+        Determinism: Some kernels round depending on the alignment of their operands, so whether parameters are
         flattened is part of the recipe.
         """
         self.flatten_parameters = True
@@ -225,68 +226,74 @@ class DataParallel(ModuleWrapper):
         return flat.tensors
 
     def install_monitor(self, monitor: Monitor | None) -> None:
-        """Let a monitor watch the replicas; None takes it away."""
+        """Install a monitor on the replicas, or remove it.
+
+        Args:
+            monitor: The monitor, or None to remove the current one.
+        """
         self._monitor = monitor
         if monitor is not None:
             monitor.attach(self)
-        if self._running is not None:
-            self._running.passes.watch = monitor
+        if self._engine is not None:
+            self._engine.passes.observer = monitor
 
     def release(self) -> None:
-        """Let go of threads and replicas until the next forward."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.passes.release()
-            running.replicas.release()
+        """Drop threads and replicas until the next forward."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.passes.release()
+            engine.replicas.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to this process: threads, replicas, a monitor."""
-        return {**self.__dict__, "_running": None, "_flat": None, "_monitor": None}
+        """Return the state without objects of this process: threads, replicas, and a monitor."""
+        return {**self.__dict__, "_engine": None, "_flat": None, "_monitor": None}
 
     def extra_repr(self) -> str:
-        """Name the devices and the dimension."""
+        """Return the names of the devices and the dimension."""
         return f"devices={[str(device) for device in self.devices]}, dim={self.dim}"
 
-    def _follow(self) -> Running:
-        """Make ready to run: parameters laid out, replicas and threads there."""
+    def _prepare(self) -> ReplicaEngine:
+        """Flatten the parameters if requested, and return replicas and threads that are ready to run."""
         if self.flatten_parameters:
             self._flatten()
-        if self._running is None or self._running.replicas.model is not self.module:
-            self._running = self._start()
-        running = self._running
-        self._prepare_threads(running)
-        return running
+        engine = self._engine
+        # A forked process has none of the threads, and would wait forever for work that it hands to one.
+        if engine is None or engine.replicas.model is not self.module or engine.replicas.is_forked:
+            self._engine = engine = self._create_engine()
+        self._prepare_threads(engine)
+        return engine
 
-    def _start(self) -> Running:
-        """Begin anew with no replicas, which come with the first forward."""
+    def _create_engine(self) -> ReplicaEngine:
+        """Return a new engine, whose replicas are created by the first forward."""
         kind = BroadcastingSet if self.use_nccl else ReplicaSet
         replicas = kind(self.module, self.devices, workloads=self.workloads, timeout=self.timeout)
         passes = ForwardBackward(replicas, buffers=self._buffer_rule)
-        passes.watch = self._monitor
-        return Running(replicas, passes)
+        passes.observer = self._monitor
+        return ReplicaEngine(replicas, passes)
 
-    def _flatten(self) -> Flattened:
+    def _flatten(self) -> FlattenedParameters:
         parameters = list(self.module.parameters())
         if self._flat is None or not self._flat.holds(parameters):
-            self._flat = Flattened(parameters)
+            self._flat = FlattenedParameters(parameters)
         return self._flat
 
-    def _prepare_threads(self, running: Running) -> None:
-        """Let the user's function prepare every thread that it has not seen; before shards have streams."""
+    def _prepare_threads(self, engine: ReplicaEngine) -> None:
+        """Call the user's function in every thread in which it has not been called, before shards have streams."""
         prepare = self.worker_init_fn
         if prepare is None:
             return
 
         def work(place: int) -> None:
-            if not running.prepared.done:
+            # Thread-local, so that a thread that replaces an abandoned one is prepared too.
+            if not engine.prepared.done:
                 prepare(place)
-                running.prepared.done = True
+                engine.prepared.done = True
 
-        running.replicas.run(work)
+        engine.replicas.run(work)
 
-    def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-        """Find the inputs, and which of them ask for a gradient."""
-        names = _names(type(self.module).forward, len(args))
+    def _read_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        """Return the inputs of a call, and which of them require a gradient."""
+        names = _argument_names(type(self.module).forward, len(args))
         keeps_graph = torch.is_grad_enabled()
         return read_inputs(
             args,
@@ -297,36 +304,37 @@ class DataParallel(ModuleWrapper):
         )
 
     def _dims(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchDim:
-        """Say for each input along which dimension it is cut."""
+        """Return for each input the dimension along which it is split."""
         if all(map(self._has_samples, nest.tensors((args, kwargs)))):
             return self.dim
         parts = {**dict(zip(names, args, strict=True)), **kwargs}
         found = [pair for name, part in parts.items() for pair in nest.named_tensors(part, name)]
+        # Without any input to split, the dimension is kept, so that the error names it.
         if not any(self._has_samples(tensor) for _, tensor in found):
-            return self.dim  # to be refused
+            return self.dim
         return {path: self.dim if self._has_samples(tensor) else None for path, tensor in found}
 
     def _has_samples(self, tensor: torch.Tensor) -> bool:
-        """Tell a tensor to be cut, or refused, from one without dimensions or elements to be cut."""
+        """Return whether a tensor is to be split or rejected, and not given whole to every shard."""
         inside = -tensor.dim() <= self.dim < tensor.dim()
         return tensor.shape[self.dim] > 0 if inside else tensor.dim() > 0
 
 
-def _own_saved_tensors() -> AbstractContextManager[object]:
-    """Keep the calling thread's hooks on saved tensors away from its shards; other threads' do not have them.
+def _without_saved_tensor_hooks() -> AbstractContextManager[object]:
+    """Return a context manager that removes the calling thread's saved tensor hooks, which other threads do not have.
 
-    Those of activation checkpointing would run the whole forward again in the middle of one shard's backward.
+    Those of activation checkpointing would run the whole forward again in the middle of the backward of one shard.
     """
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # noqa: SLF001 - no other way
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    return torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 @lru_cache(maxsize=64)
-def _names(forward: Callable[..., Any], num_args: int) -> list[str]:
-    """Name the positions of a call of a module; remembered, because signatures are slow to read."""
+def _argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:
+    """Return the names of the positional arguments of a call. They are cached, because reading a signature is slow."""
     return argument_names(forward, num_args + 1)[1:]

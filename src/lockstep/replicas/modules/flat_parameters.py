@@ -1,4 +1,4 @@
-"""Lay parameters end to end in one tensor, and their gradients in another."""
+"""Store parameters end to end in one tensor, and their gradients in another."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import nn
 
 
 class FlatParameters(NamedTuple):
-    """All parameters as one, for whoever wants to read or write them at once.
+    """All parameters as one tensor, to read or write them at once.
 
     Attributes:
-        values: The parameters' own memory, end to end; a parameter itself, so that an optimizer takes it.
+        values: The memory of the parameters, end to end. It is a parameter itself, so that it can be passed to an
+            optimizer.
         gradients: The memory of their gradients, which is also ``values.grad``.
     """
 
@@ -23,30 +24,34 @@ class FlatParameters(NamedTuple):
 
 
 def lay_end_to_end(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Move parameters into one new tensor, of which each is a view afterwards; they stay the same objects.
+    """Move parameters to one new tensor, of which they become views. They remain the same objects.
 
     Args:
-        parameters: At least one, all of one dtype on one device.
+        parameters: The parameters, at least one, all of one dtype on one device.
+
+    Returns:
+        The new tensor.
     """
     with torch.no_grad():
         whole = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     parts = torch.split(whole, [parameter.numel() for parameter in parameters])
     for parameter, part in zip(parameters, parts, strict=True):
+        # By `data`, so that the parameters keep their identity in optimizers and hooks.
         parameter.data = part.view(parameter.shape)
     return whole
 
 
-class Flattened:
-    """Parameters that have been moved into one tensor, and what keeps them there.
+class FlattenedParameters:
+    """Parameters that have been moved to one tensor, with their gradients.
 
     Args:
-        parameters: Each once, in the order they are to have; they stay the same objects.
+        parameters: The parameters in order, each one once. They remain the same objects.
 
     Raises:
-        ValueError: There is none, or they are of several dtypes or on several devices.
+        ValueError: If there is no parameter, or they have several dtypes or devices.
 
     >>> layer = nn.Linear(2, 1)
-    >>> flat = Flattened(list(layer.parameters()))
+    >>> flat = FlattenedParameters(list(layer.parameters()))
     >>> flat.tensors.values.data.fill_(3.0)
     tensor([3., 3., 3.])
     >>> layer.bias
@@ -67,30 +72,36 @@ class Flattened:
         self.tensors = FlatParameters(values, gradients)
         values.grad = gradients
         sizes = [parameter.numel() for parameter in parameters]
-        self._runs = list(pairwise(accumulate(sizes, initial=0)))
+        self._ranges = list(pairwise(accumulate(sizes, initial=0)))
         self.gather_gradients()
 
     def holds(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Tell whether these are the parameters, and still lie where they were laid."""
+        """Return whether these are the parameters, and they are still in this memory.
+
+        Args:
+            parameters: The current parameters of the module.
+        """
         values = self.tensors.values
         begin, size = values.data_ptr(), values.element_size()
+        # Identity, addresses and dtypes are compared, because `module.to()` replaces the memory of a parameter or the
+        # parameter itself.
         return (
             len(parameters) == len(self._parameters)
-            and all(map(_is, parameters, self._parameters))
+            and all(map(_is_same, parameters, self._parameters))
             and all(
                 parameter.data_ptr() == begin + start * size and parameter.dtype == values.dtype
-                for parameter, (start, _) in zip(parameters, self._runs, strict=True)
+                for parameter, (start, _) in zip(parameters, self._ranges, strict=True)
             )
         )
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Let every gradient lie in the flat one, so that backward adds to it there.
+        """Move every gradient to the flat one, so that backward adds to it there.
 
-        A gradient that has been set to None counts as zeros, be it that of a parameter or the flat one, with
-        which all of them are gone.
+        A gradient that is None counts as zeros. If the flat gradient is None, all gradients count as zeros.
         """
         values, gradients = self.tensors
+        # An optimizer of the flat parameter has replaced or dropped its gradient, which decides for all parameters.
         if values.grad is not gradients:
             if values.grad is None:
                 gradients.zero_()
@@ -99,7 +110,7 @@ class Flattened:
             values.grad = gradients
             self._bind()
             return
-        for parameter, (start, stop) in zip(self._parameters, self._runs, strict=True):
+        for parameter, (start, stop) in zip(self._parameters, self._ranges, strict=True):
             view = gradients[start:stop].view(parameter.shape)
             if parameter.grad is None:
                 view.zero_()
@@ -108,11 +119,11 @@ class Flattened:
         self._bind()
 
     def _bind(self) -> None:
-        """Make each part of the flat gradient the gradient of its parameter, where it asks for one."""
-        for parameter, (start, stop) in zip(self._parameters, self._runs, strict=True):
+        """Set the gradient of each parameter that requires one to its part of the flat gradient."""
+        for parameter, (start, stop) in zip(self._parameters, self._ranges, strict=True):
             if parameter.requires_grad:
                 parameter.grad = self.tensors.gradients[start:stop].view(parameter.shape)
 
 
-def _is(one: object, other: object) -> bool:
+def _is_same(one: object, other: object) -> bool:
     return one is other

@@ -1,4 +1,4 @@
-"""Make the outputs of shards one differentiable output, whose backward runs on the replicas at once."""
+"""Merge the outputs of shards to one differentiable output, whose backward runs on all replicas at the same time."""
 
 from __future__ import annotations
 
@@ -10,41 +10,48 @@ import torch
 
 from lockstep.errors import OrderError
 from lockstep.replicas.batch import InputGradients
-from lockstep.replicas.modules.flat_parameters import Flattened
+from lockstep.replicas.modules.flat_parameters import FlattenedParameters
 from lockstep.replicas.passes import Forward, ForwardBackward
 from lockstep.tree import Tensors
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardBridge:
-    """What ties a merged output to the shards behind it.
+    """The connection between a merged output and the shards that computed it.
 
     Attributes:
-        passes: What runs backward.
+        passes: The object that runs backward.
         forward: The forward that was run.
-        parameters: The model's parameters and buffers that ask for a gradient, as the forward's.
-        device: Where the output is put together.
-        flat: Keeps the gradients end to end; None where they need not lie so.
+        parameters: The parameters and buffers of the model that require a gradient, in the order of those of the
+            forward.
+        device: The device of the merged output.
+        flat: The flattened parameters whose gradients are kept end to end, or None.
     """
 
     passes: ForwardBackward
     forward: Forward
     parameters: list[torch.Tensor]
     device: torch.device
-    flat: Flattened | None
+    flat: FlattenedParameters | None
 
     def outputs(self) -> list[torch.Tensor]:
-        """Merge the outputs, differentiable by the inputs and parameters."""
+        """Return the merged outputs, which are differentiable with respect to inputs and parameters."""
         merged: tuple[torch.Tensor, ...] = MergedOutput.apply(  # type: ignore[no-untyped-call]  # torch's gap
             self, *self.forward.inputs.tensors, *self.parameters
         )
         return list(merged)
 
     def gradients(self, output_grads: Sequence[torch.Tensor | None], *, retain_graph: bool) -> Tensors:
-        """Run backward; give the gradient of every input, then of every parameter."""
+        """Run backward, and return the gradient of every input followed by that of every parameter.
+
+        Args:
+            output_grads: The gradient of each merged output, or None.
+            retain_graph: Whether backward can be run again.
+        """
         if self.flat is not None:
             self.flat.gather_gradients()
         backward = self.passes.backward(self.forward, output_grads, retain_graph=retain_graph)
+        # `backward` is not used again, so its sums can be added to in place.
         totals = backward.total(keep=False) or [None] * len(self.parameters)
         inputs = InputGradients(self.forward.inputs, self.forward.shards, backward.inputs)
         return inputs.merged() + [
@@ -56,38 +63,50 @@ class BackwardBridge:
 
 
 class MergedOutput(torch.autograd.Function):
-    """A function of all inputs and parameters; its value is there already, its backward is the replicas'."""
+    """A function of all inputs and parameters, whose value exists already and whose backward runs on the replicas."""
 
     @staticmethod
-    def forward(ctx: Any, link: BackwardBridge, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Hand out the merged outputs."""
+    def forward(ctx: Any, bridge: BackwardBridge, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the merged outputs.
+
+        Args:
+            ctx: The context of autograd.
+            bridge: The connection to the shards.
+            *tensors: The inputs and parameters, which autograd records as the arguments of this function.
+        """
         del tensors
-        ctx.link = link
+        ctx.bridge = bridge
+        # None means that no gradient flows back, which zeros would not say.
         ctx.set_materialize_grads(False)
-        merged = link.forward.outputs.merged(link.device)
-        shards = [each.tensors for each in link.forward.outputs.shards]
-        asks = [any(tensor.requires_grad for tensor in each) for each in zip(*shards, strict=True)]
-        ctx.mark_non_differentiable(*[out for out, differs in zip(merged, asks, strict=True) if not differs])
+        merged = bridge.forward.outputs.merged(bridge.device)
+        shards = [each.tensors for each in bridge.forward.outputs.shards]
+        differentiable = [any(tensor.requires_grad for tensor in each) for each in zip(*shards, strict=True)]
+        ctx.mark_non_differentiable(*[out for out, yes in zip(merged, differentiable, strict=True) if not yes])
         return tuple(merged)
 
     @staticmethod
     def backward(ctx: Any, *output_grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run backward on the replicas.
 
+        Args:
+            ctx: The context of autograd.
+            *output_grads: The gradient of each output, or None.
+
         Raises:
-            OrderError: The gradient itself is to be differentiated, or the graph is gone.
+            OrderError: If the gradient itself is to be differentiated, or the graph has been freed.
         """
         if torch.is_grad_enabled():
             raise OrderError(
-                "The backward of a DataParallel must run without create_graph: its gradients, made by "
-                "several threads, have no graph. Build it with parallel_backward=False to differentiate them."
+                "The backward of a DataParallel must run without create_graph, because its gradients, computed by "
+                "several threads, have no graph. Create it with parallel_backward=False to differentiate them."
             )
-        if ctx.link is None:
+        if ctx.bridge is None:
             raise OrderError(
-                "A second backward must follow one with retain_graph=True; the graphs of this output are gone."
+                "A second backward must follow one with retain_graph=True. The graphs of this output have been freed."
             )
-        link: BackwardBridge = ctx.link
+        bridge: BackwardBridge = ctx.bridge
         keep = torch._C._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001 - no other way to know
         if not keep:
-            ctx.link = None  # as torch does, so that the memory is free before the next forward
-        return None, *link.gradients(output_grads, retain_graph=keep)
+            # As torch does for its own nodes, so that the memory is free before the next forward.
+            ctx.bridge = None
+        return None, *bridge.gradients(output_grads, retain_graph=keep)

@@ -11,10 +11,10 @@ from lockstep.replicas.pool import ReplicaSet
 
 
 class BroadcastingSet(ReplicaSet):
-    """Replicas that receive parameters by NCCL, where each has a GPU of its own; else as usual.
+    """A `ReplicaSet` that sends parameters by NCCL if each replica has a GPU of its own, or else in the usual way.
 
-    The model's parameters must lie end to end in one tensor; so the replicas' do. What arrives has the bits
-    that were sent.
+    The parameters of the model must be stored end to end in one tensor, and then those of the replicas are as well. The
+    bits that arrive are those that were sent.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -22,7 +22,7 @@ class BroadcastingSet(ReplicaSet):
         self._receivers: list[torch.Tensor] = []
 
     def refresh(self) -> bool:
-        """Make the replicas follow the model; see `ReplicaSet.refresh`."""
+        """Update the replicas to the model (see `ReplicaSet.refresh`)."""
         rebuilt = super().refresh()
         if rebuilt:
             others = self._replicas[1:] if self._can_broadcast() else []
@@ -31,17 +31,18 @@ class BroadcastingSet(ReplicaSet):
 
     @torch.no_grad()
     def sync_parameters(self) -> None:
-        """Send the model's parameters to all other GPUs."""
+        """Send the parameters of the model to all other GPUs."""
         if not self._receivers:
             super().sync_parameters()
             return
-        self._sending.count_writes()
+        # NCCL writes past the version counters, which are incremented as for a copy.
+        self._copier.count_writes()
         sender = next(self.model.parameters()).detach()
         whole = sender.as_strided((self._receivers[0].numel(),), (1,))
         torch.cuda.nccl.broadcast([whole, *self._receivers], root=0)
 
     def _can_broadcast(self) -> bool:
-        """Tell whether there are several GPUs, each with one replica, and the model is on the first."""
+        """Return whether there are several GPUs with one replica each, and the model is on the first one."""
         return (
             len(self.devices) > 1
             and len(set(self.devices)) == len(self.devices)

@@ -1,8 +1,8 @@
-"""Run shards on replicas within one autograd graph, whose gradients can be differentiated again.
+"""Run shards on replicas within one autograd graph, so that gradients can be differentiated again.
 
-Each shard computes with aliases of the model's parameters instead of its replica's own, with copies of the
-buffers that require a gradient, and with views of the inputs. Backward is then autograd's, in one thread; the
-sum over the aliases is ours, in the tree's order.
+Each shard computes with aliases of the parameters of the model instead of those of its replica, with copies of the
+buffers that require a gradient, and with views of the inputs. Backward is then run by autograd in one thread, and the
+gradients of the aliases are summed in the order of the tree.
 """
 
 from __future__ import annotations
@@ -19,49 +19,64 @@ from lockstep import nest
 from lockstep.plan import Shard
 from lockstep.replicas.batch import Inputs, ShardInputs
 from lockstep.replicas.buffers import TrainedBuffer, all_buffer_refs, buffer_refs
-from lockstep.replicas.modules.flat_parameters import Flattened
-from lockstep.replicas.passes import Forward, ForwardBackward, ShardObserver, schedule
+from lockstep.replicas.modules.flat_parameters import FlattenedParameters
+from lockstep.replicas.passes import Forward, ForwardBackward, ShardObserver, shards_of_batch
 from lockstep.tree import PartialSum, total
 
 
 @dataclass(frozen=True, slots=True)
 class DifferentiableInputs(Inputs):
-    """Inputs whose pieces belong to the caller's graph."""
+    """Inputs whose parts belong to the graph of the caller."""
 
     attached: ClassVar[bool] = True
 
     @classmethod
     def of(cls, inputs: Inputs) -> DifferentiableInputs:
-        """Make them of inputs whose pieces would not."""
+        """Return inputs as differentiable inputs.
+
+        Args:
+            inputs: Inputs whose parts are detached.
+        """
         parts = (inputs.tensors, inputs.dims, inputs.wanted, inputs.num_samples)
         return cls(inputs.args, inputs.kwargs, inputs.names, *parts)
 
     def cut(self, samples: range, device: torch.device) -> ShardInputs:
-        """Give the arguments for a run of samples, as views and copies that autograd knows of."""
-        pieces = iter(
+        """Return the arguments for a run of samples, as views and copies that autograd records.
+
+        Args:
+            samples: The samples of the shard.
+            device: The device of the shard.
+        """
+        inputs = iter(
             [
                 (tensor if dim is None else tensor.narrow(dim, samples.start, len(samples))).to(device)
                 for tensor, dim in zip(self.tensors, self.dims, strict=True)
             ]
         )
-        args, kwargs = nest.map_tensors(lambda _: next(pieces), (self.args, self.kwargs))
+        args, kwargs = nest.map_tensors(lambda _: next(inputs), (self.args, self.kwargs))
         return ShardInputs(args, kwargs, [None] * len(self.tensors))
 
 
 class Aliases(torch.autograd.Function):
-    """Aliases of parameters, one set a shard, whose gradients are summed in the tree's order."""
+    """A function that returns aliases of parameters, one set per shard, and sums their gradients by the tree."""
 
     @staticmethod
     def forward(
         ctx: Any,
         devices: Sequence[torch.device],
-        flat: Flattened | None,
+        flat: FlattenedParameters | None,
         num_parameters: int,
         *parameters: torch.Tensor,
     ) -> Any:
-        """Give all aliases of the first shard, then of the second, each on its shard's device.
+        """Return all aliases of the first shard, then those of the second and so on, each on the device of its shard.
 
-        What comes after so many parameters is a buffer, to which a shard may write: it is copied.
+        Args:
+            ctx: The context of autograd.
+            devices: The device of each shard.
+            flat: The flattened parameters whose gradients are kept end to end, or None.
+            num_parameters: The number of parameters. The tensors that follow them are buffers, which are copied because
+                a shard may write to them.
+            *parameters: The parameters and buffers.
         """
         ctx.set_materialize_grads(False)
         ctx.flat = flat
@@ -75,7 +90,14 @@ class Aliases(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Sum over shards; where that is to be differentiated, its additions are recorded."""
+        """Sum the gradients over shards.
+
+        The additions are recorded if the sum is to be differentiated.
+
+        Args:
+            ctx: The context of autograd.
+            *grads: The gradient of each alias, or None.
+        """
         if ctx.flat is not None:
             ctx.flat.gather_gradients()
         size = len(ctx.devices)
@@ -83,6 +105,7 @@ class Aliases(torch.autograd.Function):
             PartialSum(
                 start // size,
                 [
+                    # Copied, because the sum adds in place and autograd may use a gradient elsewhere too.
                     None if grad is None else grad.to(device, copy=True)
                     for grad, device in zip(grads[start : start + size], ctx.devices, strict=True)
                 ],
@@ -93,14 +116,14 @@ class Aliases(torch.autograd.Function):
 
 
 class AliasObserver:
-    """A `ShardObserver` that lets shards compute with aliases of the model's parameters.
+    """A `ShardObserver` that makes shards compute with aliases of the parameters of the model.
 
     Args:
-        parameters: The model's, those that ask for a gradient.
-        buffers: Likewise.
-        devices: Of each shard, by index.
-        inner: Another watch, entered within; None for none.
-        flat: Keeps the gradients end to end; None where they need not lie so.
+        parameters: The parameters of the model that require a gradient.
+        buffers: The buffers of the model that require a gradient.
+        devices: The device of each shard, by index.
+        inner: Another observer to enter inside of this one, or None.
+        flat: The flattened parameters whose gradients are kept end to end, or None.
     """
 
     def __init__(
@@ -109,7 +132,7 @@ class AliasObserver:
         buffers: Sequence[TrainedBuffer],
         devices: Mapping[int, torch.device],
         inner: ShardObserver | None,
-        flat: Flattened | None,
+        flat: FlattenedParameters | None,
     ) -> None:
         aliases: tuple[torch.Tensor, ...] = Aliases.apply(  # type: ignore[no-untyped-call]  # torch's gap
             list(devices.values()),
@@ -125,18 +148,25 @@ class AliasObserver:
 
     @contextmanager
     def forward(self, place: int, shard: Shard, replica: nn.Module) -> Iterator[None]:
-        """Put the aliases in the places of the replica's parameters for a while."""
+        """Return a context manager that replaces the parameters of the replica by aliases.
+
+        Args:
+            place: The index of the device.
+            shard: The shard.
+            replica: The replica.
+        """
         own = [parameter for parameter in replica.parameters() if parameter.requires_grad]
         aliases = self._aliases[shard.index]
         alias_of = {id(each): alias for each, alias in zip(own, aliases[: len(own)], strict=True)}
-        slots = [
+        refs = [
             (module._parameters, name, parameter)
             for module in replica.modules()
             for name, parameter in module._parameters.items()
             if id(parameter) in alias_of
         ]
         with ExitStack() as stack:
-            for parameters, name, parameter in slots:
+            for parameters, name, parameter in refs:
+                # Registered before the replacement, so that an error in between leaves no alias behind.
                 stack.callback(parameters.__setitem__, name, parameter)
                 parameters[name] = alias_of[id(parameter)]  # type: ignore[assignment]  # any tensor computes
             stack.enter_context(self._copied_buffers(replica, aliases[len(own) :]))
@@ -146,27 +176,34 @@ class AliasObserver:
 
     @contextmanager
     def _copied_buffers(self, replica: nn.Module, copies: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Put copies of trained buffers in their places; what a shard leaves there loses its graph."""
-        slots = buffer_refs(replica) if copies else []
-        copy_of = {id(slots[index].get()): each for index, each in zip(self._buffers, copies, strict=True)}
-        replaced = [slot for slot in all_buffer_refs(replica) if id(slot.get()) in copy_of] if copies else []
-        for slot in replaced:
-            slot.put(copy_of[id(slot.get())])
+        """Return a context manager that replaces trained buffers by copies, and detaches what a shard leaves there."""
+        refs = buffer_refs(replica) if copies else []
+        copy_of = {id(refs[index].get()): each for index, each in zip(self._buffers, copies, strict=True)}
+        replaced = [ref for ref in all_buffer_refs(replica) if id(ref.get()) in copy_of] if copies else []
+        for ref in replaced:
+            ref.set(copy_of[id(ref.get())])
         try:
             yield
         finally:
-            for slot in replaced:
-                left = slot.get()
-                slot.put(None if left is None else left.detach())
+            for ref in replaced:
+                # Detached, because the graph of this shard must not become part of the graph of the next shard.
+                left = ref.get()
+                ref.set(None if left is None else left.detach())
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
-        """Do nothing: backward is autograd's own."""
+        """Return a context manager without effect, because backward is run by autograd.
+
+        Args:
+            place: The index of the device.
+            shard: The shard.
+            replica: The replica.
+        """
         del place, shard, replica
         return nullcontext()
 
 
-class Placed(Protocol):
-    """What says how a batch is cut and put together, and where."""
+class Placement(Protocol):
+    """The way in which a batch is split and merged, and the devices that compute it."""
 
     devices: list[torch.device]
     workloads: list[float]
@@ -179,25 +216,25 @@ def attached_forward(
     inputs: Inputs,
     parameters: Sequence[nn.Parameter],
     buffers: Sequence[TrainedBuffer],
-    placed: Placed,
+    layout: Placement,
     *,
-    flat: Flattened | None,
+    flat: FlattenedParameters | None,
 ) -> Forward:
-    """Run forward on all shards as a part of the caller's graph.
+    """Run forward on all shards as a part of the graph of the caller.
 
     Args:
-        passes: What runs it.
+        passes: The object that runs forward.
         inputs: The batch.
-        parameters: The model's, those that ask for a gradient.
-        buffers: Likewise.
-        placed: How and where it is run.
-        flat: Keeps the gradients end to end; None where they need not lie so.
+        parameters: The parameters of the model that require a gradient.
+        buffers: The buffers of the model that require a gradient.
+        layout: The devices, and the number and dimension of shards.
+        flat: The flattened parameters whose gradients are kept end to end, or None.
     """
-    shards = schedule(inputs.num_samples, placed.num_shards, tuple(placed.workloads))
-    devices = {shard.index: device for run, device in zip(shards, placed.devices, strict=True) for shard in run}
-    inner = passes.watch
-    passes.watch = AliasObserver(parameters, buffers, devices, inner, flat)
+    shards = shards_of_batch(inputs.num_samples, layout.num_shards, tuple(layout.workloads))
+    devices = {shard.index: device for run, device in zip(shards, layout.devices, strict=True) for shard in run}
+    inner = passes.observer
+    passes.observer = AliasObserver(parameters, buffers, devices, inner, flat)
     try:
-        return passes.forward(DifferentiableInputs.of(inputs), num_shards=placed.num_shards, output_dim=placed.dim)
+        return passes.forward(DifferentiableInputs.of(inputs), num_shards=layout.num_shards, output_dim=layout.dim)
     finally:
-        passes.watch = inner
+        passes.observer = inner

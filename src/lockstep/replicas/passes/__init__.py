@@ -1,14 +1,14 @@
-"""Forward and backward passes of shards, and the sum of their gradients."""
+"""The forward and backward passes of shards, and the sum of their gradients."""
 
 from lockstep.replicas.passes.leaks import (
+    check_no_accumulate_hooks as check_no_accumulate_hooks,
     check_no_leaked_gradients as check_no_leaked_gradients,
-    refuse_accumulate_hook as refuse_accumulate_hook,
 )
 from lockstep.replicas.passes.passes import (
     Backward as Backward,
     Forward as Forward,
     ForwardBackward as ForwardBackward,
-    schedule as schedule,
+    shards_of_batch as shards_of_batch,
 )
 from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams
@@ -16,6 +16,6 @@ from lockstep.replicas.passes.summing import (
     TreeSum as TreeSum,
     apply_tensor_hooks as apply_tensor_hooks,
     finish_whole as finish_whole,
-    gather as gather,
+    move_partials as move_partials,
 )
 from lockstep.replicas.passes.tasks import ShardObserver as ShardObserver

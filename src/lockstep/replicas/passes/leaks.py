@@ -1,4 +1,4 @@
-"""Notice a model that computes with its own parameters, beside those of the replica that runs."""
+"""Detect a model that computes with its own parameters in addition to those of the replica that runs."""
 
 from __future__ import annotations
 
@@ -10,75 +10,84 @@ from torch import nn
 from torch.autograd.graph import Node
 
 REMEDY: Final = (
-    "So does a function kept in the model that calls the model it was made in, as a lambda or a replaced "
-    "`forward` may: make it a method."
+    "A lambda or a replaced `forward` that is stored in the model and refers to the original model has the same "
+    "effect. Define it as a method instead."
 )
+"""The end of the error messages, which describes the usual cause."""
 
 
 def check_no_leaked_graphs(outputs: Iterable[torch.Tensor], parameters: Mapping[int, str]) -> None:
-    """Refuse outputs of a replica whose graph leads to the model's own parameters.
+    """Check that the graph of a replica's outputs does not lead to the parameters of the original model.
 
-    It does where a function that is kept in the model calls the module that it was made in. Backward would
-    bring those gradients past the replicas, in whatever order threads come by.
+    It does if a function that is stored in the model calls the original module. Backward would then add gradients there
+    from several threads, in an order that varies.
 
     Args:
-        outputs: Of one shard, computed from inputs that begin a graph of their own.
-        parameters: The names of the model's parameters by ``id``.
+        outputs: The outputs of one shard, whose inputs begin a graph of their own.
+        parameters: The names of the parameters of the original model by ``id``.
 
     Raises:
-        ValueError: One is reached.
+        ValueError: If the graph reaches a parameter.
     """
     reached = {id(leaf) for leaf in _leaves([each.grad_fn for each in outputs])}
     names = [name for each, name in parameters.items() if each in reached]
     if names:
         raise ValueError(
-            f"`model` must compute with its copy's parameters, got a replica that uses {names[0]!r} of your "
-            f"own model. {REMEDY}"
+            f"`model` must compute with the parameters of its replica, got a replica that uses {names[0]!r} of your "
+            f"original model. {REMEDY}"
         )
 
 
 def check_no_leaked_gradients(parameters: Mapping[str, nn.Parameter], wanted: Collection[int] | None) -> None:
-    """Refuse gradients that backward has put into the model's own parameters, past the replicas.
+    """Check that backward did not store gradients in the parameters of the original model.
 
-    They come of a loss that is computed with the model itself, in part or whole. No shard's sum holds them,
-    so that part of the loss would be lost without a word.
+    It does if a part of the loss is computed with the original model. The sums over shards do not contain such
+    gradients, so that part of the loss would be lost without an error.
 
     Args:
-        parameters: By name. Gradients found are taken out.
-        wanted: Those of them, by ``id``, that had no gradient before the shards were computed; None for all.
+        parameters: The parameters by name. Gradients that are found are removed.
+        wanted: The ``id`` of the parameters that had no gradient before the shards were computed, or None for all.
 
     Raises:
-        ValueError: A parameter has a gradient.
+        ValueError: If a parameter has a gradient.
     """
-    stray = None
+    leaked = None
     for name, parameter in parameters.items():
         if parameter.grad is not None and (wanted is None or id(parameter) in wanted):
+            # Removed from all parameters before raising, so that the model is left as it was.
             parameter.grad = None
-            stray = stray or name
-    if stray is None:
+            leaked = leaked or name
+    if leaked is None:
         return
     raise ValueError(
-        "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got one that "
-        f"also gives {stray!r} of your own model a gradient. {REMEDY}"
+        "`loss_fn` must compute its loss with the model that it is given, which is a replica; got one that "
+        f"also gives {leaked!r} of your original model a gradient. {REMEDY}"
     )
 
 
-def refuse_accumulate_hook(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a hook that waits for an accumulation of gradients, which replicas do not have.
+def check_no_accumulate_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Check that no parameter has a hook on the accumulation of its gradient, which replicas do not do for a batch.
+
+    Args:
+        parameters: The parameters by name.
 
     Raises:
-        ValueError: A parameter has such a hook.
+        ValueError: If a parameter has such a hook.
     """
     for name, parameter in parameters.items():
         if parameter._post_accumulate_grad_hooks:
             raise ValueError(
                 f"`model` must have no post-accumulate-grad hooks, got one on {name!r}. A shard's gradient "
-                "is not the batch's; use Tensor.register_hook or a hook of the optimizer."
+                "is not that of the batch. Use Tensor.register_hook or an optimizer hook instead."
             )
 
 
 def _leaves(nodes: Iterable[Node | None]) -> list[torch.Tensor]:
-    """List the tensors at which a graph begins."""
+    """List the leaf tensors of a graph.
+
+    Args:
+        nodes: The nodes to start from.
+    """
     leaves: list[torch.Tensor] = []
     pending = [node for node in nodes if node is not None]
     seen = set(pending)

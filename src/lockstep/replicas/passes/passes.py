@@ -1,8 +1,9 @@
-"""Run a model's forward on shards of a batch, keep what they returned, and run backward from it later.
+"""Run the forward of a model on the shards of a batch, keep the results, and run backward from them later.
 
-The shards are computed by the replicas of a `ReplicaSet`, all devices at once, each shard in its own random
-stream and from the same buffers, as in an update. What an update does in one go is in two halves here: a
-`Forward` keeps each shard's graph and how far its stream was drawn from, and `ForwardBackward.backward` goes on there.
+The shards are computed by the replicas of a `ReplicaSet` on all devices at the same time, each in its own random stream
+and starting from the same buffers, as in an update. Unlike in an update, forward and backward are separate: a
+`Forward` keeps the graph of each shard and the state of its random stream, from which `ForwardBackward.backward`
+continues.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lockstep.replicas.buffers import (
     ReplicaBuffers,
     TrainedBuffer,
     buffer_refs,
-    combine,
+    combine_buffers,
     trained_buffers,
 )
 from lockstep.replicas.passes.leaks import check_no_leaked_graphs
@@ -44,20 +45,20 @@ SHARD_OF: Final = attrgetter("shard")
 
 @dataclass(slots=True)
 class Forward:
-    """A forward that was run, and what its backward needs.
+    """A forward that was run, with everything that its backward needs.
 
     Attributes:
-        inputs: What the model was called with.
+        inputs: The inputs of the model.
         shards: The shards of each device, in order.
-        key: Of the shards' random streams.
-        mode: How modules ran.
-        settings: Under which the threads computed.
-        replicas: Where they ran.
-        parameters: The model's parameters that ask for a gradient, with their names, in the order of the
-            replicas', and after them its buffers that do.
-        trained_buffers: The numbers of these buffers.
+        key: The key of the random streams of the shards.
+        mode: The mode in which modules ran.
+        settings: The settings under which the threads computed.
+        replicas: The replicas that ran it.
+        parameters: The parameters of the model that require a gradient, by name and in the order of those of the
+            replicas, followed by the buffers that require one.
+        trained_buffers: The indices of these buffers.
         has_graph: Whether backward can be run.
-        done: What each shard left behind, by device.
+        done: The results of the shards of each device.
     """
 
     inputs: Inputs
@@ -71,18 +72,18 @@ class Forward:
     has_graph: bool
     done: list[list[ShardForward]] = field(default_factory=list)
     outputs: Outputs = field(init=False)
-    """What the shards returned, ready to be put together."""
+    """The outputs of the shards, ready to be merged."""
 
 
 @dataclass(slots=True)
 class Backward:
-    """What a backward gave.
+    """The gradients of a backward.
 
     Attributes:
-        parameters: For each device the sums over its shards, one entry for each of `Forward.parameters`; half
-            precision as float32.
-        inputs: For each shard, by index, the gradient of its part of each input.
-        tree_sum: Adds up, in the replicas' threads.
+        parameters: For each device the sums over its shards, with one entry for each of `Forward.parameters`, where
+            half precision is float32.
+        inputs: The gradient of the part of each input, by the index of the shard.
+        tree_sum: The object that sums in the threads of the replicas.
     """
 
     parameters: list[ShardSum]
@@ -90,15 +91,19 @@ class Backward:
     tree_sum: TreeSum
 
     def device_total(self, place: int) -> Tensors:
-        """Sum the parameters' gradients over the shards of one device, leaving what is here untouched."""
+        """Return the gradients of the parameters summed over the shards of one device, keeping the partial sums.
+
+        Args:
+            place: The index of the device.
+        """
         partials = self.parameters[place].partials
         return self.tree_sum.total(partials, keep=True) if partials else []
 
     def total(self, *, keep: bool) -> Tensors:
-        """Sum the parameters' gradients over all shards, in the tree's order, on the first device.
+        """Return the gradients of the parameters summed over all shards in the order of the tree, on the first device.
 
         Args:
-            keep: Leave the sums of the devices as they are; else they are added to in place.
+            keep: Whether to leave the sums of the devices unchanged instead of adding to them in place.
         """
         partials: list[PartialSum] = []
         for place in self.parameters:
@@ -107,26 +112,26 @@ class Backward:
 
 
 class ForwardBackward:
-    """Forward and backward of a model on the devices of a `ReplicaSet`.
+    """The forward and backward of a model on the devices of a `ReplicaSet`.
 
     Args:
         replicas: The copies of the model and their threads.
-        buffers: The rule by which the buffers of shards are combined; see `replicas.buffers`.
+        buffers: The rule by which the buffers of shards are combined (see `replicas.buffers`).
     """
 
     def __init__(self, replicas: ReplicaSet, *, buffers: BufferRule = "mean") -> None:
         self._set = replicas
         self._rule: BufferRule = buffers
         self._streams = ShardStreams(replicas.devices)
-        # Two threads of the user's take turns; one may come back in, from a hook.
+        # Threads of the user take turns. Reentrant, because a hook may run forward or backward again.
         self._lock = threading.RLock()
         self._replicas: list[ShardRunner] = []
         self._parameters: list[tuple[str, torch.Tensor]] = []
         self._tree_sum = TreeSum(replicas, [])
-        self._slots: list[BufferRef] = []
-        self._looked_for_strays = False
-        self.watch: ShardObserver | None = None
-        """Entered around the forward and the backward of each shard; None costs nothing."""
+        self._buffer_refs: list[BufferRef] = []
+        self._checked_for_leaks = False
+        self.observer: ShardObserver | None = None
+        """An observer to enter around the forward and the backward of each shard, or None, which costs nothing."""
 
     def forward(
         self,
@@ -139,33 +144,34 @@ class ForwardBackward:
     ) -> Forward:
         """Run forward on all shards of a batch, and combine the buffers.
 
-        A graph is kept where the calling thread has gradients enabled. Any number of forwards may be alive.
+        A graph is kept if the calling thread has gradients enabled. Any number of forwards may exist at the same time.
 
         Args:
             inputs: The batch.
-            num_shards: How many shards; None for one a device, sized by its workload.
-            training: How modules run; see `ModuleMode.wanted`.
-            output_dim: Along which dimension each output is put together; see `read_outputs`.
-            key: Of the shards' random streams; one draw from the default generator unless given.
+            num_shards: The number of shards, or None for one per device, sized by its workload.
+            training: The mode in which modules run (see `ModuleMode.wanted`).
+            output_dim: The dimension along which each output is merged (see `read_outputs`).
+            key: The key of the random streams of the shards, which is drawn from the default generator by default.
 
         Raises:
-            OrderError: The group is closed, or was told to stop.
-            ReplicaError: The model raised in a shard, or a device hung.
-            ReplicaInterrupt: Ctrl-C came; all but the random number drawn is as it was.
-            TypeError: The model returned something that cannot be put together.
-            ValueError: So it is with its shape; or the model computes with parameters of its own.
+            OrderError: If the group is closed, or was asked to stop.
+            ReplicaError: If the model raised in a shard, or a device hangs.
+            ReplicaInterrupt: If Ctrl-C was pressed. Except for the key that was drawn, nothing has changed.
+            TypeError: If the model returned a value that cannot be merged.
+            ValueError: If an output has the wrong shape, or the model computes with the parameters of the original
+                model.
 
-        Determinism: with a number of shards the bits of all outputs and buffers depend on the batch, the
-        model, that number and the key; not on devices or workloads.
+        Determinism: If `num_shards` is given, the bits of all outputs and buffers depend only on the batch, the model,
+        that number and the key, and not on devices or workloads.
         """
         with self._lock, CallSigint() as interrupts, ComputeMode(self._settings()) as settings:
-            self._follow()
+            self._update_replicas()
             buffers: Sequence[TrainedBuffer] = ()
-            if self._slots and settings.grad and not inputs.attached:
-                buffers = trained_buffers(self._set.model, self._slots, frozen=self._set.frozen)
+            if self._buffer_refs and settings.grad and not inputs.attached:
+                buffers = trained_buffers(self._set.model, self._buffer_refs, frozen=self._set.frozen)
             forward = Forward(
                 inputs,
-                schedule(inputs.num_samples, num_shards, tuple(self._set.workloads)),
+                shards_of_batch(inputs.num_samples, num_shards, tuple(self._set.workloads)),
                 draw_key() if key is None else key,
                 ModuleMode.wanted(self._set.model, training=training),
                 settings,
@@ -181,51 +187,56 @@ class ForwardBackward:
             sums = self._streams.compute(run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards))
             in_order = list(chain.from_iterable(forward.done))
             _check_complete(len(in_order), forward.shards)
-            if forward.has_graph and not inputs.attached and not self._looked_for_strays:
+            # Once per set of replicas is enough, because it depends on the structure of the model.
+            if forward.has_graph and not inputs.attached and not self._checked_for_leaks:
                 own = {id(parameter): name for name, parameter in forward.parameters}
                 check_no_leaked_graphs(in_order[0].tensors, own)
-                self._looked_for_strays = True
+                self._checked_for_leaks = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
-            if self._slots:
+            # Last, after everything that can fail: buffers are the only state of the model that a forward changes.
+            if self._buffer_refs:
                 self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)
             return forward
 
     def backward(
         self, forward: Forward, output_grads: Sequence[torch.Tensor | None], *, retain_graph: bool = False
     ) -> Backward:
-        """Run backward on all shards, each by the thread of its device.
+        """Run backward on all shards, each in the thread of its device.
 
         Args:
-            forward: Its graphs are freed, unless they are to be retained.
-            output_grads: The gradient of each merged output; None for none.
-            retain_graph: Whether backward is to be possible once more.
+            forward: The forward. Its graphs are freed, unless they are to be retained.
+            output_grads: The gradient of each merged output, or None.
+            retain_graph: Whether backward can be run again.
 
         Raises:
-            OrderError: There is no graph, or the group is closed, or was told to stop.
-            ReplicaError: Backward raised in a shard, or a device hung.
-            ReplicaInterrupt: Ctrl-C came.
+            OrderError: If there is no graph, or the group is closed, or was asked to stop.
+            ReplicaError: If backward raised in a shard, or a device hangs.
+            ReplicaInterrupt: If Ctrl-C was pressed.
 
-        Determinism: as `forward`.
+        Determinism: The same as for `forward`.
         """
         if not forward.has_graph:
             raise OrderError(
-                "backward must follow a forward with gradients enabled, and each forward once. Where it is "
-                "to be possible again, call backward(retain_graph=True)."
+                "backward must follow a forward with gradients enabled, and can follow each forward once. To run it "
+                "again, call backward(retain_graph=True) the first time."
             )
+        # Before the run, because a backward that fails has freed some of the graphs.
         forward.has_graph = retain_graph
-        spent = False
+        graphs_used = False
 
         def run(*, at_once: bool) -> list[BackwardTask]:
-            nonlocal spent
-            if spent:  # an attempt that drew past its shards' streams has used the graphs up
+            nonlocal graphs_used
+            # A first run that drew from the default generator was discarded, but it has freed the graphs.
+            if graphs_used:
                 with InheritedSettings(forward.settings):
                     self._forward(forward, forward.settings, interrupts, at_once=at_once)
-            spent = True
+            graphs_used = True
             return self._backward(
                 forward, output_grads, settings, interrupts, retain_graph=retain_graph, at_once=at_once
             )
 
         with self._lock, CallSigint() as interrupts, ComputeMode(self._settings()) as settings:
+            # Replicas that were replaced since this forward keep the parameters of its graph.
             if forward.replicas is self._replicas:
                 self._set.sync_for_backward()
             tasks = self._streams.compute(run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards))
@@ -236,26 +247,26 @@ class ForwardBackward:
         return Backward([task.sums for task in tasks], inputs, self._tree_sum)
 
     def release(self) -> None:
-        """Let go of replicas, and give torch back its random kernels, until the next forward."""
+        """Drop the replicas, and restore the random kernels of torch, until the next forward."""
         self._replicas = []
         self._streams.release()
 
     def _settings(self) -> ThreadSettings:
-        """Take what the calling thread computes under, as far as other threads have to know it."""
-        if self._set.carries:
+        """Return the settings of the calling thread, as far as other threads need them."""
+        if self._set.uses_threads:
             return ThreadSettings.capture(self._set.device_types)
-        return _alone(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        return _single_thread_settings(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
-    def _follow(self) -> None:
-        """Follow the model where it has changed since the last time."""
+    def _update_replicas(self) -> None:
+        """Create everything that depends on the replicas again if the model has changed."""
         if not self._set.refresh() and self._replicas:
             return
         model, replicas, devices = self._set.model, self._set.replicas, self._set.devices
         pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
         self._tree_sum = TreeSum(self._set, [parameter.numel() for _, parameter in self._parameters])
-        self._slots = buffer_refs(model)
-        self._looked_for_strays = False
+        self._buffer_refs = buffer_refs(model)
+        self._checked_for_leaks = False
         self._replicas = [
             ShardRunner(
                 place,
@@ -271,7 +282,7 @@ class ForwardBackward:
     def _forward(
         self, forward: Forward, settings: ThreadSettings, interrupts: CallSigint, *, at_once: bool
     ) -> list[AnyBufferSum]:
-        """Run forward on all devices from a calling thread that is in the state for it."""
+        """Run forward on all devices from a calling thread that has the right settings."""
         tasks: list[ForwardTask | None] = [None] * len(forward.shards)
         window = interrupts.window
 
@@ -280,10 +291,10 @@ class ForwardBackward:
             tasks[place] = task = ForwardTask(
                 forward.inputs,
                 forward.mode,
-                self.watch,
+                self.observer,
                 window,
                 settings.grad,
-                runner.buffers.begin(shards[0].index if shards else 0),
+                runner.buffers.start_shards(shards[0].index if shards else 0),
                 forward.trained_buffers,
             )
             runner.run(zip(shards, shards, strict=True), task, self._streams)
@@ -306,13 +317,13 @@ class ForwardBackward:
         retain_graph: bool,
         at_once: bool,
     ) -> list[BackwardTask]:
-        """Run backward on all devices from a calling thread that is in the state for it."""
+        """Run backward on all devices from a calling thread that has the right settings."""
         window = interrupts.window
-        grads_of = partial(forward.outputs.grads_of, grads=output_grads)
+        grads_of = partial(forward.outputs.shard_grads, grads=output_grads)
         tasks: list[BackwardTask] = []
         for done in forward.done:
             sums = ShardSum(done[0].shard.index if done else 0)
-            tasks.append(BackwardTask(grads_of, forward.mode, self.watch, window, retain_graph, sums))
+            tasks.append(BackwardTask(grads_of, forward.mode, self.observer, window, retain_graph, sums))
 
         def work(place: int) -> None:
             done = forward.done[place]
@@ -324,28 +335,42 @@ class ForwardBackward:
 
     @torch.no_grad()
     def _combine(self, sums: Sequence[AnyBufferSum], weight: float) -> None:
-        """Make what the shards made of the buffers the model's."""
-        combine(sums, self._slots, weight=weight)
+        """Write the combined buffers of the shards to the model."""
+        combine_buffers(sums, self._buffer_refs, weight=weight)
 
 
 @lru_cache(maxsize=64)
-def schedule(num_samples: int, num_shards: int | None, workloads: tuple[float, ...]) -> list[list[Shard]]:
-    """Cut a batch into shards and give them to devices by `plan.schedule`; last answers are remembered."""
-    return plan.schedule([num_samples], num_shards, workloads)
+def shards_of_batch(num_samples: int, num_shards: int | None, workloads: tuple[float, ...]) -> list[list[Shard]]:
+    """Return the shards of each device for one batch, as `plan.shards_by_device` does. Recent results are cached.
+
+    Args:
+        num_samples: The number of samples of the batch.
+        num_shards: The number of shards, or None for one per device.
+        workloads: The relative speeds of the devices.
+    """
+    return plan.shards_by_device([num_samples], num_shards, workloads)
 
 
 @lru_cache(maxsize=4)
-def _alone(grad: bool, inference: bool) -> ThreadSettings:
-    """Give the settings of a thread that carries nothing anywhere."""
+def _single_thread_settings(grad: bool, inference: bool) -> ThreadSettings:
+    """Return the settings of a thread whose work runs in no other thread."""
     return replace(SINGLE_THREAD, grad=grad, inference=inference)
 
 
 def draw_key() -> int:
-    """Draw the key of a forward's random streams from the default generator, or from an open stream."""
+    """Draw the key of the random streams of a forward from the default generator, or from the stream that is open."""
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 def _check_complete(num_done: int, shards: Sequence[Sequence[Shard]]) -> None:
-    """Refuse to go on with a part of the shards."""
+    """Check that all shards were computed.
+
+    Args:
+        num_done: The number of shards that were computed.
+        shards: The shards of each device.
+
+    Raises:
+        OrderError: If some shards were skipped.
+    """
     if num_done != sum(map(len, shards)):
-        raise OrderError("The group was told to stop before all shards were computed; run the forward again.")
+        raise OrderError("The group was asked to stop before all shards were computed. Run the forward again.")

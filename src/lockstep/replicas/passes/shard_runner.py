@@ -1,9 +1,9 @@
-"""Run shards on one replica: the engine under `ParallelUpdater`, `ReplicaGroup` and `DataParallel`.
+"""Run shards on one replica, for `ParallelUpdater`, `ReplicaGroup` and `DataParallel`.
 
-What is done with a shard is a `ShardTask`: a forward whose graph is kept, the backward that follows it, or
-both at once, as in an update. Everything around it is the same for all three and is here: the look whether to
-go on, the buffers a shard starts from, its random stream, gradients that a failed backward left behind, and
-the errors that name the shard.
+What is done with a shard is a `ShardTask`: a forward that keeps its graph, the backward that follows it, or both at
+once, as in an update. What surrounds it is the same in all three cases and is defined here: the check whether to stop,
+the random stream of the shard, the removal of gradients that a failed backward left behind, and the errors that name
+the shard.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from lockstep.tree import Tensors
 
 
 class ShardTask(Protocol):
-    """What is done with each shard of one device."""
+    """The work to do on each shard of one device."""
 
     @property
     def phase(self) -> str:
-        """What a shard begins with: ``"forward"`` or ``"backward"``."""
+        """The name of the first phase: ``"forward"`` or ``"backward"``."""
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
-        """Do the work of one shard, inside its random stream.
+        """Run the work on one shard, inside its random stream.
 
         Args:
             runner: The replica to use.
-            shard: Which one.
-            given: What the caller of `ShardRunner.run` gave for this shard.
+            shard: The shard.
+            given: The value that was passed to `ShardRunner.run` for this shard.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRunner:
-    """One replica and what is needed to run shards on it.
+    """A replica together with what is needed to run shards on it.
 
     Attributes:
-        place: Its number among the devices of the process.
-        replicas: The group of replicas it belongs to, which knows whether to go on.
-        device: Where it lives.
-        replica: Its copy of the model.
-        parameters: Those of its parameters that require a gradient.
-        buffers: Its buffers.
-        names_batches: Whether errors tell which batch a shard is cut from, because there may be several.
+        place: The index of the device among those of the process.
+        replicas: The group of the replica, which knows whether to stop.
+        device: The device of the replica.
+        replica: The copy of the model.
+        parameters: The parameters of the replica that require a gradient.
+        buffers: The buffers of the replica.
+        names_batches: Whether error messages name the batch of a shard, because there may be several batches.
     """
 
     place: int
@@ -66,15 +66,15 @@ class ShardRunner:
     def run(self, work: Iterable[tuple[Shard, Any]], task: ShardTask, streams: ShardStreams) -> None:
         """Run a task on shards one after another, each in its own random stream.
 
-        Shards that follow a request to stop are left out.
+        After a request to stop, the remaining shards are skipped.
 
         Args:
-            work: The shards in ascending order, each with what the task needs for it.
-            task: What to do with each.
-            streams: Opens the random stream of a shard.
+            work: The shards in ascending order, each with a value for the task.
+            task: The task.
+            streams: The random streams of the shards.
 
         Raises:
-            BaseException: What the task raised; no gradient stays in the replica's parameters.
+            BaseException: If the task raised. No gradient is left in the parameters of the replica.
         """
         phase = task.phase
         for shard, given in work:
@@ -84,7 +84,8 @@ class ShardRunner:
                 with streams.open(shard, self.device):
                     task.run(self, shard, given)
             except BaseException:
-                self.take_gradients()  # backward may have come halfway, and the next one would add to that
+                # Backward may have stored some of the gradients, and the next one would add to them.
+                self.take_gradients()
                 raise
 
     def backward(
@@ -95,23 +96,23 @@ class ShardRunner:
         *,
         retain_graph: bool = False,
     ) -> None:
-        """Leave the gradients of some tensors in the replica's parameters.
+        """Run backward from tensors, storing the gradients in the parameters of the replica.
 
         Args:
-            shard: Which shard they are of, for errors.
-            tensors: At least one.
-            gradients: What backward begins with, one for each tensor; None for 1.
-            retain_graph: Whether backward is to be possible once more.
+            shard: The shard of the tensors, for error messages.
+            tensors: The tensors to start from, at least one.
+            gradients: The gradient of each tensor, or None for 1.
+            retain_graph: Whether backward can be run again.
 
         Raises:
-            ReplicaError: Backward raised; the original error is the cause.
+            ReplicaError: If backward raised. The original error is the cause.
         """
         first = tensors[0]
         try:
             if type(first) is torch.Tensor and first.is_cpu:
-                # What `torch.autograd.backward` does, without its look at arguments that are known to fit:
-                # forty lines of Python, for which shards in other threads would wait. The work is done in
-                # this thread, and so in the shard's random stream.
+                # The engine call of `torch.autograd.backward` without its argument checks: forty lines of Python,
+                # during which shards in other threads would wait. A CPU backward runs in the calling thread, and
+                # therefore in the random stream of the shard.
                 if gradients[0] is None:
                     gradients = [torch.ones_like(first)]
                 _engine_run_backward(
@@ -124,18 +125,18 @@ class ShardRunner:
                     accumulate_grad=True,
                 )
                 return
-            # Autograd's own threads for accelerators know nothing of the shard's stream.
+            # The threads of autograd for accelerators do not have the random stream of the shard.
             with torch.autograd.set_multithreading_enabled(False):
                 if len(tensors) == 1:
+                    # By the method, which a tensor subclass may override.
                     first.backward(gradients[0], retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-                    # torch's gap
                 else:
                     torch.autograd.backward(tensors, gradients, retain_graph=retain_graph)
         except Exception as error:
             raise self.error("backward", shard, error) from error
 
     def take_gradients(self) -> Tensors:
-        """Take the gradients away from the replica's parameters; None where backward did not reach."""
+        """Remove the gradients of the replica's parameters and return them, with None where backward did not reach."""
         gradients: Tensors = []
         for parameter in self.parameters:
             gradients.append(parameter.grad)
@@ -143,7 +144,13 @@ class ShardRunner:
         return gradients
 
     def error(self, phase: str, shard: Shard, error: Exception) -> ReplicaError:
-        """Return the error that names the shard and device whose user code raised another one."""
+        """Return an error that names the shard and device on which user code raised another one.
+
+        Args:
+            phase: The phase that raised: ``"forward"`` or ``"backward"``.
+            shard: The shard.
+            error: The original error.
+        """
         devices = self.replicas.devices
         where = f"{self.device} (device {self.place} of 0..{len(devices) - 1})"
         batch = f" of batch {shard.batch}" if self.names_batches else ""

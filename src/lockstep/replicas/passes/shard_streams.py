@@ -1,19 +1,20 @@
-"""Open each shard's random stream on whichever device of a process computes it."""
+"""Open the random stream of each shard on the device that computes it."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Final, Protocol, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, TypeVar
 
 import torch
 
 from lockstep.errors import RandomStreamWarning
 from lockstep.plan import Shard
+from lockstep.replicas.pool import NULL_CONTEXT
 from lockstep.streams import (
-    THREAD,
+    THREAD_STREAMS,
     DefaultGeneratorGuard,
     DefaultStream,
     StreamOverride,
@@ -22,107 +23,118 @@ from lockstep.streams import (
     stream_seed,
 )
 
-NOTHING: Final = nullcontext()
-
 R_co = TypeVar("R_co", covariant=True)
 
 
 class Computation(Protocol[R_co]):
-    """What computes shards; it may be called twice, and then its first answer is dropped."""
+    """A function that computes shards. It may be called twice, in which case the first result is discarded."""
 
     def __call__(self, *, at_once: bool) -> R_co:
-        """Compute all shards in their streams, on all devices at once or one shard after another."""
+        """Compute all shards in their streams.
+
+        Args:
+            at_once: Whether to use all devices at the same time instead of computing one shard after another.
+        """
 
 
 class ShardStreams:
-    """Give the shards of one process their streams, in threads at once where that can be done.
+    """The random streams of the shards of one process, which are computed in parallel threads if that is possible.
 
     Args:
-        devices: Those that compute, one for each place.
-        turn: Held while the default generators are borrowed or looked at, so that several threads of the
-            user's may compute. It must not be where shards are computed in other threads than the one that
-            calls `compute`, and compute shards of their own there.
+        devices: The devices that compute the shards, by index.
+        lock: A context manager to hold while the default generators are seeded or compared, so that several threads of
+            the user can compute. It must not be a lock if shards are computed in other threads than the one that calls
+            `compute`, and a shard computes shards of its own there.
     """
 
-    def __init__(self, devices: Sequence[torch.device], *, turn: AbstractContextManager[object] = NOTHING) -> None:
+    def __init__(self, devices: Sequence[torch.device], *, lock: AbstractContextManager[object] = NULL_CONTEXT) -> None:
         self._devices = devices
-        self._turn = turn
+        self._lock = lock
         self._override = StreamOverride()
-        self._overrides = False
+        self._override_installed = False
         accelerators = [device for device in devices if device.type != "cpu"]
-        # Two threads on one accelerator would share its generator.
+        # Two threads on one accelerator would draw from the same generator, in an order that varies.
         self._one_at_a_time = len(set(accelerators)) < len(accelerators)
         self._seed = 0
         self._first = 0
-        self._borrowed: DefaultStream | None = None
-        self._idle: DefaultStream | None = None
+        self._default_stream: DefaultStream | None = None
+        self._spare_stream: DefaultStream | None = None
         weakref.finalize(self, self._override.remove)
 
     def compute(self, run: Computation[R_co], *, seed: int, first: int = 0, in_threads: bool) -> R_co:
         """Compute shards, each in its own stream, and leave the default generators as they were.
 
         Args:
-            run: Computes them; it opens their streams by `open`.
-            seed: Of the streams.
+            run: The function that computes the shards, and opens the stream of each by `open`.
+            seed: The seed of the streams.
             first: The position of the stream of shard 0.
-            in_threads: Whether threads are to compute at once if they can; see `ReplicaSet.wants_threads`.
+            in_threads: Whether to compute in parallel threads if possible (see `ReplicaSet.wants_threads`).
 
         Returns:
-            What `run` returned.
+            The result of `run`.
         """
-        around = self._seed, self._first, self._borrowed  # a hook may compute shards inside of shards
-        self._seed, self._first, self._borrowed = seed, first, None
+        # A hook may compute other shards inside of a shard, after which the outer ones continue.
+        outer = self._seed, self._first, self._default_stream
+        self._seed, self._first, self._default_stream = seed, first, None
         try:
-            if in_threads and not self._one_at_a_time and (self._overrides or self._can_override()):
-                with self._turn:
+            if in_threads and not self._one_at_a_time and (self._override_installed or self._can_override()):
+                # The lock is not held during the computation, only while the default generator is read or written.
+                with self._lock:
                     guard = DefaultGeneratorGuard()
                 try:
                     computed = run(at_once=True)
                 except BaseException:
-                    with self._turn:
-                        guard.put_back()
+                    with self._lock:
+                        # A user who catches the error must find the default generator as it was.
+                        guard.restore()
                     raise
-                with self._turn:
+                with self._lock:
                     if not guard.moved():
                         return computed
-                    guard.put_back()
+                    guard.restore()
                 self._fall_back("The model drew from the default random generator past its shard's stream")
-            if THREAD.generator is not None:  # inside another group's shard, whose thread has no default generator
+            # Inside a shard of another group, whose own stream is drawn from instead of the default generator.
+            if THREAD_STREAMS.generator is not None:
                 return run(at_once=False)
-            borrowed, self._idle = self._idle or DefaultStream(*self._devices), None
-            with self._turn, borrowed:
-                self._borrowed = borrowed
+            default_stream, self._spare_stream = self._spare_stream or DefaultStream(*self._devices), None
+            with self._lock, default_stream:
+                self._default_stream = default_stream
                 computed = run(at_once=False)
-            self._idle = borrowed
+            self._spare_stream = default_stream
             return computed
         finally:
-            self._seed, self._first, self._borrowed = around
+            self._seed, self._first, self._default_stream = outer
 
     def open(self, shard: Shard, device: torch.device) -> AbstractContextManager[object]:
-        """Return what opens the stream of a shard in the calling thread, which computes it on a device."""
+        """Return a context manager that opens the stream of a shard in the calling thread.
+
+        Args:
+            shard: The shard.
+            device: The device that computes it.
+        """
         seed = stream_seed(self._seed, self._first + shard.index)
-        if self._borrowed is not None:
-            self._borrowed.seed(seed)
-            return NOTHING
+        if self._default_stream is not None:
+            self._default_stream.seed(seed)
+            return NULL_CONTEXT
         return shard_stream(seed) if device.type == "cpu" else _device_stream(device, seed)
 
     def release(self) -> None:
-        """Give torch back its random kernels, until the next shards are computed at once."""
-        self._overrides = False
+        """Restore the random kernels of torch until shards are computed in parallel again."""
+        self._override_installed = False
         self._override.remove()
 
     def _can_override(self) -> bool:
-        """Install what gives threads random streams, or go on without, once and for all."""
+        """Install the override that gives each thread its stream, or stop using threads for good if that fails."""
         try:
             self._override.install()
         except StreamOverrideError as error:
             self._fall_back(str(error))
             return False
-        self._overrides = True
+        self._override_installed = True
         return True
 
     def _fall_back(self, reason: str) -> None:
-        """Compute one shard at a time from now on: the same bits, on one core."""
+        """Compute one shard at a time from now on, which gives the same bits on a single core."""
         self._one_at_a_time = True
         warnings.warn(
             f"{reason}. The shards of this process now run one at a time, with the same result.",
@@ -133,15 +145,19 @@ class ShardStreams:
 
 @contextmanager
 def _device_stream(device: torch.device, seed: int) -> Iterator[None]:
-    """Open a shard's stream in a thread that has an accelerator to itself."""
+    """Open the stream of a shard in a thread that is the only one to use an accelerator."""
     with shard_stream(seed), DefaultStream(device, cpu=False) as generators:
         generators.seed(seed)
         yield
 
 
 def stream_position(device: torch.device) -> list[torch.Tensor]:
-    """Tell how far the calling thread has drawn from the stream of the shard it computes on a device."""
-    generator = torch.default_generator if THREAD.generator is None else THREAD.generator
+    """Return the state of the stream of the shard that the calling thread computes on a device.
+
+    Args:
+        device: The device.
+    """
+    generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
     position = [generator.get_state()]
     if device.type == "cuda":
         position.append(torch.cuda.get_rng_state(device))
@@ -149,8 +165,13 @@ def stream_position(device: torch.device) -> list[torch.Tensor]:
 
 
 def resume_stream(position: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Go on in the open stream of a shard from such a position."""
-    generator = torch.default_generator if THREAD.generator is None else THREAD.generator
+    """Continue the open stream of a shard from a state that `stream_position` returned.
+
+    Args:
+        position: The state.
+        device: The device of the shard.
+    """
+    generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
     generator.set_state(position[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(position[1], device)

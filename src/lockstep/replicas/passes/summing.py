@@ -1,4 +1,7 @@
-"""Sum the gradients of all devices in the tree's order, in slices side by side where that pays."""
+"""Sum the gradients of all devices in the order of the tree, and run tensor hooks on the result.
+
+If there are many elements, the threads of the devices sum slices of the gradients in parallel.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +12,28 @@ import torch
 
 from lockstep import plan
 from lockstep.plan import Piece
-from lockstep.precision import sent, settled
+from lockstep.precision import resolved, sent
 from lockstep.replicas.pool import ReplicaSet, ThreadSettings
 from lockstep.tree import PartialSum, Tensors, merge_order, total
 
-SIDE_BY_SIDE: Final = 400_000
-"""Elements. With fewer parameters one thread has added them up before a second has begun."""
+MIN_PARALLEL_ELEMENTS: Final = 400_000
+"""The number of elements from which several threads sum. With fewer, one thread is done before a second one starts."""
 
-Told = TypeVar("Told")
+Result = TypeVar("Result")
 
-Finish: TypeAlias = Callable[[list[torch.Tensor]], Told]
-"""Called with sums in the threads that made them; may change them in place, and tell something of them."""
+Finish: TypeAlias = Callable[[list[torch.Tensor]], Result]
+"""A function that is called with sums in the threads that computed them. It may modify them and return a result."""
 
 
 class TreeSum:
-    """Sums partial sums over shards into the sum over all, one entry for each parameter.
+    """Sums partial sums over shards into the sum over all shards, with one entry per parameter.
 
-    With few elements the calling thread adds whole tensors. With many, every device's thread adds its own
-    slice of all of them, which is a run of elements at multiples of `plan.ALIGNMENT`. Additions are
-    elementwise and pairwise in the order of `tree.merge_order`, so neither slices nor threads change a bit.
+    With few elements the calling thread adds whole tensors. With many, the thread of each device adds its own slice of
+    all tensors, which is a range of elements at multiples of `plan.ALIGNMENT`. Additions are elementwise and pairwise
+    in the order of `tree.merge_order`, so neither slices nor threads change a bit.
 
     Args:
-        replicas: Their threads add.
+        replicas: The replicas whose threads add.
         sizes: The number of elements of each parameter.
     """
 
@@ -38,32 +41,34 @@ class TreeSum:
         self._replicas = replicas
         num_devices = len(replicas.devices)
         on_cpus = num_devices > 1 and all(device.type == "cpu" for device in replicas.devices)
-        self.side_by_side = on_cpus and sum(sizes) >= SIDE_BY_SIDE
-        """Whether elementwise work on all parameters is worth more than one thread."""
+        self.side_by_side = on_cpus and sum(sizes) >= MIN_PARALLEL_ELEMENTS
+        """Whether elementwise work on all parameters is enough for several threads."""
         self._slices = plan.slices(sizes, num_devices) if self.side_by_side else []
         self._several = len(set(replicas.devices)) > 1
 
     def total(self, partials: Sequence[PartialSum], *, keep: bool) -> Tensors:
-        """Sum partial sums of all devices.
+        """Sum the partial sums of all devices.
 
         Args:
-            partials: In ascending order of shards.
-            keep: Whether to leave the partial sums as they are; else they are added to in place.
+            partials: The partial sums in ascending order of shards.
+            keep: Whether to leave the partial sums unchanged instead of adding to them in place.
 
         Returns:
-            The sum, one entry for each parameter: None where no shard had one, a partial sum where it is the
-            only one.
+            The sum, with one entry per parameter: None if no shard had one, or the partial sum itself if there is only
+            one.
         """
+        # Partial sums stay on their devices until here, where they are needed in one place.
         if self._several:
-            partials = gather(partials, self._replicas.devices[0])
+            partials = move_partials(partials, self._replicas.devices[0])
         if len(partials) == 1:
             return partials[0].tensors
-        if not (self.side_by_side and self._can_be_cut(partials)):
-            return _total_apart(partials) if keep else total(partials)
-        roots = _fresh_roots(partials) if keep else _roots(partials)
+        if not (self.side_by_side and self._can_be_sliced(partials)):
+            return _total_out_of_place(partials) if keep else total(partials)
+        roots = _new_roots(partials) if keep else _roots(partials)
 
         def add(place: int) -> None:
             pieces = self._slices[place]
+            # Slices do not overlap, so threads can write to the same tensors without a lock.
             views = _slice_of(partials, pieces)
             if not keep:
                 total(views)
@@ -71,42 +76,43 @@ class TreeSum:
             for index, piece in enumerate(pieces):
                 into = roots[piece.tensor]
                 if into is not None:
-                    _add_apart([(each.shard, each.tensors[index]) for each in views], _view(into, piece))
+                    _add_out_of_place([(each.shard, each.tensors[index]) for each in views], _view(into, piece))
 
         self._replicas.run(add)
         return roots
 
     def finished(
-        self, partials: Sequence[PartialSum], finish: Finish[Told], settings: ThreadSettings
-    ) -> tuple[Tensors, list[Told]]:
-        """Sum partial sums of all devices and finish the sum, slice by slice while it is in the caches.
+        self, partials: Sequence[PartialSum], finish: Finish[Result], settings: ThreadSettings
+    ) -> tuple[Tensors, list[Result]]:
+        """Sum the partial sums of all devices and process the sum, slice by slice while it is in the caches.
 
         Args:
-            partials: In ascending order of shards; changed in place.
-            finish: Called with the sums of each slice.
-            settings: What the calling thread computes under.
+            partials: The partial sums in ascending order of shards. They are changed in place.
+            finish: The function to call with the sums of each slice.
+            settings: The settings under which the calling thread computes.
 
         Returns:
-            The finished sum, one entry for each parameter, and what `finish` told of each slice.
+            The finished sum, with one entry per parameter, and the results of `finish` for the slices.
         """
         if self._several:
-            partials = gather(partials, self._replicas.devices[0])
-        if not (self.side_by_side and self._can_be_cut(partials)):
+            partials = move_partials(partials, self._replicas.devices[0])
+        if not (self.side_by_side and self._can_be_sliced(partials)):
             sums = total(partials)
             return sums, [finish_whole(sums, finish)]
-        told: list[Told] = []
+        results: list[Result] = []
 
         def reduce(place: int) -> None:
             sums = total(_slice_of(partials, self._slices[place]))
-            told.append(finish([tensor for tensor in sums if tensor is not None]))
+            # Appending to a list is atomic. The results are in no particular order.
+            results.append(finish([tensor for tensor in sums if tensor is not None]))
 
-        roots = _roots(partials)  # before additions take tensors over
+        roots = _roots(partials)
         self._replicas.run(reduce, settings=settings)
-        return roots, told
+        return roots, results
 
     @staticmethod
-    def _can_be_cut(partials: Sequence[PartialSum]) -> bool:
-        """Tell whether all tensors lie in memory so that a run of elements is a view."""
+    def _can_be_sliced(partials: Sequence[PartialSum]) -> bool:
+        """Return whether a range of elements of each tensor is a view."""
         return all(
             tensor is None or (not tensor.is_sparse and tensor.is_contiguous())
             for partial in partials
@@ -114,27 +120,60 @@ class TreeSum:
         )
 
 
-def finish_whole(sums: Tensors, finish: Finish[Told]) -> Told:
-    """Finish a sum of tensors of any layout as a whole; conjugated ones are replaced in `sums`."""
+def finish_whole(sums: Tensors, finish: Finish[Result]) -> Result:
+    """Finish a sum of tensors of any layout as a whole.
+
+    Args:
+        sums: The sums. Conjugated and negated tensors are replaced in this list.
+        finish: The function to call with the tensors that are present.
+
+    Returns:
+        The result of `finish`.
+    """
     present: list[torch.Tensor] = []
     for index, tensor in enumerate(sums):
         if tensor is not None:
+            # An operation in place on a lazily conjugated tensor would be an operation on its unconjugated memory.
             if tensor.is_conj() or tensor.is_neg():
-                sums[index] = tensor = settled(tensor)  # noqa: PLW2901 - stands in for it
+                sums[index] = tensor = resolved(tensor)  # noqa: PLW2901 - stands in for it
             present.append(tensor)
     return finish(present)
 
 
-def gather(partials: Sequence[PartialSum], device: torch.device) -> list[PartialSum]:
-    """Return partial sums on one device; those that are there stay as they are."""
+def move_partials(partials: Sequence[PartialSum], device: torch.device) -> list[PartialSum]:
+    """Return partial sums on one device. Tensors that are on it already are not copied.
+
+    Args:
+        partials: The partial sums.
+        device: The device.
+    """
     return [
         PartialSum(partial.shard, [None if tensor is None else sent(tensor, device) for tensor in partial.tensors])
         for partial in partials
     ]
 
 
+def apply_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Run the hooks that a user registered on a parameter on its gradient, once for the whole batch.
+
+    Args:
+        parameter: The parameter. It is not modified.
+        gradient: The gradient to pass to the first hook.
+
+    Returns:
+        The result of the last hook that returned a tensor, or else the gradient itself.
+    """
+    if not parameter._backward_hooks:
+        return gradient
+    with torch.no_grad():
+        for hook in parameter._backward_hooks.values():
+            answer = hook(gradient)
+            gradient = gradient if answer is None else answer
+    return gradient
+
+
 def _roots(partials: Sequence[PartialSum]) -> Tensors:
-    """Return the tensors that in-place additions end up in: of each parameter the first there is."""
+    """Return for each parameter the first tensor, in which the sum ends up when adding in place."""
     found: Tensors = list(partials[0].tensors)
     for index, tensor in enumerate(found):
         if tensor is None:
@@ -143,8 +182,9 @@ def _roots(partials: Sequence[PartialSum]) -> Tensors:
     return found
 
 
-def _fresh_roots(partials: Sequence[PartialSum]) -> Tensors:
-    """Return new tensors for the sums of parameters of which there are several partial sums."""
+def _new_roots(partials: Sequence[PartialSum]) -> Tensors:
+    """Return new tensors for the sums of parameters that have several partial sums."""
+    # Found before any addition, because `add_into` takes over tensors that only the right operand has.
     roots = _roots(partials)
     for index, root in enumerate(roots):
         if root is not None and sum(partial.tensors[index] is not None for partial in partials) > 1:
@@ -167,22 +207,29 @@ def _view(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return tensor if piece.whole else tensor.view(-1)[piece.start : piece.stop]
 
 
-def _add_apart(parts: Sequence[tuple[int, torch.Tensor | None]], into: torch.Tensor) -> None:
-    """Write the sum of some tensors to another one, and leave them as they are."""
+def _add_out_of_place(parts: Sequence[tuple[int, torch.Tensor | None]], into: torch.Tensor) -> None:
+    """Write the sum of tensors to another tensor and leave them unchanged.
+
+    Args:
+        parts: The tensors with the numbers of their first shards, in ascending order.
+        into: The tensor to write to.
+    """
     present = [(shard, tensor) for shard, tensor in parts if tensor is not None]
     if len(present) == 1:
-        return  # it is its own sum
+        # The tensor is its own sum, as `_new_roots` has decided.
+        return
     sums = [tensor for _, tensor in present]
-    fresh = set[int]()
+    new = set[int]()
     *rest, (first, last) = merge_order([shard for shard, _ in present])
     for left, right in rest:
-        sums[left] = torch.add(sums[left], sums[right], out=sums[left] if left in fresh else None)
-        fresh.add(left)
+        # Only a result of this function may be written to; the first addition to a tensor allocates one.
+        sums[left] = torch.add(sums[left], sums[right], out=sums[left] if left in new else None)
+        new.add(left)
     torch.add(sums[first], sums[last], out=into)
 
 
-def _total_apart(partials: Sequence[PartialSum]) -> Tensors:
-    """Sum partial sums as `tree.total` does, and leave them as they are."""
+def _total_out_of_place(partials: Sequence[PartialSum]) -> Tensors:
+    """Sum partial sums like `tree.total`, and leave them unchanged."""
     sums = [partial.tensors for partial in partials]
     for into, other in merge_order([partial.shard for partial in partials]):
         sums[into] = [
@@ -190,22 +237,3 @@ def _total_apart(partials: Sequence[PartialSum]) -> Tensors:
             for left, right in zip(sums[into], sums[other], strict=True)
         ]
     return sums[0]
-
-
-def apply_tensor_hooks(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Run the hooks that a user registered on a parameter on its gradient, once for the whole batch.
-
-    Args:
-        parameter: Left as it is.
-        gradient: What its hooks see.
-
-    Returns:
-        The answer of the last hook that gave one; the gradient itself where none did.
-    """
-    if not parameter._backward_hooks:
-        return gradient
-    with torch.no_grad():
-        for hook in parameter._backward_hooks.values():
-            replaced = hook(gradient)
-            gradient = gradient if replaced is None else replaced
-    return gradient

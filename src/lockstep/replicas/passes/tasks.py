@@ -1,11 +1,11 @@
-"""The two halves of a shard's work: a forward whose graph is kept, and the backward that follows it."""
+"""The two halves of the work on a shard: a forward that keeps its graph, and the backward that follows it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -17,48 +17,66 @@ from lockstep.replicas.batch import Inputs, ShardForward
 from lockstep.replicas.buffers import AnyBufferSum
 from lockstep.replicas.passes.shard_runner import ShardRunner
 from lockstep.replicas.passes.shard_streams import resume_stream, stream_position
+from lockstep.replicas.pool import NULL_CONTEXT
 from lockstep.tree import ShardSum, Tensors
-
-NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class ShardObserver(Protocol):
-    """What wants to be there while shards are computed; called by the thread that computes."""
+    """An object that is present while shards are computed. It is called by the thread that computes the shard."""
 
     def forward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
-        """Give what is entered around the forward of a shard."""
+        """Return a context manager to enter around the forward of a shard.
+
+        Args:
+            place: The index of the device.
+            shard: The shard.
+            replica: The replica that computes it.
+        """
 
     def backward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
-        """Give what is entered around the backward of a shard."""
+        """Return a context manager to enter around the backward of a shard.
+
+        Args:
+            place: The index of the device.
+            shard: The shard.
+            replica: The replica that computes it.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleMode:
-    """How a replica's modules are to run: each as the model's does, or all of them in one mode.
+    """The mode in which the modules of a replica run: that of the model's modules, or the same mode for all.
 
     Attributes:
-        training: None for as the model's.
+        training: Whether all modules are in training mode, or None for the modes of the model.
     """
 
     training: bool | None
 
     @classmethod
     def wanted(cls, model: nn.Module, *, training: bool | None) -> ModuleMode:
-        """Read what the caller wants: modules that the model keeps in evaluation mode stay in it.
+        """Return the mode for the `training` argument of a call.
+
+        Modules that the model keeps in evaluation mode stay in it, unless the model is in evaluation mode as a whole.
 
         Args:
-            model: The original.
-            training: True for the modes the model has, or, where it is in evaluation mode as a whole, for
-                training mode in all modules; False for evaluation mode in all; None for what the model has.
+            model: The original model.
+            training: True for the modes of the model, or for training mode in all modules if the model is in evaluation
+                mode; False for evaluation mode in all modules; None for the modes of the model.
         """
         as_model = training is None or (training and model.training)
         return cls(None if as_model else training)
 
     @contextmanager
     def applied(self, replica: nn.Module) -> Iterator[None]:
-        """Run a replica's modules in this mode for a while; there is nothing to do where `training` is None."""
+        """Return a context manager that switches the modules of a replica to this mode, if `training` is not None.
+
+        Args:
+            replica: The replica.
+        """
         modules = [module for module in replica.modules() if module.training != self.training]
         for module in modules:
+            # By attribute, because `train()` may be overridden and would switch the children too.
             module.training = bool(self.training)
         try:
             yield
@@ -69,17 +87,17 @@ class ModuleMode:
 
 @dataclass(slots=True)
 class ForwardTask:
-    """Run forward on the shards of one device, and keep what backward needs; a `ShardTask`.
+    """A `ShardTask` that runs forward on the shards of one device and keeps what backward needs.
 
     Attributes:
-        inputs: To be cut.
-        mode: How modules run.
-        observer: Told of each forward, if anything is.
-        window: Entered while the model runs: there an interrupt may be raised.
+        inputs: The inputs to split.
+        mode: The mode of the modules.
+        observer: An observer of each forward, or None.
+        window: A context manager to enter while the model runs, during which an interrupt may be raised.
         keeps_graph: Whether graphs are kept for a later backward.
-        buffers: What the shards make of the buffers.
-        trained_buffers: The numbers of the buffers that require a gradient.
-        done: What each shard left behind.
+        buffers: The sum of the changes that shards made to the buffers.
+        trained_buffers: The indices of the buffers that require a gradient.
+        done: The results of the shards so far.
     """
 
     inputs: Inputs
@@ -92,47 +110,58 @@ class ForwardTask:
     done: list[ShardForward] = field(default_factory=list)
     phase: ClassVar[str] = "forward"
 
-    def put_back_buffers(self, runner: ShardRunner) -> list[torch.Tensor]:
-        """Let a shard start from the model's buffers; return those that gradients are left in."""
+    def restore_buffers(self, runner: ShardRunner) -> list[torch.Tensor]:
+        """Reset the buffers to those of the model, and return the leaf tensors for their gradients.
+
+        Args:
+            runner: The replica.
+        """
         if self.keeps_graph:
-            return runner.buffers.renew(self.trained_buffers)
+            return runner.buffers.restore_as_new(self.trained_buffers)
         runner.buffers.restore()
         return []
 
-    def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:  # noqa: ARG002 - the shard says it all
-        """Run the model on a shard."""
+    def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:  # noqa: ARG002 - a forward needs only the shard
+        """Run the model on a shard.
+
+        Args:
+            runner: The replica to use.
+            shard: The shard.
+            given: This argument is not used.
+        """
         replica = runner.replica
-        leaves = self.put_back_buffers(runner) if runner.buffers.bound else []
+        leaves = self.restore_buffers(runner) if runner.buffers.bindings else []
         with (
-            NOTHING if self.mode.training is None else self.mode.applied(replica),
-            NOTHING if self.observer is None else self.observer.forward(runner.place, shard, replica),
+            NULL_CONTEXT if self.mode.training is None else self.mode.applied(replica),
+            NULL_CONTEXT if self.observer is None else self.observer.forward(runner.place, shard, replica),
         ):
             try:
-                piece = self.inputs.cut(shard.samples, runner.device)
+                inputs = self.inputs.cut(shard.samples, runner.device)
                 with self.window:
-                    returned = replica(*piece.args, **piece.kwargs)
+                    returned = replica(*inputs.args, **inputs.kwargs)
             except Exception as error:
                 raise runner.error("forward", shard, error) from error
+            # Recorded inside of the observer's context, right after the forward, where backward has to continue.
             position = stream_position(runner.device) if self.keeps_graph else None
-        self.done.append(ShardForward(shard, piece.leaves, returned, nest.tensors(returned), leaves, position))
-        if runner.buffers.bound:
-            # A single shard's buffers are taken as they are: x * n / n is not always x.
-            alone = len(shard.samples) == self.inputs.num_samples
-            runner.buffers.take(shard.index, 1 if alone else len(shard.samples), self.buffers)
+        self.done.append(ShardForward(shard, inputs.leaves, returned, nest.tensors(returned), leaves, position))
+        if runner.buffers.bindings:
+            # The buffers of a single shard are used as they are, because x * n / n is not always x.
+            is_only_shard = len(shard.samples) == self.inputs.num_samples
+            runner.buffers.collect(shard.index, 1 if is_only_shard else len(shard.samples), self.buffers)
 
 
 @dataclass(slots=True)
 class BackwardTask:
-    """Run backward on the shards of one device, each in its stream from where forward left it; a `ShardTask`.
+    """A `ShardTask` that runs backward on the shards of one device, continuing the random stream of each forward.
 
     Attributes:
-        output_grads: Returns the gradient of each tensor a shard returned, on its device; None for none.
-        mode: How modules run, should backward run forward again.
-        observer: Told of each backward, if anything is.
-        window: Entered while backward runs: there an interrupt may be raised.
-        retain_graph: Whether backward is to be possible once more.
-        sums: The sum of the gradients of parameters and trained buffers, those in half precision as float32.
-        inputs: By shard the gradient of each input; None where there is none.
+        output_grads: A function that returns the gradient of each tensor that a shard returned, on its device, or None.
+        mode: The mode of the modules, in case backward runs forward again.
+        observer: An observer of each backward, or None.
+        window: A context manager to enter while backward runs, during which an interrupt may be raised.
+        retain_graph: Whether backward can be run again.
+        sums: The sum of the gradients of parameters and trained buffers, with those in half precision as float32.
+        inputs: By shard the gradient of each input, or None.
     """
 
     output_grads: Callable[[ShardForward], Tensors]
@@ -145,37 +174,45 @@ class BackwardTask:
     phase: ClassVar[str] = "backward"
 
     def run(self, runner: ShardRunner, shard: Shard, given: ShardForward, /) -> None:
-        """Run backward on a shard whose forward is given."""
+        """Run backward on a shard.
+
+        Args:
+            runner: The replica to use.
+            shard: The shard.
+            given: The result of the forward of the shard.
+        """
         replica = runner.replica
         with (
-            NOTHING if self.mode.training is None else self.mode.applied(replica),
-            NOTHING if self.observer is None else self.observer.backward(runner.place, shard, replica),
+            NULL_CONTEXT if self.mode.training is None else self.mode.applied(replica),
+            NULL_CONTEXT if self.observer is None else self.observer.backward(runner.place, shard, replica),
         ):
-            if given.position is not None:
-                resume_stream(given.position, runner.device)
+            # Activation checkpointing draws again what forward drew, and a custom backward may draw too.
+            if given.stream_position is not None:
+                resume_stream(given.stream_position, runner.device)
             tensors, gradients = _paired(given.tensors, self.output_grads(given))
             try:
                 with self.window:
                     if tensors:
                         runner.backward(shard, tensors, gradients, retain_graph=self.retain_graph)
             finally:
-                self.inputs[shard.index] = _take(given.leaves)
-        self.sums.push(shard.index, _widened(runner.take_gradients() + _take(given.buffers)))
+                # Also after an error, so that a gradient does not stay in a leaf and get added to by a second backward.
+                self.inputs[shard.index] = _pop_gradients(given.leaves)
+        self.sums.push(shard.index, _to_float32(runner.take_gradients() + _pop_gradients(given.buffers)))
 
 
 def _paired(tensors: Sequence[torch.Tensor], gradients: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the tensors that have a gradient and a graph, and their gradients."""
     found: list[torch.Tensor] = []
-    theirs: list[torch.Tensor] = []
+    found_grads: list[torch.Tensor] = []
     for tensor, gradient in zip(tensors, gradients, strict=True):
         if gradient is not None and tensor.requires_grad:
             found.append(tensor)
-            theirs.append(gradient)
-    return found, theirs
+            found_grads.append(gradient)
+    return found, found_grads
 
 
-def _take(tensors: Sequence[torch.Tensor | None]) -> Tensors:
-    """Take the gradients away from tensors."""
+def _pop_gradients(tensors: Sequence[torch.Tensor | None]) -> Tensors:
+    """Remove the gradients from tensors and return them."""
     gradients: Tensors = []
     for tensor in tensors:
         gradients.append(None if tensor is None else tensor.grad)
@@ -184,8 +221,8 @@ def _take(tensors: Sequence[torch.Tensor | None]) -> Tensors:
     return gradients
 
 
-def _widened(gradients: Tensors) -> Tensors:
-    """Return gradients in half precision as float32, so that they are summed there and rounded once."""
+def _to_float32(gradients: Tensors) -> Tensors:
+    """Return gradients in half precision as float32, in which they are summed, so that they are rounded only once."""
     for index, gradient in enumerate(gradients):
         if gradient is not None and gradient.dtype in HALF_PRECISION:
             gradients[index] = gradient.float()

@@ -1,14 +1,19 @@
-"""Replicas of one model, a thread for each, and the settings under which they compute."""
+"""Replicas of one model, one thread per replica, and the settings under which the threads compute."""
 
-from lockstep.replicas.pool.copies import HOOKS as HOOKS, REQUIRES_GRAD as REQUIRES_GRAD, copy_model as copy_model
+from lockstep.replicas.pool.copies import (
+    HOOK_NAMES as HOOK_NAMES,
+    REQUIRES_GRAD as REQUIRES_GRAD,
+    copy_model as copy_model,
+)
 from lockstep.replicas.pool.devices import (
+    NULL_CONTEXT as NULL_CONTEXT,
     Devices as Devices,
     device_context as device_context,
     parse_device as parse_device,
 )
 from lockstep.replicas.pool.interrupts import CallSigint as CallSigint, DeferredSigint as DeferredSigint
 from lockstep.replicas.pool.progress import samples_text as samples_text
-from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, Timeout as Timeout
+from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, Timeout as Timeout, fork_error as fork_error
 from lockstep.replicas.pool.settings import (
     SINGLE_THREAD as SINGLE_THREAD,
     ComputeMode as ComputeMode,
@@ -16,3 +21,4 @@ from lockstep.replicas.pool.settings import (
     OneIntraOpThread as OneIntraOpThread,
     ThreadSettings as ThreadSettings,
 )
+from lockstep.replicas.pool.wrapped import refuse_wrapped as refuse_wrapped

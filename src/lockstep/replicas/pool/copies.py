@@ -1,8 +1,8 @@
-"""Copy a model for a device, and notice what happens to the original afterwards.
+"""Copy a model to a device, and detect later changes of the original.
 
-On the device where the model lives, a copy shares the memory of its parameters and has everything else
-of its own: gradients, buffers, plain attributes. Elsewhere its parameters are copies; see `replicas.sending`.
-The model itself is never run, so nothing of it changes before an update is applied.
+On the device where the model lives, a copy shares the memory of the parameters and has everything else for itself:
+gradients, buffers and plain attributes. On other devices its parameters are copies as well (see
+`replicas.pool.sending`). The model itself is never run, so nothing of it changes before an update is applied.
 """
 
 from __future__ import annotations
@@ -22,102 +22,130 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
-HOOKS = (
+HOOK_NAMES = (
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+"""The attributes in which a module keeps its hooks."""
 
 
 def copy_model(
     model: nn.Module, device: torch.device, shares_memory: Callable[[nn.Parameter], bool] | None = None
 ) -> nn.Module:
-    """Copy a model for one device, with the memory of its parameters shared where it lives there.
+    """Copy a model to a device, sharing the memory of the parameters that live there.
 
-    Ties between parameters, between modules and between buffers stay as they are. A hook that is an
-    object outside the model, or a method of one, or holds one (`functools.partial`), keeps it. A weight that
-    `torch.nn.utils.prune` or `weight_norm` computes before each forward comes without its graph.
+    Parameters, modules and buffers that are tied in the model are tied in the copy. A hook that is an object outside of
+    the model, a method of such an object, or a `functools.partial` that holds one, keeps that object. A weight that
+    `torch.nn.utils.prune` or `weight_norm` computes before each forward is copied without its graph.
 
     Args:
-        model: Left untouched.
-        device: Where the copy shall run.
-        shares_memory: Returns for a parameter whether the copy is to compute with its memory; by default it
-            does with those on its device.
+        model: The model to copy. It is not modified.
+        device: The device on which the copy will run.
+        shares_memory: A function that returns for a parameter whether the copy uses its memory. By default the copy
+            shares the parameters that live on `device`.
 
     Raises:
-        ValueError: A parameter has no shape yet, or is written by forward.
-        TypeError: The model holds something that cannot be copied, or is copied with parameters of its own.
+        ValueError: If a parameter has no shape yet, or forward writes to a parameter.
+        TypeError: If the model contains something that cannot be copied, or its copy has tensors of other origin.
     """
-    _refuse_writers(model)
+    _check_forward_writes_no_parameter(model)
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
-                f"`model` must have parameters of known shapes, got an uninitialised {name!r}. "
+                f"`model` must have parameters of known shapes, got an uninitialized {name!r}. "
                 "Run the model once on a sample first."
             )
+        # Put into the memo of deepcopy beforehand, so that every tie to a parameter is kept and no parameter is copied
+        # by its own `__deepcopy__`, which would allocate memory.
         shares = parameter.device == device if shares_memory is None else shares_memory(parameter)
         memo[id(parameter)] = _copy_parameter(parameter, device, shares=shares)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to(buffer.device if buffer.is_meta else device, copy=True)
+    # `copy.deepcopy` refuses tensors that have a graph.
     for weight in _computed_weights(model):
         memo[id(weight)] = weight.detach().to(device, copy=True)
     modules = {id(module) for module in model.modules()}
     for part in _hook_objects(model):
+        # A hook object outside of the model may hold state that all replicas share, or that cannot be copied.
         if id(part) not in modules:
             memo[id(part)] = part
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
         raise TypeError(
-            f"`model` must be something copy.deepcopy can copy, got a {type(model).__name__} that raised "
+            f"`model` must be copyable by copy.deepcopy, got a {type(model).__name__} that raised "
             f"{type(error).__name__}: {error}. Keep locks, files, generators and results of earlier "
-            "forwards out of its attributes, or give their class a __deepcopy__."
+            "forwards out of its attributes, or define `__deepcopy__` for their class."
         ) from error
-    _refuse_strangers(model, copied, memo)
+    _check_tensors_copied(model, copied, memo)
     return copied
 
 
-def _refuse_strangers(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
-    """Refuse a copy that has other tensors than those made for it: no update would ever reach them."""
+def _check_tensors_copied(model: nn.Module, copied: nn.Module, memo: dict[int, Any]) -> None:
+    """Check that a copy has exactly the tensors that were created for it, because updates reach no others.
+
+    Args:
+        model: The original.
+        copied: Its copy.
+        memo: The memo of the deepcopy, which has the tensors that were created.
+
+    Raises:
+        TypeError: If the copy lacks one of these tensors or has another one.
+    """
     made = {id(memo[id(each)]): name for name, each in _named_tensors(model)}
     found = {id(each): name for name, each in _named_tensors(copied)}
-    strange = [name for each, name in (found | made).items() if (each in made) != (each in found)]
-    if strange:
+    differing = [name for each, name in (found | made).items() if (each in made) != (each in found)]
+    if differing:
         raise TypeError(
-            f"`model` must be copied part by part, got a {type(model).__name__} whose copy has a "
-            f"{strange[0]!r} of its own. Let `__deepcopy__` hand its memo on to copy.deepcopy; "
-            "instead of a TorchScript module give the module that it was made of."
+            f"`model` must pass the memo of `__deepcopy__` on to copy.deepcopy, got a {type(model).__name__} whose "
+            f"copy has another {differing[0]!r}. Instead of a TorchScript module, pass the module that it was created "
+            "from."
         )
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """List parameters and buffers, each once."""
+    """List the parameters and buffers of a model, each one once."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _refuse_writers(model: nn.Module) -> None:
-    """Refuse modules whose forward writes to a parameter, which shards at work elsewhere would see."""
+def _check_forward_writes_no_parameter(model: nn.Module) -> None:
+    """Check that no module writes to a parameter in forward, which shards on other devices would see.
+
+    Args:
+        model: The model to check.
+
+    Raises:
+        ValueError: If an embedding bounds its norms in forward.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
             raise ValueError(
-                "`model` must leave its parameters alone in forward, got an "
+                "`model` must not write to its parameters in forward, got an "
                 f"{type(module).__name__} with max_norm={module.max_norm} at {name!r}. "
-                "Bound the norms in a post hook of the optimizer's step."
+                "Bound the norms in an optimizer step post hook instead."
             )
 
 
 def _copy_parameter(parameter: nn.Parameter, device: torch.device, *, shares: bool) -> nn.Parameter:
-    """Share memory and version counter with a parameter, or copy it to a device."""
+    """Return a parameter that shares the memory and version counter of another one, or a copy on a device.
+
+    Args:
+        parameter: The parameter of the model.
+        device: The device of the copy.
+        shares: Whether to share memory instead of copying.
+    """
     values = parameter.detach() if shares else parameter.detach().to(device, copy=True)
     copied = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    # Attributes that users or libraries set on a parameter belong to it.
     copied.__dict__.update(parameter.__dict__)
     return copied
 
 
 def _computed_weights(model: nn.Module) -> list[torch.Tensor]:
-    """List the weights that hooks of torch compute anew before each forward; they have a graph."""
+    """List the weights that hooks of torch compute before each forward, and which therefore have a graph."""
     names = [
         (module, hook.name if isinstance(hook, WeightNorm) else hook._tensor_name)  # noqa: SLF001 - no other way
         for module in model.modules()
@@ -128,13 +156,13 @@ def _computed_weights(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _hook_objects(model: nn.Module) -> list[object]:
-    """List the objects that hooks are or belong to."""
-    hooks = [hook for module in model.modules() for name in HOOKS for hook in vars(module)[name].values()]
+    """List the objects that are hooks or that hooks belong to."""
+    hooks = [hook for module in model.modules() for name in HOOK_NAMES for hook in vars(module)[name].values()]
     return [part for hook in hooks for part in _parts(hook)]
 
 
 def _parts(hook: object) -> list[object]:
-    """Take a hook apart where deepcopy would."""
+    """List the objects that deepcopy would reach through a hook."""
     if isinstance(hook, MethodType):
         return [hook.__self__]
     if isinstance(hook, partial):
@@ -142,40 +170,43 @@ def _parts(hook: object) -> list[object]:
     return [hook]
 
 
-class ModelWatch:
-    """Notice changes of a model that its copies would not see.
+class ModelChangeDetector:
+    """A record of a model, to detect changes that its copies would not see.
 
-    Values of parameters and buffers are not looked at here: parameters share memory or are sent before each
-    use, buffers are copied before each shard. What is noticed: attributes set to another object (also
-    ``train()`` and ``eval()``), modules, parameters, buffers or hooks added, replaced or removed, a
-    parameter frozen, or moved to other memory (``model.double()``, ``parameter.data = …``). What is not:
-    a list or dict that an attribute held before and that was changed in place.
+    The values of parameters and buffers are not recorded, because parameters share memory or are sent before each use,
+    and buffers are copied before each shard. What is detected: attributes set to another object (including ``train()``
+    and ``eval()``), modules, parameters, buffers or hooks that are added, replaced or removed, and a parameter that is
+    frozen or moved to other memory (``model.double()``, ``parameter.data = …``). What is not detected: in-place changes
+    of a list or dict that is the value of an attribute.
 
-    The look costs about 1 µs a module and 0.2 µs a parameter.
+    A comparison takes about 1 µs per module and 0.2 µs per parameter.
+
+    Args:
+        model: The model to record.
     """
 
     def __init__(self, model: nn.Module) -> None:
         # Lists, so that the comparison of every update runs without a loop in Python.
-        self._now = [watched for module in model.modules() for watched in _watched_dicts(module)]
-        self._before = [dict(watched) for watched in self._now]
+        self._current = [watched for module in model.modules() for watched in _watched_dicts(module)]
+        self._recorded = [dict(watched) for watched in self._current]
         self._parameters = list(model.parameters())
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
-        self._trained = [parameter.requires_grad for parameter in self._parameters]
+        self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
 
     def changed(self) -> bool:
-        """Tell whether the model is no longer what it was when this watch began."""
+        """Return whether the model differs from the record."""
         if list(map(torch.Tensor.data_ptr, self._parameters)) != self._memory:
             return True
-        if list(map(REQUIRES_GRAD, self._parameters)) != self._trained:
+        if list(map(REQUIRES_GRAD, self._parameters)) != self._requires_grad:
             return True
         try:
-            return self._now != self._before
+            return self._current != self._recorded
         except Exception:  # noqa: BLE001 - tensors and arrays refuse a comparison unless they are the same object
             return True
 
 
 def _watched_dicts(module: nn.Module) -> list[dict[str, Any]]:
-    """List the dicts of a module that say what it is."""
+    """List the dicts of a module that define it."""
     attributes = vars(module)
-    parts = ("_parameters", "_buffers", "_modules", *HOOKS)
+    parts = ("_parameters", "_buffers", "_modules", *HOOK_NAMES)
     return [attributes, *(attributes[part] for part in parts)]

@@ -1,4 +1,4 @@
-"""Read what the user names as devices."""
+"""Parse the devices that a user names."""
 
 from __future__ import annotations
 
@@ -9,28 +9,39 @@ from typing import Final, TypeAlias
 
 import torch
 
-_NOTHING: Final = nullcontext()
+from lockstep.communicators import RunEnvironment, read_environment
+
+SINGLE_PROCESS: Final = RunEnvironment(0, 1)
+"""The environment of a process that was not started by a launcher."""
+
+NULL_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
+"""A context manager without effect. It has no state, so one object serves all threads."""
 
 Devices: TypeAlias = "str | int | torch.device | Sequence[str | torch.device]"
+"""The names of devices, the number of devices, or "auto"."""
 
 
 def parse_devices(devices: Devices) -> list[torch.device]:
-    """Turn names into devices, in order; repeats are allowed, for a device may hold several replicas.
+    """Convert names to devices, in order.
+
+    Repeated names are allowed, because a device can hold several replicas.
 
     Args:
-        devices: ``"auto"`` for every GPU, else every core this process may use; or so many of these; or a
-            name, or a list of names. On a CPU a device is one core: ``["cpu", "cpu"]`` are two.
+        devices: ``"auto"`` for this rank's share of the GPUs of the machine, or of the usable CPU cores if there is no
+            GPU; or the number of devices per rank; or a name or a list of names. A CPU device is one core, so
+            ``["cpu", "cpu"]`` uses two.
 
     Raises:
-        TypeError: They are nothing of this kind.
-        ValueError: There is none, or this machine has no such device.
+        TypeError: If `devices` is none of these.
+        ValueError: If there is no device, or this machine does not have one of the devices.
     """
+    # `True` is an int, and would otherwise stand for one device.
     if isinstance(devices, bool) or not isinstance(devices, str | torch.device | int | Iterable):
         raise TypeError(f"`devices` must be names, a number or 'auto', got a {type(devices).__name__}.")
     if isinstance(devices, str) and devices == "auto":
-        return _every_device()
+        return _rank_share(read_environment(os.environ) or SINGLE_PROCESS)
     if isinstance(devices, int):
-        return _so_many(devices)
+        return _first_devices(devices, read_environment(os.environ) or SINGLE_PROCESS)
     names = [devices] if isinstance(devices, str | torch.device) else list(devices)
     if not names:
         raise ValueError("`devices` must name at least one device, got none.")
@@ -38,35 +49,62 @@ def parse_devices(devices: Devices) -> list[torch.device]:
 
 
 def parse_device(device: str | torch.device, argument: str) -> torch.device:
-    """Turn one name into a device, ``"meta"`` among them.
+    """Convert one name to a device. ``"meta"`` is allowed.
 
     Args:
-        device: The name.
-        argument: What errors call it.
+        device: The name of the device.
+        argument: The name of the argument in error messages.
 
     Raises:
-        ValueError: This machine has no such device.
+        ValueError: If this machine does not have the device.
     """
     return torch.device("meta") if str(device) == "meta" else _parse(device, f"`{argument}` must be one of the")
 
 
-def _every_device() -> list[torch.device]:
+def _rank_share(environment: RunEnvironment) -> list[torch.device]:
+    """Return this rank's share of the machine's GPUs or cores, and at least one core."""
     if torch.cuda.is_available():
-        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [torch.device("cpu")] * _usable_cores()
+        return [torch.device("cuda", index) for index in _gpus_of(environment, torch.cuda.device_count())]
+    cores = len(_share_of(range(_usable_cores()), environment))
+    return [torch.device("cpu")] * max(1, cores)
 
 
-def _so_many(count: int) -> list[torch.device]:
-    """Take the first GPUs, or cores; cores may be more than there are, and then take turns."""
+def _first_devices(count: int, environment: RunEnvironment) -> list[torch.device]:
+    """Return the first GPUs of this rank, or that many CPU devices, which share the cores if there are fewer cores."""
     if count < 1:
         raise ValueError(f"`devices` must be at least 1, got {count}.")
     if not torch.cuda.is_available():
         return [torch.device("cpu")] * count
-    return [_parse(f"cuda:{index}") for index in range(count)]
+    gpus = _gpus_of(environment, torch.cuda.device_count())
+    if count > len(gpus):
+        share = "" if environment.local_size == 1 else f" for each of its {environment.local_size} ranks"
+        raise ValueError(f"`devices` must be at most {len(gpus)}, the GPUs that this machine has{share}, got {count}.")
+    return [torch.device("cuda", index) for index in gpus[:count]]
+
+
+def _gpus_of(environment: RunEnvironment, count: int) -> range:
+    """Return the indices of the GPUs that belong to this rank.
+
+    If a launcher has restricted the GPUs that this rank can see, all of them belong to it. This is the case if it sees
+    fewer GPUs than there are ranks on the machine, or if SLURM assigns GPUs to each task.
+    """
+    if count < environment.local_size or environment.own_gpus:
+        return range(count)
+    return _share_of(range(count), environment)
+
+
+def _share_of(indices: range, environment: RunEnvironment) -> range:
+    """Cut a range into one part per rank of the machine, as equal as possible, and return the part of this rank.
+
+    >>> [_share_of(range(7), RunEnvironment(rank, 3, rank, 3)) for rank in range(3)]
+    [range(0, 2), range(2, 4), range(4, 7)]
+    """
+    rank, size = environment.local_rank, environment.local_size
+    return indices[len(indices) * rank // size : len(indices) * (rank + 1) // size]
 
 
 def _usable_cores() -> int:
-    """Count the cores this process may use; where the system does not say (macOS), those there are."""
+    """Return the number of cores that this process may use, or of all cores where the system does not tell (macOS)."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:
@@ -79,6 +117,7 @@ def _parse(name: str | torch.device, rule: str = "`devices` must name") -> torch
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"{rule} devices such as 'cpu' or 'cuda:0', got {name!r}.") from error
     if device.type == "cpu":
+        # Without an index, so that "cpu" and "cpu:0" compare equal.
         return torch.device("cpu")
     available = _indices(device.type)
     index: int = device.index or 0
@@ -89,12 +128,16 @@ def _parse(name: str | torch.device, rule: str = "`devices` must name") -> torch
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one of its type; a CPU needs none."""
-    return torch.cuda.device(device) if device.type == "cuda" else _NOTHING
+    """Return a context manager that makes a device the current one of its type, which only matters for GPUs.
+
+    Args:
+        device: The device.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else NULL_CONTEXT
 
 
 def _indices(device_type: str) -> range:
-    """List this machine's devices of one type."""
+    """Return the indices of the devices of one type on this machine."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != device_type:
         return range(0)

@@ -1,12 +1,12 @@
-"""Let Ctrl-C through where a model computes or threads are waited for, and hold it everywhere else.
+"""Defer Ctrl-C, except while a model computes or while threads are waited for.
 
-What is done around that (modes switched, streams opened, buffers and gradients written) then happens as a
-whole or not at all.
+Everything else that a call does (switching modes, opening streams, writing buffers and gradients) then happens either
+completely or not at all.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the module `signal` wraps it in enums, at ten times the cost
+import _signal  # type: ignore[import-not-found]  # `signal` converts to enums, which takes ten times as long
 import threading
 from _thread import get_ident
 from abc import ABC, abstractmethod
@@ -17,9 +17,9 @@ Self = TypeVar("Self", bound="DeferredSigint")
 
 
 class DeferredSigint(ABC):
-    """Take note of SIGINT inside of a ``with``; one that nobody delivered is delivered at its end.
+    """A context manager that defers SIGINT. A signal that has not been delivered is delivered at the end.
 
-    Works in the main thread only; elsewhere Python delivers no signals and this does nothing.
+    It only has an effect in the main thread, because Python delivers no signals to other threads.
     """
 
     _handler: Any = None
@@ -28,9 +28,11 @@ class DeferredSigint(ABC):
     def __enter__(self: Self) -> Self:
         if get_ident() == threading.main_thread().ident:
             handler = _signal.getsignal(_signal.SIGINT)
+            # A handler that is not callable (SIG_IGN, SIG_DFL, or one set by C code) cannot be called later, so it
+            # stays.
             if callable(handler):
                 self._handler = handler
-                _signal.signal(_signal.SIGINT, self._note)
+                _signal.signal(_signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(
@@ -38,17 +40,24 @@ class DeferredSigint(ABC):
     ) -> None:
         if self._handler is None:
             return
+        # The original handler comes first: a signal that arrives between the two lines is then delivered at once.
         _signal.signal(_signal.SIGINT, self._handler)
+        # An error that is already on its way must not be replaced by a KeyboardInterrupt.
         if self._pending and error is None:
             self._handler(_signal.SIGINT, None)
 
     @abstractmethod
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        """Hold a signal, or deliver it."""
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal by deferring or delivering it.
+
+        Args:
+            number: The number of the signal.
+            frame: The frame that was interrupted.
+        """
 
 
 class CallSigint(DeferredSigint):
-    """Hold SIGINT for the length of a call, but for its windows."""
+    """A context manager that defers SIGINT for the duration of a call, except inside of its windows."""
 
     def __init__(self) -> None:
         self._open = False
@@ -56,42 +65,51 @@ class CallSigint(DeferredSigint):
 
     @property
     def window(self) -> Window:
-        """A context manager, entered by any thread around what may be interrupted; of effect in the main one.
+        """A new context manager for a section that may be interrupted.
 
-        It is made anew for every caller: kept here, it would be a reference cycle, and every forward and
-        backward would leave garbage that only the cycle collector frees.
+        Any thread may enter it, but it only has an effect in the main thread. Keeping one window in this object would
+        be a reference cycle, so that every forward and backward would leave garbage that only the cycle collector
+        frees.
         """
         return Window(self)
 
     def switch(self, *, opened: bool) -> None:
-        """Open or shut the window, if this is the thread that gets signals; deliver what is held."""
+        """Open or close the window, if the calling thread receives signals, and deliver a deferred signal on opening.
+
+        Args:
+            opened: Whether to open the window.
+        """
         if self._handler is None or get_ident() != self._thread:
             return
         self._open = opened
         if opened and self._pending:
+            # Closed while the handler runs, so that a second signal does not interrupt it.
             self._pending = self._open = False
             self._handler(_signal.SIGINT, None)
-            self._open = True  # the handler lets the work go on
+            # Reached only if the handler did not raise, which means that the work goes on.
+            self._open = True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if not self._open:
             self._pending = True
             return
         self._open = False
+        # The handler usually raises. If it does not, the work goes on and the window is open again.
         self._handler(number, frame)
         self._open = True
 
 
 class Window:
-    """Within it an interrupt is raised at once.
+    """A section inside of which an interrupt is raised immediately.
 
     Args:
-        interrupts: What holds it outside.
+        interrupts: The object that defers interrupts outside of the window.
     """
 
     __slots__ = ("_switch",)
 
     def __init__(self, interrupts: CallSigint) -> None:
+        # Only the bound method, looked up once: windows are entered once per shard.
         self._switch = interrupts.switch
 
     def __enter__(self) -> None:

@@ -1,7 +1,7 @@
-"""Know what each device of a group is doing, so that an interrupt or a thread that hangs can be named.
+"""Track what each device of a group is doing, so that errors can name an interrupted or hanging device.
 
-Threads note what they come to next: a store into a list, which costs nothing beside the work. The notes are
-read only when something has gone wrong.
+Threads record what they do next by storing it in a list, which takes no noticeable time. The records are read only
+after something has gone wrong.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from lockstep.errors import ReplicaError, ReplicaInterrupt
 from lockstep.plan import Shard
 
 STACK_DEPTH: Final = 12
-"""How many of the innermost calls of a thread are shown."""
+"""The number of innermost calls of a thread that an error message shows."""
 
 
 @dataclass(slots=True)
 class DeviceStatus:
-    """What one device is doing.
+    """The current activity of one device.
 
     Attributes:
-        thread: The thread that works for it.
-        phase: What is done with the shard; empty before the first one.
-        shard: Which one; None before the first one.
+        thread: The identifier of the thread that works for the device.
+        phase: The name of what is done with the shard, which is empty before the first shard.
+        shard: The shard, or None before the first one.
     """
 
     thread: int
@@ -44,105 +44,135 @@ class DeviceStatus:
 
 
 class DeviceProgress:
-    """Notes of what the devices of a group are doing; names them to interrupts that leave its context.
+    """The current activities of the devices of a group.
 
-    Each piece of work has its own: a thread of the last one, given up in the middle of it, is not at work.
+    As a context manager, it replaces a KeyboardInterrupt by an error that names the devices at work. Each piece of work
+    has an object of its own, so that a thread that was abandoned in the middle of earlier work does not count as being
+    at work.
 
     Args:
-        devices: By place.
+        devices: The devices of the group.
 
     Attributes:
-        stopping: Whether what devices come to next is to be left undone.
+        stopping: Whether devices are to skip their remaining work.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.stopping = False
         self._devices = devices
-        self._notes: list[DeviceStatus | None] = [None] * len(devices)
+        self._statuses: list[DeviceStatus | None] = [None] * len(devices)
         self._interrupted: list[tuple[int, DeviceStatus]] = []
 
-    def begin(self, place: int) -> None:
-        """Note that a device begins, in the calling thread."""
-        self._notes[place] = DeviceStatus(threading.get_ident())
+    def start(self, place: int) -> None:
+        """Record that a device starts to work, in the calling thread.
+
+        Args:
+            place: The index of the device.
+        """
+        self._statuses[place] = DeviceStatus(threading.get_ident())
 
     def proceed(self, place: int, phase: str, shard: Shard) -> bool:
-        """Note what a device does next, and tell whether it is to be done.
+        """Record what a device does next, and return whether to do it.
 
-        It is not where devices were asked to stop, or where the calling thread was given up in the middle of
+        The work is to be skipped if devices were asked to stop, or if the calling thread was abandoned in the middle of
         earlier work and no longer works for the device.
 
         Args:
-            place: The device's number.
-            phase: What is done with the shard.
-            shard: Which one.
+            place: The index of the device.
+            phase: The name of what is done with the shard.
+            shard: The shard.
         """
-        note = self._notes[place]
-        if note is None or note.thread != threading.get_ident():
+        status = self._statuses[place]
+        # An abandoned thread must not overwrite the record of the thread that replaced it.
+        if status is None or status.thread != threading.get_ident():
             return False
-        note.phase, note.shard = phase, shard
+        status.phase, status.shard = phase, shard
         return not self.stopping
 
-    def end(self, place: int) -> None:
-        """Note that a device is done."""
-        self._notes[place] = None
+    def finish(self, place: int) -> None:
+        """Record that a device has finished.
 
-    def failed(self, error: BaseException) -> None:
-        """Ask all devices to stop, for one has failed; remember who is at work if that was an interrupt."""
+        Args:
+            place: The index of the device.
+        """
+        self._statuses[place] = None
+
+    def record_failure(self, error: BaseException) -> None:
+        """Ask all devices to stop, because one has failed.
+
+        Args:
+            error: The error of the device. If it is an interrupt, the devices at work are recorded.
+        """
         self.stopping = True
         if isinstance(error, KeyboardInterrupt):
             self.mark()
 
     def mark(self) -> None:
-        """Remember who is at work at this moment, for an interrupt that is delivered later."""
+        """Record the devices that are at work now, for an interrupt that is delivered later."""
         self._interrupted = self._interrupted or self._working()
 
     def __enter__(self) -> None:
-        """Begin what an interrupt may end."""
+        """Enter a section that an interrupt may end."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Name the devices at work to an interrupt that comes through; a user's own kind passes as it is.
+        """Replace a KeyboardInterrupt by an error that names the devices at work.
+
+        A subclass of KeyboardInterrupt passes unchanged.
 
         Raises:
-            ReplicaInterrupt: In its place.
+            ReplicaInterrupt: If a KeyboardInterrupt leaves the section while devices are at work.
         """
-        interrupt = None if error is None else self.interrupt(error)
+        interrupt = None if error is None else self.interrupt_error(error)
         if interrupt is not None:
             raise interrupt from error
 
-    def interrupt(self, error: BaseException) -> ReplicaInterrupt | None:
-        """Return what names the devices at work to a KeyboardInterrupt; None for another error, and if none is."""
+    def interrupt_error(self, error: BaseException) -> ReplicaInterrupt | None:
+        """Return the error that names the devices at work when an interrupt arrived.
+
+        Args:
+            error: The error that was raised.
+
+        Returns:
+            The error, or None if `error` is not exactly a KeyboardInterrupt or no device is at work.
+        """
         if type(error) is not KeyboardInterrupt:
             return None
         self.mark()
         if not self._interrupted:
             return None
-        whats = " and ".join(f"{note} on {self._name(place)}" for place, note in self._interrupted)
+        activities = " and ".join(f"{status} on {self._name(place)}" for place, status in self._interrupted)
         return ReplicaInterrupt(
-            f"Interrupted during {whats}.",
+            f"Interrupted during {activities}.",
             devices=[str(self._devices[place]) for place, _ in self._interrupted],
         )
 
-    def hung(self, places: Sequence[int], seconds: float) -> ReplicaError:
-        """Give the error that names devices whose threads do not come to an end, and where they are."""
-        notes = dict(self._working())
-        late = [place for place in places if place in notes] or list(notes) or list(places)
-        whats = " and ".join(f"{notes.get(place, 'its work')} on {self._name(place)}" for place in late)
-        stacks = "".join(f"\n{self._name(place)} is at:\n{_stack(notes.get(place))}" for place in late)
-        first = notes.get(late[0])
+    def timeout_error(self, places: Sequence[int], seconds: float) -> ReplicaError:
+        """Return the error that names devices whose threads have not finished, with the stacks of these threads.
+
+        Args:
+            places: The indices of the devices that were waited for.
+            seconds: The number of seconds after which waiting ended.
+        """
+        statuses = dict(self._working())
+        # A thread may have finished since the wait ended. Then the devices that are still at work are named instead.
+        late = [place for place in places if place in statuses] or list(statuses) or list(places)
+        activities = " and ".join(f"{statuses.get(place, 'its work')} on {self._name(place)}" for place in late)
+        stacks = "".join(f"\n{self._name(place)} is at:\n{_stack(statuses.get(place))}" for place in late)
+        first = statuses.get(late[0])
         return ReplicaError(
-            f"{whats[0].upper()}{whats[1:]} was not done after {seconds:g} seconds.{stacks.rstrip()}",
+            f"{activities[0].upper()}{activities[1:]} did not finish within {seconds:g} seconds.{stacks.rstrip()}",
             device=str(self._devices[late[0]]),
             shard=None if first is None or first.shard is None else first.shard.index,
         )
 
     def _working(self) -> list[tuple[int, DeviceStatus]]:
-        """List the places at work with copies of their notes, which go on changing."""
+        """List the devices at work with copies of their status, because other threads go on changing it."""
         return [
-            (place, DeviceStatus(note.thread, note.phase, note.shard))
-            for place, note in enumerate(self._notes)
-            if note is not None
+            (place, DeviceStatus(status.thread, status.phase, status.shard))
+            for place, status in enumerate(self._statuses)
+            if status is not None
         ]
 
     def _name(self, place: int) -> str:
@@ -150,7 +180,10 @@ class DeviceProgress:
 
 
 def samples_text(shard: Shard) -> str:
-    """Name the samples of a shard.
+    """Return a description of the samples of a shard for error messages.
+
+    Args:
+        shard: The shard.
 
     >>> samples_text(Shard(0, 0, range(4, 8))), samples_text(Shard(0, 0, range(0, 8, 2)))
     ('samples 4..7', 'samples 0..6 in steps of 2')
@@ -160,7 +193,7 @@ def samples_text(shard: Shard) -> str:
     return f"samples {samples[0]}..{samples[-1]}{apart}"
 
 
-def _stack(note: DeviceStatus | None) -> str:
-    """Show where a thread is, the innermost call last."""
-    frame = None if note is None else sys._current_frames().get(note.thread)  # noqa: SLF001 - no other way to know
+def _stack(status: DeviceStatus | None) -> str:
+    """Return the stack of a thread as text, with the innermost call last."""
+    frame = None if status is None else sys._current_frames().get(status.thread)  # noqa: SLF001 - no other way to know
     return "" if frame is None else "".join(traceback.format_stack(frame, limit=STACK_DEPTH))

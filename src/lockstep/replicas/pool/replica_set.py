@@ -1,11 +1,12 @@
-"""Copies of one model on several devices of this process, each with a thread of its own."""
+"""Copies of one model on several devices of this process, each of which works in a thread of its own."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Final, Literal, TypeAlias
@@ -15,46 +16,45 @@ from torch import nn
 
 from lockstep import plan
 from lockstep.errors import OrderError
-from lockstep.replicas.pool.copies import ModelWatch, copy_model
-from lockstep.replicas.pool.devices import Devices, device_context, parse_devices
+from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model
+from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
 from lockstep.replicas.pool.progress import DeviceProgress
-from lockstep.replicas.pool.sending import Sending
+from lockstep.replicas.pool.sending import ParameterCopier
 from lockstep.replicas.pool.settings import ComputeMode, InheritedSettings, ThreadSettings
 from lockstep.replicas.pool.worker import Worker, keep_freed_memory
+from lockstep.replicas.pool.wrapped import refuse_wrapped
 
 Timeout: TypeAlias = "float | Literal['auto'] | None"
-"""Seconds after which a device counts as hung; "auto" watches the threads of all but the first."""
+"""Seconds after which a device counts as hung; "auto" watches the threads of all devices but the first."""
 
-PATIENCE: Final = 1800.0
-"""Seconds that "auto" waits for a thread, as torch's own DistributedDataParallel waits for a process."""
-
-AT_ONCE: Final = nullcontext()
+AUTO_TIMEOUT_SECONDS: Final = 1800.0
+"""The number of seconds that "auto" waits for a thread, as long as DistributedDataParallel waits for a process."""
 
 
 class ReplicaSet:
-    """Copies of one model on several devices, with a persistent worker thread each.
+    """Copies of one model on several devices, each with a persistent worker thread.
 
-    A replica on the device where the model lives shares the memory of its parameters; one elsewhere
-    holds a copy, which receives all values before every use, however they were written. The model itself
-    is never run. The first replica works in the calling thread, every other one in its own, under the
-    caller's settings (grad mode, autocast, default dtype and device, denormals) and one intra-op thread. On
-    CPUs under Linux the process keeps the memory it frees from the first work on, unless the environment says
-    otherwise; see `replicas.memory`.
+    A replica on the device where the model lives shares the memory of its parameters. A replica on another device holds
+    a copy, which receives all values before every use, no matter how they were written. The model itself is never run.
+    The first replica works in the calling thread and every other one in a thread of its own, under the settings of the
+    caller (grad mode, autocast, default dtype and device, denormals) and with one intra-op thread. If there is a CPU
+    device under Linux, the process keeps the memory that it frees from the first use on, unless environment variables
+    configure this (see `replicas.pool.worker.keep_freed_memory`).
 
     Args:
-        model: Stays where it is; ``model.to(devices[0])`` first where it shall be trained on a GPU.
-        devices: ``"auto"`` for every GPU, else every core; or names, repeats allowed.
-        workloads: Relative speeds of the devices, by which shards are assigned; equal ones by default.
-        frozen: Names of parameters that ask for no gradient on the replicas, whatever they do in the model.
-        timeout: Seconds, above 0, after which devices still at work count as hung; the first device then has
-            a thread of its own too, also where devices work one after another. ``"auto"``: half an hour for
-            the threads of the other devices, from when the calling thread has done its own share, which
-            is not watched; costs nothing. None waits without end.
+        model: The model. It stays where it is, so call ``model.to(devices[0])`` first to train it on a GPU.
+        devices: ``"auto"`` for this rank's GPUs, or else its cores; a number of devices; or names, which may repeat.
+        workloads: The relative speeds of the devices, by which shards are assigned. They are equal by default.
+        frozen: The names of parameters that require no gradient on the replicas, even if they do in the model.
+        timeout: The number of seconds, above 0, after which a device that is still at work counts as hung. The first
+            device then has a thread of its own too, even if devices work one after another. ``"auto"`` is half an hour
+            for the threads of the other devices, counted from when the calling thread has finished its own share, which
+            is not watched; this costs nothing. None waits without limit.
 
     Raises:
-        ValueError: A device, a workload or the timeout is not what it must be, or a parameter has no shape
-            yet.
-        TypeError: The model cannot be copied, or the timeout is no number.
+        ValueError: If a device, a workload or the timeout is out of range, or a parameter has no shape yet.
+        TypeError: If the model cannot be copied or is spread over devices or processes already, or the timeout is not a
+            number.
 
     Example:
         >>> with ReplicaSet(nn.Linear(2, 1), devices=["cpu", "cpu"]) as group:
@@ -74,30 +74,32 @@ class ReplicaSet:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise TypeError(f"`model` must be a torch.nn.Module, got a {type(model).__name__}.")
+        refuse_wrapped(model, "model")
         self.model = model
         self.devices = parse_devices(devices)
         self.workloads = list(workloads) if workloads is not None else [1.0] * len(self.devices)
         plan.check_workloads(self.workloads)
         if len(self.workloads) != len(self.devices):
             raise ValueError(
-                f"`workloads` must hold one number a device ({len(self.devices)}), got {len(self.workloads)}."
+                f"`workloads` must hold one number per device ({len(self.devices)}), got {len(self.workloads)}."
             )
         self.device_types = sorted({device.type for device in self.devices})
         self._seconds = _check_timeout(timeout)
         self._watches_all = timeout is not None and timeout != "auto"
-        self.carries = len(self.devices) > 1 or self._watches_all
-        """Whether work may be done in other threads, which have to know the caller's settings."""
+        self.uses_threads = len(self.devices) > 1 or self._watches_all
+        """Whether work may run in other threads, which need the settings of the caller."""
         places = range(len(self.devices))
-        self._one_by_one = [places[place : place + 1] for place in places]
+        self._place_ranges = [places[place : place + 1] for place in places]
         self.frozen = frozenset(frozen)
-        """Names of what requires no gradient on the replicas."""
+        """The names of parameters that require no gradient on the replicas."""
         self.progress = DeviceProgress(self.devices)
         """What the devices are doing."""
         self._replicas: list[nn.Module] = []
-        self._watch: ModelWatch | None = None
-        self._sending = Sending([], [])
+        self._changes: ModelChangeDetector | None = None
+        self._copier = ParameterCopier([], [])
         self._workers: list[Worker] = []
         self._closed = False
+        self._process = os.getpid()
 
     def __enter__(self) -> ReplicaSet:
         return self
@@ -109,66 +111,67 @@ class ReplicaSet:
 
     @property
     def replicas(self) -> list[nn.Module]:
-        """The copies, one a device; built when first asked for, and again when the model has changed."""
+        """The copies, one per device, which are created on first use and again after the model has changed."""
         self.refresh()
         return self._replicas
 
     @property
     def stopping(self) -> bool:
-        """Whether another replica has failed or the user asked to stop; long work looks between its parts."""
+        """Whether another replica has failed or the user asked to stop. Long work should check this regularly."""
         return self.progress.stopping
 
     def wants_threads(self, work: Iterable[Sized]) -> bool:
-        """Tell whether work is for threads that draw from streams of their own.
+        """Return whether work should run in threads that draw from streams of their own.
 
-        It is where several devices have some; and where all are watched, for a thread that is left behind may
-        come back and draw while another computes.
+        It should if several devices have work. It also should if all threads are watched, because an abandoned thread
+        may come back and draw while another one computes.
 
         Args:
-            work: Of each device.
+            work: The work of each device.
         """
         return self._watches_all or sum(map(bool, work)) > 1
 
     def stop(self) -> None:
-        """Ask every replica to end its work at the next look; an interrupt came just now."""
+        """Ask every replica to stop because of an interrupt, and record which devices are at work."""
         self.progress.stopping = True
         self.progress.mark()
 
     def refresh(self) -> bool:
-        """Make the replicas follow the model: its structure, attributes, hooks and values.
+        """Update the replicas to the model: its structure, attributes, hooks and values.
 
         Returns:
-            Whether the replicas were built anew.
+            Whether the replicas were created anew.
 
         Raises:
-            OrderError: The group is closed.
+            OrderError: If the group is closed, or was created before this process was forked.
         """
-        if self._closed:
-            raise self._is_closed()
-        if self._watch is None or self._watch.changed() or (self._sending.is_needed and not self._sending.fits()):
+        if self._closed or self._process != os.getpid():
+            raise self._unusable_error()
+        if self._changes is None or self._changes.changed() or (self._copier.has_copies and not self._copier.fits()):
             if "cpu" in self.device_types:
                 keep_freed_memory()
-            # Made in inference mode, the copies could not be trained later.
+            # Tensors that are created in inference mode could not be trained later.
             with torch.inference_mode(mode=False):
                 self._replicas = [self._copy(place) for place in range(len(self.devices))]
-            self._sending = Sending(list(self.model.parameters()), self._replicas)
-            self._watch = ModelWatch(self.model)
+            # The detector comes last: if a copy fails, the next call starts over.
+            self._copier = ParameterCopier(list(self.model.parameters()), self._replicas)
+            self._changes = ModelChangeDetector(self.model)
             return True
-        if self._sending.is_needed:
+        if self._copier.has_copies:
             self.sync_parameters()
         return False
 
     def _shares_memory(self, place: int, parameter: torch.Tensor) -> bool:
-        """Return whether the replica at a place computes with the memory of a parameter of the model itself.
+        """Return whether the replica of a device uses the memory of a parameter of the model itself.
 
         Args:
-            place: The number of the replica's device.
-            parameter: One of the model's.
+            place: The index of the device.
+            parameter: A parameter of the model.
         """
         return parameter.is_meta or parameter.device == self.devices[place]
 
     def _copy(self, place: int) -> nn.Module:
-        """Copy the model for one place, with what is frozen."""
+        """Copy the model for one device and freeze the parameters that are to be frozen."""
         replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place))
         for name, parameter in replica.named_parameters():
             if name in self.frozen:
@@ -176,17 +179,17 @@ class ReplicaSet:
         return replica
 
     def sync_parameters(self) -> None:
-        """Copy the model's parameters to replicas with memory of their own; `refresh` does it every time."""
-        self._sending.send()
+        """Copy the parameters of the model to replicas with memory of their own, which `refresh` does each time."""
+        self._copier.copy()
 
     def sync_for_backward(self) -> None:
-        """Copy the model's parameters as `sync_parameters` does, unless they have been moved to other memory.
+        """Copy the parameters of the model to the replicas before a backward, unless they were moved to other memory.
 
-        The graph of a forward refers to the replicas' parameters. So a backward finds what was written to the
-        model since then, on every device alike, or raises if autograd has counted the write. Parameters that
-        were given other memory (``parameter.data = ...``) leave a graph that exists with the old one.
+        The graph of a forward refers to the parameters of the replicas. On every device alike, a backward therefore
+        sees what was written to the model in the meantime, or raises if autograd has counted the write. If a parameter
+        was given other memory (``parameter.data = ...``), an existing graph keeps the old memory.
         """
-        if self._sending.is_needed and self._sending.fits():
+        if self._copier.has_copies and self._copier.fits():
             self.sync_parameters()
 
     def run(
@@ -195,25 +198,25 @@ class ReplicaSet:
         *,
         settings: ThreadSettings | None = None,
         at_once: bool = True,
-        waiting: AbstractContextManager[None] = AT_ONCE,
+        waiting: AbstractContextManager[None] = NULL_CONTEXT,
     ) -> None:
-        """Do one piece of work on every replica, and come back when all have ended.
+        """Run one piece of work on every replica, and return when all of them have finished.
 
         Args:
-            work: Called with the index of each device; long work should look at `stopping`.
-            settings: What all threads compute under, if the calling thread is in that state already; by
-                default its own are taken.
-            at_once: In the devices' threads; else one after another.
-            waiting: Entered where the calling thread waits for the others.
+            work: The function to call with the index of each device. Long work should check `stopping`.
+            settings: The settings under which all threads compute, if the calling thread is in that state already. By
+                default the settings of the calling thread are captured.
+            at_once: Whether to run in the threads of the devices at the same time instead of one device after another.
+            waiting: A context manager to enter while the calling thread waits for the others.
 
         Raises:
-            OrderError: The group is closed.
-            ReplicaError: A device is still at work after the timeout.
-            ReplicaInterrupt: The calling thread was interrupted.
-            BaseException: What the first device (by index) that failed raised; the others were asked to stop.
+            OrderError: If the group is closed, or was created before this process was forked.
+            ReplicaError: If a device is still at work after the timeout.
+            ReplicaInterrupt: If the calling thread was interrupted.
+            BaseException: The error of the first device (by index) that failed. The other devices were asked to stop.
         """
-        if self._closed:
-            raise self._is_closed()
+        if self._closed or self._process != os.getpid():
+            raise self._unusable_error()
         if settings is None:
             with ComputeMode(ThreadSettings.capture(self.device_types)) as taken:
                 self.run(work, settings=taken, at_once=at_once, waiting=waiting)
@@ -224,10 +227,11 @@ class ReplicaSet:
                 self._run_in_threads(work, settings, at_once, waiting)
             else:
                 for place in range(len(self.devices)):
-                    self._do(work, place, progress)
+                    self._work(work, place, progress)
         except KeyboardInterrupt as error:
-            self._abandon()  # a replica may be half switched to another mode
-            interrupt = progress.interrupt(error)
+            # The modes of a replica may have been switched only in part, so none of them can be used again.
+            self._abandon()
+            interrupt = progress.interrupt_error(error)
             if interrupt is None:
                 raise
             raise interrupt from error
@@ -239,65 +243,68 @@ class ReplicaSet:
         at_once: bool,
         waiting: AbstractContextManager[None],
     ) -> None:
-        """Work in threads, and for the first device in this one unless all are watched.
+        """Run work in threads, where the first device uses the calling thread unless all devices are watched.
 
-        After an interrupt or a timeout no thread stays in use.
+        After an interrupt or a timeout, no thread stays in use.
         """
         progress = self.progress
-        runs = self._one_by_one if at_once else [range(len(self.devices))]
-        theirs = runs if self._watches_all else runs[1:]
-        # Where devices worked one after another so far, one thread did it all.
-        for run in theirs[len(self._workers) :]:
+        runs = self._place_ranges if at_once else [range(len(self.devices))]
+        thread_runs = runs if self._watches_all else runs[1:]
+        # So far one thread may have worked for all devices in turn, so more may be missing.
+        for run in thread_runs[len(self._workers) :]:
             self._workers.append(Worker(f"lockstep-{run[0]}-{self.devices[run[0]]}"))
-        workers = self._workers[: len(theirs)]
+        workers = self._workers[: len(thread_runs)]
         errors: list[BaseException | None] = []
         try:
-            for run, worker in zip(theirs, workers, strict=True):
-                worker.begin(partial(self._do_under, settings, work, run, progress))
+            for run, worker in zip(thread_runs, workers, strict=True):
+                worker.submit(partial(self._work_under, settings, work, run, progress))
             if not self._watches_all:
                 try:
-                    self._do(work, 0, progress)
+                    self._work(work, 0, progress)
                 except BaseException as error:  # noqa: BLE001 - raised once all threads have ended
                     errors.append(error)
+            # Interrupts are let in for the wait, but not while threads are started, where one could be lost halfway.
             with waiting:
-                errors += self._wait(theirs, workers)
+                errors += self._wait(thread_runs, workers)
         except BaseException as error:
-            progress.failed(error)
+            progress.record_failure(error)
             self._abandon()
             raise
+        # In the order of devices, so that the same error is raised no matter which thread failed first.
         for raised in errors:
             if raised is not None:
                 raise raised
 
-    def _do_under(
+    def _work_under(
         self, settings: ThreadSettings, work: Callable[[int], None], places: range, progress: DeviceProgress
     ) -> None:
-        """Do the work of some devices in another thread than the one that asked for it."""
+        """Run the work of some devices in a worker thread, under the settings of the thread that requested it."""
         for place in places:
             with InheritedSettings(settings):
-                self._do(work, place, progress)
+                self._work(work, place, progress)
 
-    def _do(self, work: Callable[[int], None], place: int, progress: DeviceProgress) -> None:
-        """Do one device's work in the calling thread.
+    def _work(self, work: Callable[[int], None], place: int, progress: DeviceProgress) -> None:
+        """Run the work of one device in the calling thread.
 
         Args:
-            work: Called with the device's number.
-            place: That number.
-            progress: Where this piece of work is noted. A thread that was given up and comes back must not
-                touch the notes of later work, so it is not looked up here.
+            work: The function to call with the index of the device.
+            place: The index of the device.
+            progress: The progress to record in. It is passed instead of read from the object, because a thread that was
+                abandoned and comes back must not touch the records of later work.
         """
         device = self.devices[place]
-        progress.begin(place)
+        progress.start(place)
         try:
-            with AT_ONCE if device.type == "cpu" else device_context(device):
+            with NULL_CONTEXT if device.type == "cpu" else device_context(device):
                 work(place)
         except BaseException as error:
-            progress.failed(error)
+            progress.record_failure(error)
             raise
-        progress.end(place)
+        progress.finish(place)
 
     def _wait(self, runs: Sequence[range], workers: Sequence[Worker]) -> list[BaseException | None]:
-        """Wait for threads, and give what each raised."""
+        """Wait for threads, and return the error of each or None."""
+        # One deadline for all threads, so that the timeout does not multiply with the number of devices.
         end = time.monotonic() + self._seconds
         errors: list[BaseException | None] = []
         late: list[int] = []
@@ -307,41 +314,63 @@ class ReplicaSet:
             except TimeoutError:
                 late += run
         if late:
-            raise self.progress.hung(late, self._seconds)
+            raise self.progress.timeout_error(late, self._seconds)
         return errors
 
-    def _is_closed(self) -> OrderError:
-        return OrderError(f"A closed {type(self).__name__} cannot work; build a new one.")
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process was forked from the one that created the group, and so does not have its threads."""
+        return self._process != os.getpid()
+
+    def _unusable_error(self) -> OrderError:
+        """Return the error for the use of a closed group, or of a group created before a fork."""
+        if self.is_forked:
+            return fork_error(type(self).__name__)
+        return OrderError(f"A closed {type(self).__name__} cannot be used. Create a new one.")
 
     def _abandon(self) -> None:
-        """Let go of threads and replicas; a thread that is still at work ends by itself after that work."""
+        """Drop threads and replicas. A thread that is still at work ends after that work."""
+        # Abandoned threads read this when they come back, and skip the rest of their work.
         self.progress.stopping = True
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
         self._replicas = []
-        self._sending = Sending([], [])
-        self._watch = None
+        self._copier = ParameterCopier([], [])
+        self._changes = None
 
     def release(self) -> None:
-        """Let go of threads and replicas until they are needed again; the model is left as it is.
+        """Drop threads and replicas until they are needed again. The model is left as it is.
 
-        A thread that is still at work after an interrupt ends by itself after that work.
+        A thread that is still at work after an interrupt ends after that work.
         """
         self._abandon()
 
     def close(self) -> None:
-        """Let go of threads and replicas for good. Closing twice is allowed."""
+        """Drop threads and replicas for good. Closing twice is allowed."""
         self.release()
         self._closed = True
 
 
+def fork_error(name: str) -> OrderError:
+    """Return the error for the use of an object in a process that was forked after it was created.
+
+    Args:
+        name: The name of the class of the object.
+    """
+    return OrderError(
+        f"A {name} cannot be used in a process forked from the one that created it, because threads and connections do "
+        "not survive a fork. Create it in the new process, or start that process with multiprocessing's 'spawn' or "
+        "with lockstep.launch."
+    )
+
+
 def _check_timeout(timeout: Timeout) -> float:
-    """Give the seconds to wait."""
+    """Return the number of seconds to wait."""
     if timeout is None:
         return math.inf
     if timeout == "auto":
-        return PATIENCE
+        return AUTO_TIMEOUT_SECONDS
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
         raise TypeError(f'`timeout` must be a number of seconds, "auto" or None, got {timeout!r}.')
     if not timeout > 0:

@@ -1,4 +1,4 @@
-"""Keep the parameters of replicas that have memory of their own equal to the model's."""
+"""Keep the parameters of replicas that have memory of their own equal to those of the model."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ import torch
 from torch import nn
 
 Layout: TypeAlias = "tuple[int, torch.dtype, torch.Size, tuple[int, ...]]"
+"""The address, dtype, shape and strides of a tensor."""
 
 
-class Sending:
-    """Copy a model's parameters to the replicas that do not share their memory.
+class ParameterCopier:
+    """A copier of the parameters of a model to the replicas that do not share their memory.
 
-    Whether a parameter has changed cannot be told without reading it: a fused optimizer, a write to
-    ``parameter.data`` and a custom operator leave its version counter as it was. So all values are sent every
-    time. The version counters of the copies change only where the model's have changed: a send that brings
-    the values that are there already must not invalidate the graph of an earlier forward, and a write that
-    autograd would refuse for the model must be refused for its replicas as well.
+    Whether a parameter has changed cannot be found out without reading it: a fused optimizer, a write to
+    ``parameter.data`` and a custom operator do not increment its version counter. All values are therefore sent every
+    time. The version counters of the copies change only if those of the model have changed. A send of values that are
+    already there must not invalidate the graph of an earlier forward, and a write that autograd would reject for the
+    model must be rejected for its replicas too.
 
     Args:
-        parameters: The model's.
-        replicas: Copies of the model; their parameters are in the same order.
+        parameters: The parameters of the model.
+        replicas: Copies of the model, whose parameters are in the same order.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], replicas: Sequence[nn.Module]) -> None:
@@ -30,28 +31,29 @@ class Sending:
             (copied, parameter)
             for replica in replicas
             for copied, parameter in zip(replica.parameters(), parameters, strict=True)
+            # By address: whether a replica shares memory is decided when it is created.
             if copied.device != parameter.device or copied.data_ptr() != parameter.data_ptr()
         ]
-        self.is_needed = bool(self._pairs)
+        self.has_copies = bool(self._pairs)
         """Whether there is a replica with memory of its own."""
         self._layouts = self._current_layouts()
         self._versions = self._current_versions()
 
     def fits(self) -> bool:
-        """Return whether the parameters still have the memory, dtypes, shapes and strides they had."""
+        """Return whether the parameters still have the same memory, dtypes, shapes and strides."""
         return self._current_layouts() == self._layouts
 
     @torch.no_grad()
-    def send(self) -> None:
+    def copy(self) -> None:
         """Copy all values."""
         if self._pairs:
             copies, originals = zip(*self._pairs, strict=True)
-            # Unlike `detach`, `data` has a version counter of its own, so the copies keep theirs.
+            # Unlike `detach`, `data` has a version counter of its own, so those of the copies do not change.
             torch._foreach_copy_([copied.data for copied in copies], originals)
             self.count_writes()
 
     def count_writes(self) -> None:
-        """Increment the version counters of the copies whose original's counter has changed."""
+        """Increment the version counters of the copies whose originals have been written to."""
         versions = self._current_versions()
         if versions != self._versions:
             torch.autograd.graph.increment_version(

@@ -1,8 +1,7 @@
-"""The settings under which a thread computes: taken from the caller, carried into every worker.
+"""The settings under which a thread computes, captured from the calling thread and applied in every worker.
 
-In PyTorch, grad mode, autocast, the default device and the number of intra-op threads belong to a
-thread, and a new thread knows nothing of its maker's. The default dtype and the deterministic switches
-belong to the process and need no carrying.
+In PyTorch, grad mode, autocast, the default device and the number of intra-op threads belong to a thread, and a new
+thread does not inherit them. The default dtype and the deterministic switches belong to the process.
 """
 
 from __future__ import annotations
@@ -16,11 +15,18 @@ from typing import Final
 import torch
 
 SMALLEST_DENORMAL = 5e-324
+"""The smallest positive float64. It becomes zero in arithmetic if the processor flushes denormal numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class Autocast:
-    """Autocast on one type of device."""
+class AutocastState:
+    """The state of autocast for one type of device.
+
+    Attributes:
+        device_type: The type of device, such as ``"cpu"``.
+        enabled: Whether autocast is enabled.
+        dtype: The dtype that operations are cast to.
+    """
 
     device_type: str
     enabled: bool
@@ -29,42 +35,43 @@ class Autocast:
 
 @dataclass(frozen=True, slots=True)
 class ThreadSettings:
-    """What a thread must agree on with all others before it computes a shard.
+    """The settings that all threads must agree on before they compute a shard.
 
     Attributes:
         grad: Whether operations are recorded for backward.
         inference: Whether the caller is in inference mode.
-        autocast: The state of autocast, one entry a device type. Its cache of cast weights is one for
-            the whole process and is emptied by whichever thread leaves autocast first, so shards never
-            use it.
-        default_device: Where factory functions without a `device` make tensors; None for the usual place.
+        autocast: The state of autocast, one entry per type of device. Its cache of cast weights is shared by the whole
+            process and is cleared by the first thread that leaves autocast, so shards never use it.
+        default_device: The device on which factory functions without a `device` create tensors, or None for the CPU.
         flush_denormal: Whether the processor rounds denormal numbers to zero.
-        streams: The CUDA stream that is current on each GPU, so that what a worker reads has been written,
-            and what it writes is read afterwards.
+        streams: The current CUDA stream of each GPU, so that what a worker reads has been written and what it writes is
+            read afterwards.
     """
 
     grad: bool
     inference: bool
-    autocast: tuple[Autocast, ...]
+    autocast: tuple[AutocastState, ...]
     default_device: torch.device | None
     flush_denormal: bool
     streams: tuple[torch.cuda.Stream, ...] = ()
 
     @classmethod
     def capture(cls, device_types: Sequence[str], *, training: bool = False) -> ThreadSettings:
-        """Take the settings of the calling thread.
+        """Return the settings of the calling thread.
 
         Args:
-            device_types: Those to take the state of autocast for.
-            training: Record for backward, whatever the thread does now.
+            device_types: The types of devices whose autocast state is captured.
+            training: Whether to record operations for backward even if the thread currently does not.
         """
         has_modes = torch._C._len_torch_function_stack()  # noqa: SLF001 - a tenth of the time of the public way
         return cls(
             grad=training or torch.is_grad_enabled(),
             inference=not training and torch.is_inference_mode_enabled(),
-            autocast=tuple(map(_autocast, device_types)),
+            autocast=tuple(map(_autocast_state, device_types)),
+            # A default device is a torch function mode, so without modes there is none and the slow lookup is skipped.
             default_device=_default_device() if has_modes else None,
-            flush_denormal=SMALLEST_DENORMAL * 1.0 == 0.0,  # the processor is asked, torch only sets the switch
+            # torch can set this switch but not read it, so a product shows how the processor rounds.
+            flush_denormal=SMALLEST_DENORMAL * 1.0 == 0.0,
             streams=_current_streams() if "cuda" in device_types else (),
         )
 
@@ -72,15 +79,15 @@ class ThreadSettings:
 SINGLE_THREAD: Final = ThreadSettings(
     grad=True, inference=False, autocast=(), default_device=None, flush_denormal=False
 )
-"""To train in the calling thread only: nothing is handed to another one, so nothing else need be known."""
+"""The settings for training in the calling thread only. No other thread needs settings, so no others are captured."""
 
 
 class OneIntraOpThread:
-    """Compute with one intra-op thread in the calling thread; afterwards with as many as before.
+    """A context manager that sets the number of intra-op threads to 1 and restores it afterwards.
 
-    Kernels cut their work by the number of threads and round differently for another cut, and shards
-    side by side are faster than threads within a shard. Where the number is 1 already nothing is done:
-    every change of it empties oneDNN's caches, which costs the next convolutions a fraction of a millisecond.
+    Kernels divide their work by the number of threads and round differently for another division. Besides, shards in
+    parallel are faster than several threads within a shard. If the number is 1 already, nothing is done: every change
+    of it clears the caches of oneDNN, which costs the next convolutions a fraction of a millisecond.
     """
 
     __slots__ = ("_threads",)
@@ -98,10 +105,10 @@ class OneIntraOpThread:
 
 
 class ComputeMode:
-    """Put the calling thread into the state in which shards are computed; leave it as it was found.
+    """A context manager that switches the calling thread to the state in which shards are computed.
 
     Args:
-        settings: Of this very thread; what other threads shall agree on.
+        settings: The settings of the calling thread, which other threads will use too.
     """
 
     __slots__ = ("_cache", "_grad", "_inference", "_settings", "_threads")
@@ -115,12 +122,14 @@ class ComputeMode:
         self._cache = torch.is_autocast_cache_enabled()
         self._inference: AbstractContextManager[object] | None = None
         self._threads = torch.get_num_threads()
-        if self._threads != 1:  # see `OneIntraOpThread`
+        if self._threads != 1:
             torch.set_num_threads(1)
         if settings.inference != torch.is_inference_mode_enabled():
             self._inference = torch.inference_mode(settings.inference)
             self._inference.__enter__()
+        # Set after entering inference mode, which changes the grad mode too.
         torch._C._set_grad_enabled(settings.grad)
+        # The cache belongs to the process: a shard must not use a weight that another thread has cast or cleared.
         torch.set_autocast_cache_enabled(False)
         return settings
 
@@ -130,16 +139,17 @@ class ComputeMode:
         torch.set_autocast_cache_enabled(self._cache)
         if self._inference is not None:
             self._inference.__exit__(kind, error, trace)
+        # Restored after leaving inference mode, for the same reason as above.
         torch._C._set_grad_enabled(self._grad)
         if self._threads != 1:
             torch.set_num_threads(self._threads)
 
 
 class InheritedSettings(ComputeMode):
-    """Compute under the settings of another thread; leave this one as it was found.
+    """A context manager that computes under the settings of another thread and restores its own afterwards.
 
     Args:
-        settings: Of the thread that asks for the work.
+        settings: The settings of the thread that requested the work.
     """
 
     __slots__ = ("_autocast", "_device", "_flush", "_streams")
@@ -171,24 +181,25 @@ class InheritedSettings(ComputeMode):
             _switch_streams(self._streams)
 
 
-def _autocast(device_type: str) -> Autocast:
-    return Autocast(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+def _autocast_state(device_type: str) -> AutocastState:
+    return AutocastState(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
 
-def _switch_autocast(states: Iterable[Autocast]) -> list[Autocast]:
-    """Set autocast where it is in another state, and give the states that were there."""
+def _switch_autocast(states: Iterable[AutocastState]) -> list[AutocastState]:
+    """Apply autocast states where they differ, and return the previous states of those."""
     before = []
     for cast in states:
         kind = cast.device_type
+        # Unchanged states are skipped, because setting them takes longer than reading them.
         if torch.is_autocast_enabled(kind) != cast.enabled or torch.get_autocast_dtype(kind) != cast.dtype:
-            before.append(_autocast(kind))
+            before.append(_autocast_state(kind))
             torch.set_autocast_enabled(kind, cast.enabled)
             torch.set_autocast_dtype(kind, cast.dtype)
     return before
 
 
 def _default_device() -> torch.device | None:
-    """Return the calling thread's default device, None for the CPU."""
+    """Return the default device of the calling thread, or None for the CPU."""
     device = torch.get_default_device()
     return None if device.type == "cpu" else device
 
@@ -198,9 +209,9 @@ def _current_streams() -> tuple[torch.cuda.Stream, ...]:
 
 
 def _switch_streams(streams: Iterable[torch.cuda.Stream]) -> tuple[torch.cuda.Stream, ...]:
-    """Make each stream the current one of its GPU, and return those that were.
+    """Set the current stream of each GPU, and return the previous ones.
 
-    Which GPU is current afterwards is not promised.
+    This may change the current GPU.
     """
     before = _current_streams()
     for stream in streams:

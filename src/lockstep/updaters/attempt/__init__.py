@@ -1,4 +1,4 @@
-"""One attempt at an update: its request, its state, the state of its thread, and the deferred check."""
+"""One attempt at an update: its request, its state, the settings of its thread, and the deferred overflow check."""
 
 from lockstep.updaters.attempt.attempt import (
     Attempt as Attempt,

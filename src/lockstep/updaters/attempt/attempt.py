@@ -1,4 +1,4 @@
-"""One attempt at a gradient: what was asked for, and what each stage of an update has made of it so far."""
+"""One attempt at computing a gradient: the request, and what each stage of an update has added so far."""
 
 from __future__ import annotations
 
@@ -26,33 +26,40 @@ class GradientRequest:
     Attributes:
         loss_fn: Returns the loss of a shard.
         wanted: The parameters that get a gradient, by ``id``; None for all that require one.
-        ordinal: How many gradients the update has computed before.
-        deferred: Whether the overflow check stays on the device; see `updaters.deferred`.
-        look: Called with every shard that takes part, its gradients and its report, by the thread that
-            computed it. Then the gradient is only looked at, and no parameter receives it.
+        ordinal: The number of gradients that the update has computed before.
+        deferred: Whether the overflow check stays on the device; see `updaters.attempt.deferred`.
+        inspect_shard: Called with every shard that takes part, its gradients and its report, in the thread that
+            computed it. If given, the gradient is not assigned to any parameter.
+        taken: Descriptions, for the other ranks, of the batches that a step function has taken from iterators.
+        summed: Whether `loss_fn` returns sums over samples instead of means.
     """
 
     loss_fn: LossFunction
     wanted: frozenset[int] | None = None
     ordinal: int = 0
     deferred: bool = False
-    look: Callable[[Shard, Tensors, ShardReport], None] | None = None
+    inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
+    taken: Sequence[list[str]] = ()
+    summed: bool = False
 
 
 FINITE: Final = FiniteCheck()
 
 
 def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]) -> Check:
-    """Name the parameter whose gradient is not finite, if there is one; where nobody looked, read nothing.
+    """Check whether gradients are finite, and name the first parameter whose gradient is not.
+
+    If the check was deferred, nothing is read from the device.
 
     Args:
         names: The names of the parameters, in the order of the gradients.
-        gradients: None where there is none.
-        finite: Whether each slice of the gradients is finite; None where nobody looked.
+        gradients: The gradients, None where there is none.
+        finite: Whether each slice of the gradients is finite; None where the check was deferred.
 
     >>> check_finite(["weight", "bias"], [None, torch.tensor([torch.inf])], [True, False]).nonfinite
     'bias'
     """
+    # The usual case needs no names; parameters are only searched where a slice is not finite.
     if False not in finite and None not in finite:
         return FINITE
     named = zip(names, gradients, strict=True)
@@ -64,102 +71,109 @@ def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt at the gradient of some batches; nothing of the training state changes by it.
+    """One attempt at the gradient of some batches, which changes nothing of the training state.
 
-    The stages of an update fill it in, in this order.
+    The stages of an update fill in the attributes in this order.
 
     Attributes:
-        request: Which gradient.
-        scale: The loss scale it is made with.
-        first_scale: The loss scale of the first attempt.
-        given_batches: What the gradient is of, if not of the iterator's next batches.
-        once: Whether no other attempt follows, whatever comes of this one.
+        request: Which gradient to compute.
+        scale: The loss scale of this attempt.
+        first_scale: The loss scale of the first attempt of the update.
+        given_batches: The batches to use; empty for the iterator's next ones.
+        no_retry: Whether no other attempt may follow, whatever the gradient.
         is_final: Whether no other attempt follows.
-        tries: How many attempts there were, with this one.
-        passed: How many batches earlier attempts of the update have given up.
-        nonfinite_before: The first non-finite parameter of the last bad attempt before this one.
-        batches: *Take*: what the gradient is of.
-        sizes: *Plan*: how many samples each batch holds.
+        number: The number of this attempt, 1 for the first.
+        skipped_batches: The number of batches that earlier attempts of the update have given up.
+        previous_nonfinite: The non-finite parameter that the last failed attempt before this one named.
+        batches: *Take*: the batches of this attempt.
+        sizes: *Plan*: the number of samples in each batch.
         share: The shards that this process computes.
-        work: These shards by device, each with its arrays.
-        task: What every shard is computed by.
-        devices: *Compute*: what the shards of each device add up to.
-        gradients: *Reduce*: the gradient for each parameter that requires one; None where no shard reached
-            it.
-        finite: For each slice of the gradients whether it is finite; None where nobody looked.
-        buffers: What the shards made of the buffers, one entry for each part that is to be combined.
-        samples: How many samples took part; 1 where a single shard did.
+        device_shards: These shards by device, each with its arrays.
+        task: What the computations of all shards have in common.
+        device_gradients: *Compute*: the sums over the shards of each device.
+        gradients: *Reduce*: the gradient of each parameter that requires one; None where no shard reached it.
+        finite_slices: Whether each slice of the gradients is finite; None where the check was deferred.
+        buffers: The buffers that shards have left, one entry per part that is to be combined.
+        samples: The number of samples that took part; 1 where a single shard did.
         reports: What each shard that took part measured, in order.
-        complete: Whether no shard was left out. One is after an interrupt whose handler lets the work go on.
+        complete: Whether no shard was left out, as can happen after an interrupt whose handler returns.
         check: *Check*: whether the gradient is finite.
-        handed_over: Whether the gradient lies where optimizers look for it.
+        gradients_assigned: Whether the gradients have been stored where optimizers read them.
     """
 
     request: GradientRequest
     scale: MovingScale
     first_scale: MovingScale
     given_batches: Sequence[Any] = ()
-    once: bool = False
+    no_retry: bool = False
     is_final: bool = False
-    tries: int = 1
-    passed: int = 0
-    nonfinite_before: str | None = None
+    number: int = 1
+    skipped_batches: int = 0
+    previous_nonfinite: str | None = None
     batches: Sequence[Any] = ()
     sizes: Sequence[int] = ()
     share: RankShare = field(init=False)
-    work: Sequence[Sequence[tuple[Shard, Any]]] = ()
+    device_shards: Sequence[Sequence[tuple[Shard, Any]]] = ()
     task: GradientTask = field(init=False)
-    devices: Sequence[DeviceGradients] = ()
+    device_gradients: Sequence[DeviceGradients] = ()
     gradients: Tensors = field(default_factory=list)
-    finite: Sequence[bool | None] = ()
+    finite_slices: Sequence[bool | None] = ()
     buffers: Sequence[AnyBufferSum] = ()
     samples: int = 0
     reports: Sequence[ShardReport] = ()
     complete: bool = True
     check: Check = FINITE
-    handed_over: bool = False
+    gradients_assigned: bool = False
 
     @property
-    def taken(self) -> int:
-        """How many batches the iterator is to move past."""
-        return self.passed + len(self.batches)
+    def consumed_batches(self) -> int:
+        """The number of batches that the iterator has to advance by."""
+        return self.skipped_batches + len(self.batches)
 
     @property
     def nonfinite(self) -> str | None:
-        """The first parameter whose gradient is not finite here or in the last bad attempt before; else None."""
-        return self.check.nonfinite or self.nonfinite_before
+        """The first non-finite parameter of this attempt, or else of the last failed one before it, or None."""
+        return self.check.nonfinite or self.previous_nonfinite
 
     @property
     def applied(self) -> bool | torch.Tensor:
-        """Whether weights move by it, for its gradient is finite; a tensor where only the device knows."""
+        """Whether the weights move, because the gradient is finite; a tensor where only the device knows."""
         if self.check.flag is not None:
             return self.check.flag == 0
+        # Without reports every shard had weight 0, and there is nothing to step by.
         return self.check.nonfinite is None and bool(self.reports)
 
     def result(self, *, applied: bool | torch.Tensor) -> UpdateResult:
-        """Return what the user is told, who may look at it whenever; it keeps no gradient alive."""
-        check, before = self.check, self.nonfinite_before
-        return UpdateResult(
-            applied=partial(bool, applied),
-            tries=self.tries,
-            loss_scale=partial(float, self.task.loss_scale),
-            nonfinite=lambda: check.nonfinite or before,
-            reports=self.reports,
-        )
-
-    def following(self, scale: MovingScale) -> MovingScale:
-        """Return the loss scale that follows.
+        """Return the result for the user, who may read it at any later time.
 
         Args:
-            scale: The updater's; another than `first_scale` where a second gradient was computed between this
-                one and its step. Then an overflow still lowers it, and success does not raise it.
+            applied: Whether the weights have moved; a tensor where only the device knows.
+        """
+        # Bound to the check alone: a reference to the attempt would keep its gradients in memory.
+        check, previous = self.check, self.previous_nonfinite
+        return UpdateResult(
+            applied=partial(bool, applied),
+            tries=self.number,
+            loss_scale=partial(float, self.task.loss_scale),
+            nonfinite=lambda: check.nonfinite or previous,
+            reports=self.reports,
+            summed=self.request.summed,
+        )
+
+    def next_scale(self, scale: MovingScale) -> MovingScale:
+        """Return the loss scale that follows this attempt.
+
+        Args:
+            scale: The current loss scale of the updater. It differs from `first_scale` if another gradient was computed
+                between this one and its step; then an overflow still lowers the scale, but success does not raise it.
         """
         if self.check.flag is not None:
             return scale.after(self.check.flag, given=self.first_scale)
+        # An attempt whose shards all had weight 0 says nothing about the scale.
         if not self.reports or scale.fixed_factor is not None:
             return scale
-        following, now = self.scale.value.after(finite=self.check.nonfinite is None), scale.value
+        next_value, now = self.scale.value.after(finite=self.check.nonfinite is None), scale.value
         may_rise = now is self.first_scale.value
-        if following is now or not (may_rise or following.factor < now.factor):
+        if next_value is now or not (may_rise or next_value.factor < now.factor):
             return scale
-        return MovingScale(following)
+        return MovingScale(next_value)

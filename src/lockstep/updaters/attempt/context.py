@@ -1,4 +1,4 @@
-"""The state of the calling thread while it makes an update: how it computes, and what becomes of Ctrl-C."""
+"""The state of the calling thread during an update: the settings it computes under, and pending interrupts."""
 
 from __future__ import annotations
 
@@ -10,61 +10,64 @@ from lockstep.updaters.state import Savepoint
 
 
 class UpdateSigint(DeferredSigint):
-    """Take note of SIGINT during an update, and raise it where nothing has changed yet.
+    """Records SIGINT during an update, and delivers it at points where nothing has changed yet.
 
-    The first Ctrl-C asks the replicas to stop at their next shard. A second one, given by somebody who
-    does not want to wait for that, is raised at once, unless the weights are already moving. Works in the
-    main thread only; elsewhere Python delivers no signals and this does nothing.
+    The first Ctrl-C asks the replicas to stop at their next shard. A second one, from a user who does not want to wait,
+    is delivered at once, unless the weights are already moving. This only has an effect in the main thread; Python does
+    not deliver signals to others.
 
     Args:
-        group: Asked to stop at the first Ctrl-C, and knows who was at work then.
+        replicas: The replicas that are asked to stop.
     """
 
-    def __init__(self, group: ReplicaSet) -> None:
-        self._group = group
+    def __init__(self, replicas: ReplicaSet) -> None:
+        self._replicas = replicas
         self._committing = False
 
     def check(self) -> bool:
-        """Deliver an interrupt that came since; called where nothing has changed yet.
+        """Deliver a pending interrupt; called where nothing has changed yet.
 
         Returns:
-            Whether one came whose handler lets the work go on; shards may have been left out by then.
+            Whether there was one and its handler returned. Shards may have been left out in that case.
         """
+        # Cleared first, so that a handler that raises does not leave an interrupt to be delivered twice.
         came, self._pending = self._pending, False
         if came:
-            with self._group.progress:
+            # `progress` turns a KeyboardInterrupt of the handler into one that names the devices at work.
+            with self._replicas.progress:
                 self._handler(_signal.SIGINT, None)
         return came
 
-    def commit(self) -> None:
-        """Hold every interrupt from here to the end."""
+    def check_and_hold(self) -> None:
+        """Deliver a pending interrupt, then hold later ones until the end of the ``with`` block."""
         if self._pending:
             self.check()
         self._committing = True
 
     def hold(self) -> None:
-        """Hold every interrupt from here to the end, one that came already among them."""
+        """Hold all interrupts until the end of the ``with`` block, including a pending one."""
         self._committing = True
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # The second Ctrl-C: its user does not want to wait for shards. While weights move it is held all the same.
         if self._pending and not self._committing:
             self._pending = False
             self._handler(number, frame)
             return
         self._pending = True
-        self._group.stop()
+        self._replicas.stop()
 
 
 class StepContext:
-    """Hold Ctrl-C, and put the calling thread into the state in which all devices compute.
+    """Holds Ctrl-C, and puts the calling thread into the settings under which all devices compute.
 
     Args:
-        replicas: The replicas whose work an interrupt stops.
+        replicas: The replicas that an interrupt stops.
 
     Attributes:
-        interrupts: Those held.
-        settings: What the calling thread computes under.
-        savepoint: What a step function goes back to when it fails; None in an update without one.
+        interrupts: The interrupts that are held.
+        settings: The settings of the calling thread.
+        savepoint: The state that a failed step function returns to; None in an update without one.
     """
 
     __slots__ = ("_mode", "interrupts", "savepoint", "settings")
@@ -72,12 +75,13 @@ class StepContext:
     def __init__(self, replicas: ReplicaSet) -> None:
         self.interrupts = UpdateSigint(replicas)
         self.settings = SINGLE_THREAD
-        if replicas.carries:
+        if replicas.uses_threads:
             self.settings = ThreadSettings.capture(replicas.device_types, training=True)
         self.savepoint: Savepoint | None = None
         self._mode = ComputeMode(self.settings)
 
     def __enter__(self) -> StepContext:
+        # Interrupts first, so that Ctrl-C cannot arrive between the change of settings and its undoing.
         self.interrupts.__enter__()
         self._mode.__enter__()
         return self

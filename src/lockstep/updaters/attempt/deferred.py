@@ -1,9 +1,9 @@
-"""Leave the overflow check of an update on the device, where nothing on the host has to know what it finds.
+"""Leave the overflow check of an update on the device, where the host does not need its result.
 
-With ``on_overflow="skip"`` there is one attempt, whatever comes of it. Optimizers that take a flag leave
-their step out by it, buffers keep their values by it, and the loss scale and the count of applied updates
-follow it, all on the device. `REASONS` lists what an update reads on the host all the same. The bits are
-those of the same run that reads.
+With ``on_overflow="skip"`` there is one attempt, whatever its gradient. Optimizers that accept a flag skip their step
+by it, buffers keep their values by it, and the loss scale and the number of applied updates follow it, all on the
+device. `SYNC_REASONS` lists what an update reads on the host all the same. The result is the same, bit for bit, as that
+of a run that reads the check.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, TypeAlias
 import torch
 
 from lockstep.precision import LossScale, cannot_skip, first_flagged
-from lockstep.replicas import unpackable
+from lockstep.replicas import unpackable_buffer
 from lockstep.updaters.setup import Names, OnOverflow
 from lockstep.updaters.state import Training
 
@@ -26,11 +26,11 @@ LOG = logging.getLogger("lockstep")
 
 @dataclass(frozen=True, slots=True)
 class FiniteCheck:
-    """Whether a gradient is finite, as the host knows it.
+    """Whether a gradient is finite, known on the host.
 
     Attributes:
         nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
-        flag: Nothing that the device would have to look at.
+        flag: Always None, because there is nothing for the device to decide.
     """
 
     nonfinite: str | None = None
@@ -38,11 +38,11 @@ class FiniteCheck:
 
 
 class DeferredCheck:
-    """Whether a gradient is finite, on the device until somebody looks.
+    """Whether a gradient is finite, known on the device until it is read.
 
     Args:
         names: The names of the parameters that have a gradient.
-        flags: One float32 for each name, 1 where the gradient is not finite, else 0.
+        flags: One float32 per name: 1 where the gradient is not finite, else 0.
 
     >>> check = DeferredCheck(["weight", "bias"], torch.tensor([0.0, 1.0]))
     >>> check.flag, check.nonfinite
@@ -53,7 +53,7 @@ class DeferredCheck:
         self._names = names
         self._flags = flags
         self.flag = flags.amax()
-        """Above 0 if the gradient is not finite: 0-d, on its device."""
+        """A 0-d tensor on the device, above 0 if the gradient is not finite."""
 
     @cached_property
     def nonfinite(self) -> str | None:
@@ -65,31 +65,34 @@ Check: TypeAlias = FiniteCheck | DeferredCheck
 
 
 Conditions: TypeAlias = dict[str, Callable[["Deferral", str], object]]
-"""By the sentence that says the reason: tells whether it holds, of an optimizer that steps by its name.
+"""Conditions by the sentence that names the reason; each is checked for every optimizer that steps.
 
-What is true about it stands in the sentence in the place of ``{}``.
+What a condition returns replaces the ``{}`` in its sentence.
 """
 
-READS_CHECK: Final[Conditions] = {
-    "on_overflow={!r} decides on the host whether there is another try": lambda run, _: (
-        run.on_overflow != "skip" and run.on_overflow
+CHECK_REASONS: Final[Conditions] = {
+    "on_overflow={!r} decides on the host whether there is another attempt": lambda deferral, _: (
+        deferral.on_overflow != "skip" and deferral.on_overflow
     ),
-    "the processes tell each other of every try": lambda run, _: run.num_processes > 1,
-    "{}": lambda run, name: cannot_skip(run.training.optimizers[name], run.training.masters.get(name)),
-    "a scheduler that counts applied updates counts on the host": lambda run, name: any(
-        each.optimizer is run.training.optimizers[name] for each in run.training.schedulers.values()
+    "the processes report every attempt to each other": lambda deferral, _: deferral.num_processes > 1,
+    "{}": lambda deferral, name: cannot_skip(deferral.training.optimizers[name], deferral.training.masters.get(name)),
+    "a scheduler counts applied updates on the host": lambda deferral, name: any(
+        each.optimizer is deferral.training.optimizers[name] for each in deferral.training.schedulers.values()
     ),
 }
-"""The reasons for which the overflow check is read, in the order in which they are looked for."""
+"""The reasons for reading the overflow check, in the order in which they are checked."""
 
-REASONS: Final[Conditions] = READS_CHECK | {
-    "{} has no after_on_device of its own": lambda run, _: (
-        (policy := run.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
+# The order is that of the answer: the first reason that applies is the one the user is told.
+SYNC_REASONS: Final[Conditions] = CHECK_REASONS | {
+    "{} does not override after_on_device": lambda deferral, _: (
+        (policy := deferral.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
     ),
-    "the weight of a Loss is a tensor, which tells whether its shard takes part": lambda run, _: run.reads_weights,
-    "the buffer {!r} is no plain run of numbers": lambda run, _: unpackable(run.training.group.model),
+    "whether a shard takes part depends on a weight that is a tensor": lambda deferral, _: deferral.has_tensor_weights,
+    "the buffer {!r} is not a plain dense tensor": lambda deferral, _: unpackable_buffer(
+        deferral.training.replicas.model
+    ),
 }
-"""All reasons for which something is read: those, and others where the check is deferred all the same."""
+"""All reasons for reading anything: those above, and others that apply where the check is deferred as well."""
 
 
 @dataclass(slots=True)
@@ -97,25 +100,25 @@ class Deferral:
     """Decides whether the overflow check of an update is deferred.
 
     Attributes:
-        on_overflow: What follows a gradient that is not finite.
-        num_processes: How many processes the run has.
-        training: What is trained.
-        reads_weights: Whether weights of the last losses were tensors, which the host waited for.
-        has_logged: Whether the log says why every update reads its check.
+        on_overflow: What follows a non-finite gradient.
+        num_processes: The number of processes of the run.
+        training: The training state.
+        has_tensor_weights: Whether weights of the last losses were tensors, for which the host had to wait.
+        has_logged: Whether the log already explains why every update reads its check.
     """
 
     on_overflow: OnOverflow
     num_processes: int
     training: Training
-    reads_weights: bool = False
+    has_tensor_weights: bool = False
     has_logged: bool = False
 
-    def reason(self, names: Names, conditions: Conditions = REASONS) -> str | None:
-        """Return the first of some reasons that holds for an update; None if none does.
+    def reason(self, names: Names, conditions: Conditions = SYNC_REASONS) -> str | None:
+        """Return the first reason that applies to an update; None if none does.
 
         Args:
             names: The optimizers that step.
-            conditions: The reasons to look for.
+            conditions: The reasons to check.
         """
         for sentence, condition in conditions.items():
             for name in names:
@@ -125,13 +128,22 @@ class Deferral:
         return None
 
     def defers(self, names: Names) -> bool:
-        """Return whether the overflow check stays on the device; where it does not, log once why not."""
-        reason = self.reason(names, READS_CHECK)
+        """Return whether the overflow check stays on the device; if it does not, log the reason once.
+
+        Args:
+            names: The optimizers that step.
+        """
+        reason = self.reason(names, CHECK_REASONS)
         if reason is not None and not self.has_logged:
             self.has_logged = True
             LOG.info("Every update reads whether its gradient is finite: %s.", reason)
         return reason is None
 
     def read_if_needed(self, check: Check, names: Names) -> Check:
-        """Read a deferred check where these optimizers have come to need it since, such as by a new hook."""
-        return check if self.reason(names, READS_CHECK) is None else FiniteCheck(check.nonfinite)
+        """Read a deferred check if these optimizers need it by now, for example because of a new hook.
+
+        Args:
+            check: The check of the gradient.
+            names: The optimizers that step.
+        """
+        return check if self.reason(names, CHECK_REASONS) is None else FiniteCheck(check.nonfinite)

@@ -1,4 +1,4 @@
-"""Measure how fast the places are, and give them shards in that proportion."""
+"""Measure how fast each device computes, and assign shards in that proportion."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from lockstep.plan import Shard
 
 LOG = logging.getLogger("lockstep")
 
-WARM_UP: Final = 3
-"""Computations that are not measured: caches, kernels chosen at first use, threads that begin."""
-MEASURED: Final = 10
-"""Computations that are."""
+UNTIMED_COMPUTATIONS: Final = 3
+"""The number of computations before the first timed one, in which caches fill, kernels are chosen and threads start."""
+TIMED_COMPUTATIONS: Final = 10
+"""The number of computations that are timed."""
 
-Work = Sequence[Sequence[tuple[Shard, Any]]]
-"""The shards of each place, with their arrays on its device."""
+DeviceShards = Sequence[Sequence[tuple[Shard, Any]]]
+"""The shards of each device, each with its arrays on that device."""
 
 
 class DeviceTimer:
-    """Time the places while the first batches are computed, then settle on workloads once.
+    """Time the devices during the first computations, then choose their workloads once.
 
-    A place's workload is how many samples it computed in a second, relative to the mean over places. Where
-    each shard runs changes no bit of a result whose number of shards is fixed, so nothing here is part of a
-    run's state.
+    The workload of a device is the number of samples it computes per second, relative to the mean over devices. With a
+    fixed number of shards the result does not depend on where each shard runs, so none of this is saved with the state
+    of a run.
 
     Args:
-        devices: Of the places.
+        devices: The devices to time.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -39,33 +39,45 @@ class DeviceTimer:
         self._samples = [0] * len(devices)
         self._computations = 0
 
-    def timed(self, compute: Callable[[int], None], work: Work) -> Callable[[int], None]:
-        """Give what runs one place's work and takes its time; after the last measurement the work itself."""
+    def timed(self, compute: Callable[[int], None], device_shards: DeviceShards) -> Callable[[int], None]:
+        """Return a function that runs one device's work and times it; once everything is measured, the work itself.
+
+        Args:
+            compute: Called with the index of a device; runs the work of that device.
+            device_shards: The shards of each device, whose samples are counted.
+        """
         self._computations += 1
-        if not WARM_UP < self._computations <= WARM_UP + MEASURED:
+        if not UNTIMED_COMPUTATIONS < self._computations <= UNTIMED_COMPUTATIONS + TIMED_COMPUTATIONS:
             return compute
 
         def run(place: int) -> None:
-            begin = time.perf_counter()
+            # Each device writes only its own entries, so the threads need no lock.
+            start = time.perf_counter()
             compute(place)
-            wait_for(self._devices[place])
-            self._seconds[place] += time.perf_counter() - begin
-            self._samples[place] += sum(len(shard.samples) for shard, _ in work[place])
+            # An accelerator still works when `compute` returns, and the clock must not stop before it.
+            synchronize(self._devices[place])
+            self._seconds[place] += time.perf_counter() - start
+            self._samples[place] += sum(len(shard.samples) for shard, _ in device_shards[place])
 
         return run
 
-    def workloads(self, now: list[float]) -> list[float]:
-        """Give the workloads of the next computation: those there are until everything is measured."""
-        if self._computations != WARM_UP + MEASURED:
-            return now
+    def next_workloads(self, current: list[float]) -> list[float]:
+        """Return the workloads of the next computation: the current ones until all timed computations are done.
+
+        Args:
+            current: The workloads of the computation that has just ended.
+        """
+        # The workloads change exactly once, after the last timed computation.
+        if self._computations != UNTIMED_COMPUTATIONS + TIMED_COMPUTATIONS:
+            return current
         measured = [
             samples / seconds
             for samples, seconds in zip(self._samples, self._seconds, strict=True)
             if samples and seconds
         ]
         if not measured:
-            return now
-        # A place that had no shard so far is taken to be as fast as the others are on average.
+            return current
+        # A device without shards so far is assumed to be as fast as the others are on average.
         usual = sum(measured) / len(measured)
         speeds = [
             samples / seconds if samples and seconds else usual
@@ -75,7 +87,7 @@ class DeviceTimer:
         return [speed / usual for speed in speeds]
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given, so that a clock tells how long that took."""
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has finished its queued work, so that a clock measures it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

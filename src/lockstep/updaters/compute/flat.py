@@ -1,4 +1,4 @@
-"""Lay the gradients of all parameters end to end in one tensor, for those who want them so."""
+"""Store the gradients of all parameters end to end in one tensor."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from lockstep.tree import Tensors
 
 
 class FlatGradients:
-    """One tensor for the gradients of all parameters, and a view of it for each.
+    """One tensor for the gradients of all parameters, with a view of it for each parameter.
 
-    Each parameter begins at a multiple of `ALIGNMENT` elements, where kernels meet the same vector lanes as
-    in a tensor of its own; what lies between is zero. A view has the strides that autograd gives a gradient:
-    the elements of a channels_last weight's gradient follow each other as the weight's do.
+    Each parameter begins at a multiple of `ALIGNMENT` elements, and the gaps are zero. A view has the strides that
+    autograd uses for the parameter's gradient: the gradient of a channels_last weight is laid out like the weight.
 
     Args:
-        parameters: All on one device.
-        dtype: Of the gradients.
+        parameters: The parameters, all on one device.
+        dtype: The dtype of the gradients.
 
     Raises:
-        ValueError: The parameters are on several devices.
+        ValueError: If the parameters are on several devices.
 
     >>> flat = FlatGradients([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))], torch.float32)
     >>> gradients = flat.store([torch.ones(3), None])
@@ -36,6 +35,8 @@ class FlatGradients:
         devices = {parameter.device for parameter in parameters}
         if len(devices) != 1:
             raise ValueError(f"`flat_gradients` must be of one device, got {len(devices)}.")
+        # At these offsets a kernel processes an element in the same vector lane as in a separate tensor, so the bits of
+        # elementwise operations do not depend on the neighbours.
         sizes = [-(-parameter.numel() // ALIGNMENT) * ALIGNMENT for parameter in parameters]
         self.tensor = torch.zeros(sum(sizes), device=devices.pop(), dtype=dtype)
         self._views = [
@@ -44,13 +45,17 @@ class FlatGradients:
         ]
 
     def store(self, gradients: Tensors) -> Tensors:
-        """Copy gradients to their places.
+        """Copy gradients into the flat tensor.
+
+        Args:
+            gradients: One gradient per parameter, None where there is none.
 
         Returns:
-            The views that now hold them; None where there was none, whose place is zero.
+            The views that now hold the gradients; None where there was none, and the view is filled with zeros.
         """
         stored: Tensors = []
         for view, gradient in zip(self._views, gradients, strict=True):
+            # Otherwise the flat tensor would still contain the gradient of an earlier update.
             if gradient is None:
                 view.zero_()
             else:

@@ -1,8 +1,9 @@
-"""See a model as an update needs it: its parameters and buffers, and a runner for each of its replicas."""
+"""Describe a model as an update needs it: its parameters and buffers, and a runner for each replica."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,25 +17,25 @@ from lockstep.updaters.setup import Recipe
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """What an update has to know of a model, until the model changes.
+    """What an update needs to know about a model; valid until the model changes.
 
     Attributes:
         tree_sum: Sums gradients over the devices.
-        named: The model's parameters that require a gradient, in the order of `Attempt.gradients`.
-        parameters: The same, without their names.
-        frozen: Those that require none.
-        slots: The model's buffers.
-        like: Tensors of the shapes, dtypes and devices of the gradients.
-        runners: One for each replica.
-        observers: For each replica what knows its modules by the names under which they report.
-        flat: Where the gradients lie end to end, if that was asked for.
+        named_parameters: The parameters that require a gradient, by name, in the order of `Attempt.gradients`.
+        parameters: The same parameters without their names.
+        frozen: The parameters that do not require a gradient.
+        buffer_refs: References to the model's buffers.
+        like: Tensors with the shapes, dtypes and devices of the gradients.
+        runners: The runner of each replica.
+        observers: For each replica, the modules under the names that they report by.
+        flat: The flat tensor of all gradients; None unless the user asked for one.
     """
 
     tree_sum: TreeSum
-    named: Mapping[str, nn.Parameter] = field(default_factory=dict)
+    named_parameters: Mapping[str, nn.Parameter] = field(default_factory=dict)
     parameters: Sequence[nn.Parameter] = ()
     frozen: Sequence[nn.Parameter] = ()
-    slots: Sequence[BufferRef] = ()
+    buffer_refs: Sequence[BufferRef] = ()
     like: Sequence[torch.Tensor] = ()
     runners: Sequence[ShardRunner] = ()
     observers: Sequence[Observers] = ()
@@ -42,22 +43,23 @@ class ModelLayout:
 
     @classmethod
     def of(cls, replicas: ReplicaSet, recipe: Recipe) -> ModelLayout:
-        """Look at a model whose replicas have been built anew.
+        """Create the layout of a model whose replicas are up to date.
 
         Args:
             replicas: The model and its replicas.
-            recipe: What is computed.
+            recipe: The arguments of the updater.
 
         Raises:
-            ValueError: No parameter requires a gradient, or they are to lie in one tensor and cannot.
+            ValueError: If no parameter requires a gradient, or if gradients cannot lie in one flat tensor as requested.
         """
         model = replicas.model
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not named:
-            raise ValueError("`model` must have a parameter that asks for a gradient, got none.")
+            raise ValueError("`model` must have a parameter that requires a gradient, got none.")
         parameters = list(named.values())
-        held = recipe.policy.held_dtype is not None  # then gradients are summed in float32
-        like = [_in_float32(each) if held else each.detach() for each in parameters]
+        # A model that is held in half precision has its gradients summed in float32, in which sums lose far fewer bits.
+        held = recipe.policy.held_dtype is not None
+        like = [_float32_like(each) if held else each.detach() for each in parameters]
         return cls(
             TreeSum(replicas, [parameter.numel() for parameter in parameters]),
             named,
@@ -71,6 +73,8 @@ class ModelLayout:
                     replicas,
                     device,
                     replica,
+                    # Replicas list their parameters in the model's order, so one index means the same parameter on
+                    # every device.
                     [parameter for parameter in replica.parameters() if parameter.requires_grad],
                     ReplicaBuffers(model, replica, recipe.buffers),
                     names_batches=True,
@@ -81,15 +85,27 @@ class ModelLayout:
             FlatGradients(parameters, like[0].dtype) if recipe.flat_gradients else None,
         )
 
-    def others(self, wanted: frozenset[int]) -> list[int]:
-        """List the parameters, by index, that are to have no gradient for now.
+    def unwanted_indices(self, wanted: frozenset[int]) -> list[int]:
+        """List the indices of the parameters that are to get no gradient for now.
 
         Args:
-            wanted: Those that are, by ``id``.
+            wanted: The parameters that are to get one, by ``id``.
         """
         return [index for index, parameter in enumerate(self.parameters) if id(parameter) not in wanted]
 
 
-def _in_float32(parameter: torch.Tensor) -> torch.Tensor:
-    """Return something of a parameter's shape in float32 that takes no memory."""
+def _float32_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a float32 tensor with the shape and device of a parameter, backed by a single element."""
     return torch.empty((), dtype=torch.float32, device=parameter.device).expand(parameter.shape)
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Disable gradients of a replica's parameters temporarily, so that backward skips them."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)

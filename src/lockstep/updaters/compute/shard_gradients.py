@@ -1,4 +1,4 @@
-"""Compute the gradient of each shard of one device, and add up what they give."""
+"""Compute the gradient of each shard of one device, and add these gradients up."""
 
 from __future__ import annotations
 
@@ -15,103 +15,104 @@ from torch import nn
 from lockstep.communicators import Watch
 from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
-from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_look_
+from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import AnyBufferSum, ShardRunner
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup import call_arguments
 
-NOTHING: Final[AbstractContextManager[None]] = nullcontext()
-NO_NAMES: Final[Mapping[str, Any]] = MappingProxyType({})
+NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
+NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 
 
 class EarlyReceiver(Protocol):
-    """Takes over the sums of a device while backward of its last shard makes them."""
+    """Receives the gradient sums of a device while backward of its last shard computes them."""
 
-    def watching(
-        self, shard: int, before: list[PartialSum], parameters: Sequence[nn.Parameter]
+    def sending(
+        self, shard: int, earlier: list[PartialSum], parameters: Sequence[nn.Parameter]
     ) -> AbstractContextManager[None]:
-        """Take what backward makes inside of the ``with``, added to the partial sums of the shards before.
+        """Send each gradient that backward computes inside the ``with`` block, added to the sums of earlier shards.
 
         Args:
             shard: The number of the shard.
-            before: The sums so far.
-            parameters: Those that may get a gradient.
+            earlier: The partial sums of the shards before it.
+            parameters: The parameters that may get a gradient.
         """
 
-    def end(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Take what backward of the last shard did not reach, but shards before it did.
+    def finish(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Send the sums of parameters that earlier shards reached and backward of the last one did not.
 
         Args:
-            gradients: What it has made.
+            gradients: The gradients that backward of the last shard has computed, one per parameter.
 
         Returns:
-            Whether the sums were taken over; the device no longer adds to them.
+            Whether the receiver has taken the sums over; if so, the device must not add to them any more.
         """
 
 
 @dataclass(slots=True)
 class GradientTask:
-    """What every shard of one attempt is computed by, on whichever device it runs.
+    """What all shards of one attempt have in common, on whichever device they run.
 
     Attributes:
-        loss_fn: Called with a replica and the arrays of a shard.
-        precision: The policy of number formats.
-        lift: What a weight of 1 multiplies the loss by: a power of two that keeps the products with the
-            weights below 1, or None where a single shard makes up the update and weights cancel.
-        loss_scale: The factor of the loss scale; a tensor where nobody reads it on the host.
-        watch: Told what this process is doing.
-        mean: Whether the gradient is that of the mean over all shards by their weights; else the gradients
-            of the shards' mean losses are summed as they are.
-        look: Called with every shard that takes part, its gradients, still scaled, and what it measured.
-        deferred: Whether nobody on the host is to learn if the gradient is finite.
-        receiver: Takes over the sums of the only device while backward of its last shard makes them, if
-            anything does.
-        reads_weights: Whether a weight was a tensor, which the host waited for.
+        loss_fn: Called with a replica and the arrays of a shard; returns the loss.
+        precision: The precision policy.
+        weight_scale: The power of two that weights are multiplied by, which keeps the products at most 1 where weights
+            count samples; None where a single shard makes up the update and its weight cancels.
+        loss_scale: The factor of the loss scale; a tensor where the host does not read it.
+        watch: Where this process records what it is doing.
+        mean: Whether the gradient is that of the weighted mean over all shards. Otherwise the gradients of the shards'
+            mean losses are summed.
+        inspect_shard: Called with every shard that takes part, its gradients, still scaled, and its report.
+        deferred: Whether the overflow check stays on the device.
+        early_receiver: Receives the sums of the only device during backward of its last shard; None where sums are not
+            sent early.
+        has_tensor_weights: Whether the weight of a loss was a tensor, for which the host had to wait.
     """
 
     loss_fn: LossFunction
     precision: Precision
-    lift: float | None
+    weight_scale: float | None
     loss_scale: float | torch.Tensor
     watch: Watch
     mean: bool = True
-    look: Callable[[Shard, Tensors, ShardReport], None] | None = None
+    inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
     deferred: bool = False
-    receiver: EarlyReceiver | None = None
-    reads_weights: bool = False
+    early_receiver: EarlyReceiver | None = None
+    has_tensor_weights: bool = False
 
-    def factor(self, weight: float) -> float | torch.Tensor:
-        """Return what the loss of a shard of this weight is multiplied by before backward."""
-        return self.loss_scale * (1.0 if self.lift is None or not self.mean else weight * self.lift)
+    def loss_factor(self, weight: float) -> float | torch.Tensor:
+        """Return the factor that multiplies the loss of a shard of this weight before backward."""
+        return self.loss_scale * (1.0 if self.weight_scale is None or not self.mean else weight * self.weight_scale)
 
-    def finish(self, reports: Sequence[ShardReport]) -> Callable[[list[torch.Tensor]], bool | None]:
-        """Return what divides the sum over these shards by what multiplied it, and tells if all is finite.
+    def normalizer(self, reports: Sequence[ShardReport]) -> Callable[[list[torch.Tensor]], bool | None]:
+        """Return a function that divides sums over these shards by their factor and returns whether they are finite.
 
-        Where nobody is to learn that, it tells None.
+        With a deferred overflow check the function returns None instead.
         """
+        # Added up in order of shards, in Python floats: every rank has the same reports and gets the same divisor.
         total = 0.0 if self.mean else 1.0
         if self.mean:
             for report in reports:
-                total += 1.0 if self.lift is None else report.weight * self.lift
-        return partial(divide_ if self.deferred else unscale_and_look_, factor=self.loss_scale * total)
+                total += 1.0 if self.weight_scale is None else report.weight * self.weight_scale
+        return partial(divide_ if self.deferred else unscale_and_check_, factor=self.loss_scale * total)
 
 
 @dataclass(slots=True)
 class DeviceGradients:
-    """Compute the gradients of the shards of one device, and hold what they add up to; a `ShardTask`.
+    """Compute and sum the gradients of the shards of one device; a `ShardTask`.
 
     Attributes:
-        task: What shards are computed by.
-        last: The last shard of the device, at whose backward its sums are complete.
-        observers: Knows the replica's modules by the names under which they report.
-        gradients: The sums, one entry for each parameter that requires a gradient.
-        buffers: What became of the buffers.
+        task: What the shards have in common.
+        last: The last shard of the device, whose backward completes its sums; None without shards.
+        observers: The replica's modules under the names that they report by.
+        gradients: The partial sums, with one entry per parameter that requires a gradient.
+        buffers: The sum of what the shards left in the buffers.
         reports: What each shard that took part measured.
-        samples: How many samples these hold; 1 where a single shard makes up the update.
+        samples: The number of samples in these shards; 1 where a single shard makes up the update.
     """
 
     task: GradientTask
@@ -124,27 +125,30 @@ class DeviceGradients:
     phase: ClassVar[str] = FORWARD
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
-        """Compute the gradient of a shard and add it to those before; one of weight 0 takes no part.
+        """Compute the gradient of a shard and add it to the sums; a shard of weight 0 takes no part.
 
         Args:
-            runner: The replica to use.
-            shard: Which one.
-            given: Its arrays, on the runner's device.
+            runner: The runner of the replica to use.
+            shard: The shard.
+            given: The arrays of the shard, on the runner's device.
 
         Raises:
-            ReplicaError: User code raised; the original error is the cause.
-            TypeError: The loss function returned something that is no loss.
-            ValueError: It returned a loss that cannot be used.
+            ReplicaError: If user code raised; the original error is the cause.
+            TypeError: If the loss function returned something other than a loss.
+            ValueError: If it returned a loss that cannot be used.
         """
         task = self.task
-        if runner.buffers.bound:
+        # Every shard starts from the buffers of the last update. One that saw those of the shard before it on this
+        # device would depend on the number of devices.
+        if runner.buffers.bindings:
             runner.buffers.restore()
-        args, kwargs = (given, NO_NAMES) if type(given) is tuple else call_arguments(given)
+        args, kwargs = (given, NO_KWARGS) if type(given) is tuple else call_arguments(given)
         task.watch.doing = FORWARD
         try:
-            # Closed before backward, where activation checkpointing runs and reports a second time.
+            # Reports are collected around forward only: activation checkpointing runs the forward again during
+            # backward, and would report everything twice.
             with (
-                NOTHING if task.precision.autocast_dtype is None else task.precision.autocast(runner.device.type),
+                NO_CONTEXT if task.precision.autocast_dtype is None else task.precision.autocast(runner.device.type),
                 collecting(self.observers, len(shard.samples)) as reports,
             ):
                 returned = task.loss_fn(runner.replica, *args, **kwargs)
@@ -152,18 +156,21 @@ class DeviceGradients:
             raise runner.error(FORWARD, shard, error) from error
         loss = check_loss(returned)
         weight = loss_weight(loss, len(shard.samples))
-        task.reads_weights |= isinstance(loss.weight, torch.Tensor)
-        receiver = task.receiver if shard is self.last else None
-        rest = self._backward(runner, shard, loss.value, weight, receiver) if weight > 0 else None
+        task.has_tensor_weights |= isinstance(loss.weight, torch.Tensor)
+        # Before its last shard the device's sums are incomplete, and nothing of them can be sent.
+        early_receiver = task.early_receiver if shard is self.last else None
+        remaining_factor = self._backward(runner, shard, loss.value, weight, early_receiver) if weight > 0 else None
+        # Also for a shard of weight 0, without gradients: the early receiver must learn that backward did not run.
         gradients = runner.take_gradients()
-        delivered = receiver is not None and receiver.end(gradients)
+        sent_early = early_receiver is not None and early_receiver.finish(gradients)
         if weight > 0:
-            if not delivered and (rest is not None or task.precision.held_dtype is not None):
-                self._complete(gradients, rest)
-            reports.pairs.pop("loss", None)  # it is the loss of the update, whoever else reports it
-            metrics = reports.pairs | _detached(loss) if loss.metrics else reports.pairs
+            if not sent_early and (remaining_factor is not None or task.precision.held_dtype is not None):
+                self._finish_gradients(gradients, remaining_factor)
+            # The name "loss" belongs to the loss of the update, which is recorded below.
+            reports.pairs.pop("loss", None)
+            metrics = reports.pairs | _detach_metrics(loss) if loss.metrics else reports.pairs
             report = ShardReport(shard.index, weight, loss.value.detach(), metrics)
-            self._add(runner, shard, report, gradients, delivered=delivered)
+            self._add(runner, shard, report, gradients, sent_early=sent_early)
 
     def _backward(
         self,
@@ -171,50 +178,54 @@ class DeviceGradients:
         shard: Shard,
         loss: torch.Tensor,
         weight: float,
-        receiver: EarlyReceiver | None,
+        early_receiver: EarlyReceiver | None,
     ) -> float | torch.Tensor | None:
-        """Leave the gradient of factor times loss in the replica's parameters.
+        """Run backward so that the gradient of the scaled loss is left in the replica's parameters.
 
         Returns:
-            What the gradients are yet to be multiplied by, if anything.
+            The factor by which the gradients have still to be multiplied; None if there is none.
         """
-        first, rest = first_gradient(loss, self.task.factor(weight))
+        first, remaining_factor = first_gradient(loss, self.task.loss_factor(weight))
         self.task.watch.doing = BACKWARD
-        # To take note only: a shard that has begun is done as a whole.
+        # The returned value is ignored on purpose: a shard whose forward has run is completed even after a request to
+        # stop.
         runner.replicas.progress.proceed(runner.place, BACKWARD, shard)
-        if receiver is None or rest is not None:  # what is yet to be multiplied is not yet what is to be sent
+        # Gradients that have still to be multiplied are not yet the values to send.
+        if early_receiver is None or remaining_factor is not None:
             runner.backward(shard, (loss,), (first,))
         else:
-            with receiver.watching(shard.index, self.gradients.partials, runner.parameters):
+            with early_receiver.sending(shard.index, self.gradients.partials, runner.parameters):
                 runner.backward(shard, (loss,), (first,))
-        return rest
+        return remaining_factor
 
-    def _complete(self, gradients: Tensors, rest: float | torch.Tensor | None) -> None:
-        """Bring gradients to the format in which they are summed, and multiply what is yet to be multiplied."""
+    def _finish_gradients(self, gradients: Tensors, remaining_factor: float | torch.Tensor | None) -> None:
+        """Convert gradients to the dtype they are summed in, and multiply them by the remaining factor."""
+        # Converted first: the remaining factor would round gradients that are still in half precision.
         if self.task.precision.held_dtype is not None:
             gradients[:] = [None if gradient is None else gradient.float() for gradient in gradients]
-        if rest is not None:
-            multiply_(gradients, rest)
+        if remaining_factor is not None:
+            multiply_(gradients, remaining_factor)
 
     def _add(
-        self, runner: ShardRunner, shard: Shard, report: ShardReport, gradients: Tensors, *, delivered: bool
+        self, runner: ShardRunner, shard: Shard, report: ShardReport, gradients: Tensors, *, sent_early: bool
     ) -> None:
-        """Add what a shard gave to the sums of the device."""
+        """Add the gradients, buffers and report of a shard to the sums of the device."""
         task = self.task
-        if task.look is not None:
-            task.look(shard, gradients, report)
-        if not delivered:
+        # Before the push, which adds to the gradients in place.
+        if task.inspect_shard is not None:
+            task.inspect_shard(shard, gradients, report)
+        if not sent_early:
             self.gradients.push(shard.index, gradients)
-        # A single shard's buffers are taken as they are: x * n / n is not always x.
-        share = 1 if task.lift is None else len(shard.samples)
-        if runner.buffers.bound:
-            runner.buffers.take(shard.index, share, self.buffers)
+        # The buffers of a single shard get weight 1: in floating point, x * n / n is not always x.
+        share = 1 if task.weight_scale is None else len(shard.samples)
+        if runner.buffers.bindings:
+            runner.buffers.collect(shard.index, share, self.buffers)
         self.samples += share
         self.reports.append(report)
 
 
-def _detached(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]:
-    """Let go of the graphs behind the metrics."""
+def _detach_metrics(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]:
+    """Detach the metrics of a loss, so that reports do not keep graphs alive."""
     return {name: (_detach(total), _detach(weight)) for name, (total, weight) in loss.metrics.items()}
 
 

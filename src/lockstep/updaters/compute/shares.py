@@ -19,23 +19,24 @@ class RankShare:
 
     Attributes:
         runs: The shards of each of its devices, in order.
-        first: A shard number from which on all shards up to `stop` are its own; of what comes before, none.
-        stop: The number from which on shards belong to others; where there are none, one past all subtrees.
-        num_shards: How many shards there are on all processes.
-        opening: The first of these.
+        start: The first number past the shards of processes of lower rank. All shards from here up to `stop` belong to
+            this process.
+        stop: The first shard number of the processes of higher rank; without any, a number past all subtrees.
+        num_shards: The number of shards over all processes.
+        first_shard: The first shard over all processes.
     """
 
     runs: list[list[Shard]]
-    first: int
+    start: int
     stop: int
     num_shards: int
-    opening: Shard
+    first_shard: Shard
 
 
-Workloads: TypeAlias = tuple[tuple[float, ...], ...]
-"""Those of the devices of some ranks."""
+RankWorkloads: TypeAlias = tuple[tuple[float, ...], ...]
+"""The workloads of the devices of each of several ranks."""
 
-Runs: TypeAlias = list[list[Shard]]
+DeviceRuns: TypeAlias = list[list[Shard]]
 """The shards of each device of one rank."""
 
 
@@ -44,69 +45,79 @@ class ShardAssignment:
     """Assigns shards to the devices of all processes by their workloads.
 
     Attributes:
-        before: Those of each process of lower rank.
-        after: Those of each process of higher rank.
-        speeds: How long processes take; None as long as nobody knows, or where shards are not to be moved.
+        lower: The workloads of the devices of each process of lower rank.
+        higher: The workloads of the devices of each process of higher rank.
+        speeds: The measured speeds of the processes; None before they are known, or if shards must not be moved.
     """
 
-    before: Workloads = ()
-    after: Workloads = ()
+    lower: RankWorkloads = ()
+    higher: RankWorkloads = ()
     speeds: RankSpeeds | None = None
 
-    def num_places(self, mine: int) -> int:
-        """Count the devices of all processes, of which so many are this one's."""
-        return mine + sum(map(len, (*self.before, *self.after)))
+    def num_devices(self, own: int) -> int:
+        """Count the devices of all processes.
+
+        Args:
+            own: The number of devices of this process.
+        """
+        return own + sum(map(len, (*self.lower, *self.higher)))
 
 
-@lru_cache(maxsize=64)  # exact shares are slow to compute, and batches are mostly of one size
+# Exact shares are slow to compute, and most batches have one of a few sizes. The arguments are therefore hashable.
+@lru_cache(maxsize=64)
 def share_of(
     assignment: ShardAssignment,
     sizes: tuple[int, ...],
     num_shards: int | None,
-    mine: tuple[float, ...],
+    own: tuple[float, ...],
     strided: bool,
 ) -> RankShare:
     """Assign shards to all devices, and return those of this process.
 
     Args:
-        assignment: The workloads of the other processes.
-        sizes: The sizes of the batches of one update.
-        num_shards: Shards per batch; None for one per device.
-        mine: The workloads of this process's devices.
-        strided: Whether samples are dealt round robin.
+        assignment: The workloads of the other processes and the measured speeds.
+        sizes: The number of samples in each batch of the update.
+        num_shards: The number of shards per batch; None for one per device.
+        own: The workloads of this process's devices.
+        strided: Whether samples are assigned to shards round robin.
     """
-    workloads = (*assignment.before, mine, *assignment.after)
-    rank, speeds = len(assignment.before), assignment.speeds
-    runs = plan.schedule(sizes, num_shards, [each for rank in workloads for each in rank], strided=strided)
+    workloads = (*assignment.lower, own, *assignment.higher)
+    rank, speeds = len(assignment.lower), assignment.speeds
+    runs = plan.shards_by_device(sizes, num_shards, [each for rank in workloads for each in rank], strided=strided)
     rest = iter(runs)
     ranks = [list(islice(rest, len(each))) for each in workloads]
+    # Without a fixed number of shards, workloads decide the sizes of shards and so the bits; a clock must not.
     if speeds is not None and num_shards is not None:
-        ranks = _rebalanced(ranks, workloads, speeds)
-    earlier = [shard.index for run in chain(*ranks[:rank]) for shard in run]
-    later = [shard.index for run in chain(*ranks[rank + 1 :]) for shard in run]
+        ranks = _rebalance(ranks, workloads, speeds)
+    # The numbers between two processes' shards belong to missing shards. A subtree that reaches into them can be added
+    # up here only if no shard of another process is in it, hence both limits.
+    lower = [shard.index for run in chain(*ranks[:rank]) for shard in run]
+    higher = [shard.index for run in chain(*ranks[rank + 1 :]) for shard in run]
     shards = [shard for run in runs for shard in run]
     return RankShare(
         runs=ranks[rank],
-        first=1 + earlier[-1] if earlier else 0,
-        stop=later[0] if later else 2 * (1 + shards[-1].index),
+        start=1 + lower[-1] if lower else 0,
+        stop=higher[0] if higher else 2 * (1 + shards[-1].index),
         num_shards=len(shards),
-        opening=shards[0],
+        first_shard=shards[0],
     )
 
 
-def _rebalanced(ranks: Sequence[Runs], workloads: Workloads, speeds: RankSpeeds) -> list[Runs]:
-    """Cut over ranks by their speeds, then over the devices of each by their workloads."""
+def _rebalance(ranks: Sequence[DeviceRuns], workloads: RankWorkloads, speeds: RankSpeeds) -> list[DeviceRuns]:
+    """Cut shards over ranks by the measured speeds, then over the devices of each rank by their workloads."""
     shards = [shard for runs in ranks for run in runs for shard in run]
     stops = list(accumulate(sum(map(len, runs)) for runs in ranks))
     usual = [range(start, stop) for start, stop in pairwise([0, *stops])]
     cuts = speeds.cut([shard.index for shard in shards], usual, workloads)
+    # `plan.schedule` has rounded over all devices at once, which may differ from rounding within each rank.
     if cuts == usual:
         return list(ranks)
-    return [_dealt(shards[run.start : run.stop], each) for run, each in zip(cuts, workloads, strict=True)]
+    return [_assign_to_devices(shards[run.start : run.stop], each) for run, each in zip(cuts, workloads, strict=True)]
 
 
-def _dealt(shards: Sequence[Shard], workloads: Sequence[float]) -> Runs:
-    """Deal the shards of one rank out to its devices."""
+def _assign_to_devices(shards: Sequence[Shard], workloads: Sequence[float]) -> DeviceRuns:
+    """Assign the shards of one rank to its devices."""
+    # `plan.assign` refuses zero shards, but a slow rank may get none.
     if not shards:
         return [[] for _ in workloads]
     return [list(shards[run.start : run.stop]) for run in plan.assign(len(shards), workloads)]

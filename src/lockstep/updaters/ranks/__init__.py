@@ -1,9 +1,14 @@
-"""From the partial sums of this process to the sum over all ranks."""
+"""Combine the partial sums of this process with those of the other ranks."""
 
 from lockstep.updaters.ranks.consistency import (
-    Differing as Differing,
+    OnMismatch as OnMismatch,
     RankConsistency as RankConsistency,
     describe_run as describe_run,
 )
 from lockstep.updaters.ranks.coordinator import Coordinator as Coordinator, LocalCoordinator as LocalCoordinator
 from lockstep.updaters.ranks.rank_reduction import RankReduction as RankReduction, join_ranks as join_ranks
+from lockstep.updaters.ranks.same_batches import (
+    BATCHES as BATCHES,
+    Described as Described,
+    describe_batch as describe_batch,
+)

@@ -1,4 +1,4 @@
-"""Keep the ranks of a run alike: compared when it begins, and again and again while it goes on."""
+"""Check that the ranks of a run agree: completely when the run begins, and part by part while it goes on."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from lockstep.updaters.state import Training
 
 LOG = logging.getLogger("lockstep")
 
-Differing = Literal["broadcast", "refuse"]
-"""What is done about models that differ when a run begins."""
+OnMismatch = Literal["broadcast", "refuse"]
+"""What happens where models differ between ranks when a run begins: they take the values of rank 0, or the run ends."""
 
-SAME_KERNELS: Final = "Other kernels round differently: run all processes on one kind of machine and installation."
-SAME_CODE: Final = "Run the same script with the same arguments on every rank."
-SAME_SEED: Final = "Build the model from the same seed on every rank, or let rank 0's be broadcast."
+KERNELS_REMEDY: Final = "Kernels that differ round differently. Run all ranks on one type of machine and installation."
+CODE_REMEDY: Final = "Run the same script with the same arguments and seeds on every rank."
+MODELS_REMEDY: Final = "Build the model from the same seed on every rank, or pass `differing_models='broadcast'`."
 
 
 class RankConsistency:
-    """Compares what must be alike on all ranks.
+    """Compares everything that must be equal on all ranks.
 
     Args:
-        communicator: Joins them.
-        training: What is trained.
-        recipe: Describes the run.
-        every: Within how many updates all tensors of the state are compared.
-        differing: What is done about models that differ when a fresh run begins.
+        communicator: The communicator of the run.
+        training: The training state.
+        recipe: Returns the description of the run.
+        every: The number of updates within which all tensors of the state are compared, at least 1.
+        differing: What to do with models that differ when a run begins from its first update.
     """
 
     def __init__(
@@ -50,50 +50,56 @@ class RankConsistency:
         recipe: Callable[[], Fields],
         *,
         every: int,
-        differing: Differing,
+        differing: OnMismatch,
     ) -> None:
         self._communicator = communicator
         self._training = training
         self._recipe = recipe
-        self._differing: Differing = differing
-        self._watch = StateComparer(training.tensors, every)
-        self._begun = False
+        self._differing: OnMismatch = differing
+        self._comparer = StateComparer(training.tensors, every)
+        self._is_checked = False
 
-    def begin(self) -> None:
-        """Compare everything, before the first update and again when a state was loaded.
+    def check_start(self) -> None:
+        """Compare everything, before the first update and again after a state was loaded.
 
         Raises:
-            DisagreementError: On every rank; it names what differs, and on which rank.
+            DisagreementError: On every rank, if ranks differ; it names the difference and the rank.
         """
-        if self._begun:
+        if self._is_checked:
             return
-        check_fields(self._communicator, self._kernels(), what="kernel class", remedy=SAME_KERNELS)
-        check_fields(self._communicator, self._recipe(), what="recipe", remedy=SAME_CODE)
+        check_fields(self._communicator, self._kernels(), what="kernel class", remedy=KERNELS_REMEDY)
+        check_fields(self._communicator, self._recipe(), what="recipe", remedy=CODE_REMEDY)
         self._compare_state()
-        self._begun = True
+        # Set only after all comparisons have passed, so that an update after an error compares again.
+        self._is_checked = True
 
     def state_loaded(self) -> None:
-        """Compare everything before the next update: the state is another now."""
-        self._begun = False
-        self._watch.forget()
+        """Request a full comparison before the next update, because the state was replaced."""
+        self._is_checked = False
+        self._comparer.forget()
 
-    def digest(self) -> str:
-        """Give the digest of the part of the state whose turn it is."""
-        return self._watch.part_of(self._training.iteration)
+    def state_digest(self) -> str:
+        """Return the digest of the part of the state that is due in this update."""
+        return self._comparer.part_of(self._training.iteration)
 
-    def check(self, digests: Sequence[str]) -> None:
-        """Refuse to go on where the digests of the ranks differ.
+    def check_digests(self, digests: Sequence[str]) -> None:
+        """Check that the digests of all ranks are equal.
+
+        Args:
+            digests: The digest of each rank.
 
         Raises:
-            DisagreementError: On every rank; it names the rank, the tensor and the update.
+            DisagreementError: On every rank, if they differ; it names the rank, the tensor and the update.
         """
+        # Every rank has the same digests, so all of them enter the collective search for the difference, or none does.
         if len(set(digests)) > 1:
-            raise self._watch.explain(self._communicator, self._training.iteration)
+            raise self._comparer.explain(self._communicator, self._training.iteration)
 
     def _kernels(self) -> Fields:
-        """Describe the kernels of this rank, and what they make of a few numbers."""
-        devices = list(dict.fromkeys(self._training.group.devices))
+        """Describe the kernels of this rank, with the results they give for a few numbers."""
+        devices = list(dict.fromkeys(self._training.replicas.devices))
         fields = kernel_class(devices)
+        # In the settings of an update: other numbers of intra-op threads would give other bits than the shards have.
         with ComputeMode(SINGLE_THREAD):
             tests = [self_test(device) for device in devices]
         for name in tests[0]:
@@ -101,23 +107,29 @@ class RankConsistency:
         return fields
 
     def _compare_state(self) -> None:
-        """Compare all tensors; in a fresh run take rank 0's models where they differ, if that is wanted."""
+        """Compare all tensors of the state; a fresh run may take the models of rank 0 where they differ."""
         difference = self._difference()
         if difference is None:
             return
+        # Models differ by their seeds only before the first update. Later, a difference means that the ranks computed
+        # different things, and copying one of them would hide that.
         if self._training.iteration or self._differing == "refuse":
             raise difference
-        LOG.info("The models of the ranks differ (%s): all take rank 0's.", difference.subject)
-        self._take_rank_0()
+        LOG.info("The models of the ranks differ (%s). All ranks now use the models of rank 0.", difference.subject)
+        self._broadcast_models()
+        # Only models were sent. Optimizer state that still differs is refused.
         difference = self._difference()
         if difference is not None:
             raise difference
 
-    def _take_rank_0(self) -> None:
-        model = self._training.group.model
+    def _broadcast_models(self) -> None:
+        """Copy the models of rank 0 to all ranks."""
+        model = self._training.replicas.model
         named = self._training.tensors()
+        # Sent in the order of names, which is the same on all ranks; the order of registration need not be.
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._communicator.broadcast([tensor for tensor in named.values() if id(tensor) in own])
+        # Master weights are copies of the weights that have just been replaced.
         for masters in self._training.masters.values():
             masters.refresh()
 
@@ -128,18 +140,23 @@ class RankConsistency:
             {name: fingerprint([tensor]).hex() for name, tensor in self._training.tensors().items()},
         )
         what = "parameters, buffers and optimizer state"
-        return None if found is None else found.error(what=what, remedy=SAME_SEED)
+        return None if found is None else found.error(what=what, remedy=MODELS_REMEDY)
 
 
 Fields = dict[str, str]
-"""Text by name."""
+"""Descriptions by name."""
 
 
 def describe_run(training: Training, recipe: Recipe) -> Fields:
-    """Describe a run as it stands."""
+    """Describe the current state of a run, for comparison between ranks.
+
+    Args:
+        training: The training state.
+        recipe: The arguments of the updater.
+    """
     return {
         "lockstep": __version__,
-        **{f"`{each.name}`": _text(getattr(recipe, each.name)) for each in fields(recipe)},
+        **{f"`{each.name}`": _stable_text(getattr(recipe, each.name)) for each in fields(recipe)},
         "loss scale": f"{type(training.loss_scale).__name__} {training.loss_scale.state_dict()}",
         "number of updates": f"{training.iteration}",
         **_joined("model", training.models, _model_fields),
@@ -151,7 +168,7 @@ def describe_run(training: Training, recipe: Recipe) -> Fields:
 
 
 def _joined(what: str, named: Mapping[str, Any], describe: Any) -> Fields:
-    """Describe things of one kind, each field under the thing's name."""
+    """Combine the descriptions of several objects of one kind; each field names its object."""
     return {f"{field} of {what} {name!r}": text for name, each in named.items() for field, text in describe(each)}
 
 
@@ -174,7 +191,7 @@ def _optimizer_fields(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
     for index, group in enumerate(optimizer.param_groups):
         yield f"number of parameters in group {index}", f"{len(group['params'])}"
         for key in sorted(group.keys() - {"params"}):
-            yield f"{key!r} in group {index}", _text(group[key])
+            yield f"{key!r} in group {index}", _stable_text(group[key])
 
 
 def _iterator_fields(iterator: BatchSource) -> Iterator[tuple[str, str]]:
@@ -190,14 +207,14 @@ def _kind_field(thing: object) -> Iterable[tuple[str, str]]:
     return [("kind", type(thing).__name__)]
 
 
-def _text(value: object) -> str:
-    """Write a value so that equal ones read alike in every process: no addresses."""
+def _stable_text(value: object) -> str:
+    """Convert a value to text that is equal for equal values in every process, without memory addresses."""
     if isinstance(value, torch.Tensor):
         return f"{value.dtype} {value.tolist()}"
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(_stable_text, value))}]"
     if inspect.isroutine(value):
         return value.__qualname__
     return type(value).__name__

@@ -1,223 +1,267 @@
-"""Coordinate the ranks: they meet once in each attempt, to tell what each has, or that it cannot go on.
+"""Coordinate the ranks: in each attempt they exchange one control message with their results or their error.
 
-A rank whose own code raises still comes to the meeting of that attempt and says so. Then the others raise at
-the same place, where nothing of the training state has changed, instead of waiting for it.
+A rank whose own code raises still sends its message for that attempt, with the error. The other ranks then raise at the
+same point, where the training state has not changed yet, instead of waiting for the failed rank.
 """
 
 from __future__ import annotations
 
+import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
-from lockstep.communicators import Communicator
+from lockstep.communicators import Communicator, first_difference
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
+from lockstep.replicas import fork_error
 from lockstep.updaters.attempt import UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.rank_sum import RankSum
+from lockstep.updaters.ranks.same_batches import BATCHES, CURE, find_other_batches
 
-LONGEST_TRACEBACK: Final = 20_000
-"""Characters of a traceback that travel: its end, which says most."""
+TRACEBACK_LIMIT: Final = 20_000
+"""The number of characters of a traceback that are sent. Its end is kept, which says most about the error."""
 
 Position = Mapping[str, Any]
-"""What ranks must agree on when they meet, by the name that an error shall give it."""
+"""What ranks must agree on in an exchange, by the names that errors use."""
 
-_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class Coordinator(ABC):
-    """What an updater does where ranks may have something to tell each other."""
+    """Where the updater communicates with other ranks, if there are any."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def check_process(self) -> None:
+        """Check that this is the process that built the updater.
+
+        Raises:
+            OrderError: If this process was forked from it.
+        """
+        if self._process != os.getpid():
+            raise fork_error("ParallelUpdater")
 
     @abstractmethod
-    def begin(self) -> None:
-        """Begin an update, or half of one."""
+    def start_update(self) -> None:
+        """Prepare for an update, or for one half of an update.
+
+        Raises:
+            OrderError: If this process was forked from the one that built the updater.
+        """
 
     @abstractmethod
     def state_loaded(self) -> None:
-        """Take note that the state is another now, which ranks may have to compare."""
+        """Record that the state was replaced, so that ranks compare it again."""
 
     @abstractmethod
-    def telling(self) -> AbstractContextManager[None]:
-        """Tell the other ranks of an exception that is raised inside of the ``with``."""
+    def reporting_errors(self) -> AbstractContextManager[None]:
+        """Return a context manager that reports an exception raised inside it to the other ranks."""
 
     @abstractmethod
     def agree(self, position: Position, interrupts: UpdateSigint) -> None:
-        """Go on only if no rank failed or was interrupted until here; from here on none delivers interrupts.
-
-        Raises:
-            PeerError: A rank failed.
-            DisagreementError: A rank is somewhere else.
-            PeerInterrupt: A rank was interrupted.
-        """
-
-    @abstractmethod
-    def commit(self, interrupts: UpdateSigint) -> None:
-        """Hold every interrupt from here to the end; what follows a meeting follows it on all ranks."""
-
-
-class LocalCoordinator(Coordinator):
-    """Of a process that is alone."""
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def state_loaded(self) -> None:
-        """Do nothing."""
-
-    def telling(self) -> AbstractContextManager[None]:
-        """Tell nobody."""
-        return _NOTHING
-
-    def agree(self, position: Position, interrupts: UpdateSigint) -> None:  # noqa: ARG002 - nobody to ask
-        """Agree with oneself, once interrupts that came are delivered."""
-        interrupts.commit()
-
-    def commit(self, interrupts: UpdateSigint) -> None:
-        """Deliver what came, and hold what comes."""
-        interrupts.commit()
-
-
-class RankCoordinator(Coordinator):
-    """Of several processes.
-
-    Args:
-        communicator: Joins them.
-        alike: Compares what must be alike.
-        rank_sum: Brings their messages, and ends with each what else is on its way between them.
-    """
-
-    def __init__(self, communicator: Communicator, alike: RankConsistency, rank_sum: RankSum) -> None:
-        self._communicator = communicator
-        self._alike = alike
-        self._sum = rank_sum
-        self._failed = False
-
-    def begin(self) -> None:
-        """Forget how the last update ended; before the first one compare the ranks.
-
-        Raises:
-            DisagreementError: They are not alike.
-        """
-        self._failed = False
-        self._alike.begin()
-
-    def state_loaded(self) -> None:
-        """Compare the ranks anew before the next update."""
-        self._alike.state_loaded()
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the other ranks of an exception, unless they know: it was raised by the meeting itself."""
-        try:
-            yield
-        except BaseException as error:
-            if not self._failed:
-                self._tell(error)
-            raise
-
-    def meet(
-        self, position: Position, report: Mapping[str, Any], *, again: bool = False
-    ) -> list[Mapping[str, Any]] | None:
-        """Bring a report to every rank.
+        """Check that no rank has failed or was interrupted so far; from here on all ranks hold interrupts.
 
         Args:
             position: What must be the same on all ranks.
-            report: Anything that JSON knows.
-            again: Whether this rank's share has to be computed again.
-
-        What the ranks do together because of it is part of the meeting, until `part`.
-
-        Returns:
-            The reports of all ranks in order; None where one has to compute its share again, and so all do.
+            interrupts: The interrupts of this rank.
 
         Raises:
-            PeerError: A rank failed.
-            DisagreementError: A rank is somewhere else, or its state is another.
-            PeerInterrupt: A rank was interrupted.
+            PeerError: If a rank failed.
+            DisagreementError: If a rank is at another position.
+            PeerInterrupt: If a rank was interrupted.
         """
-        message = {"position": position, "again": again, "report": report, "state": self._alike.digest()}
-        # What is raised from here on, the others raise as well, or cannot be told.
+
+    @abstractmethod
+    def hold_interrupts(self, interrupts: UpdateSigint) -> None:
+        """Hold all interrupts until the update ends, because all ranks complete it after they have agreed to.
+
+        Args:
+            interrupts: The interrupts of this rank.
+        """
+
+
+class LocalCoordinator(Coordinator):
+    """The coordinator of a process that is the whole run."""
+
+    def start_update(self) -> None:
+        """Check that this is the process that built the updater."""
+        self.check_process()
+
+    def state_loaded(self) -> None:
+        """Return at once; there is nothing to compare."""
+
+    def reporting_errors(self) -> AbstractContextManager[None]:
+        """Return a context manager without effect."""
+        return NO_CONTEXT
+
+    def agree(self, position: Position, interrupts: UpdateSigint) -> None:  # noqa: ARG002 - no rank to compare with
+        """Deliver pending interrupts, then hold later ones."""
+        interrupts.check_and_hold()
+
+    def hold_interrupts(self, interrupts: UpdateSigint) -> None:
+        """Deliver pending interrupts, then hold later ones."""
+        interrupts.check_and_hold()
+
+
+class RankCoordinator(Coordinator):
+    """The coordinator of one of several processes.
+
+    Args:
+        communicator: The communicator of the run.
+        consistency: Compares what must be equal on all ranks.
+        rank_sum: Exchanges the messages, because other transfers between ranks have to end with each of them.
+    """
+
+    def __init__(self, communicator: Communicator, consistency: RankConsistency, rank_sum: RankSum) -> None:
+        super().__init__()
+        self._communicator = communicator
+        self._consistency = consistency
+        self._sum = rank_sum
+        self._failed = False
+
+    def start_update(self) -> None:
+        """Forget how the last update ended; before the first update, compare the ranks.
+
+        Raises:
+            DisagreementError: If the ranks differ.
+            OrderError: If this process was forked from the one that built the updater.
+        """
+        # Before any message, because a forked process would write into the connections of the other one.
+        self.check_process()
+        self._failed = False
+        self._consistency.check_start()
+
+    def state_loaded(self) -> None:
+        """Compare the ranks again before the next update."""
+        self._consistency.state_loaded()
+
+    @contextmanager
+    def reporting_errors(self) -> Iterator[None]:
+        """Report an exception to the other ranks, unless it came from an exchange and they have it already."""
+        try:
+            yield
+        # KeyboardInterrupt and SystemExit included: any exception that leaves a rank without a message would leave the
+        # others waiting for it.
+        except BaseException as error:
+            if not self._failed:
+                self._report_error(error)
+            raise
+
+    def exchange_reports(
+        self, position: Position, report: Mapping[str, Any], *, repeat: bool = False
+    ) -> list[Mapping[str, Any]] | None:
+        """Send a report to every rank, and receive the reports of all.
+
+        The ranks act together on these reports until each calls `end_exchange`.
+
+        Args:
+            position: What must be the same on all ranks.
+            report: The report of this rank; anything that JSON can represent.
+            repeat: Whether this rank has to compute its share again.
+
+        Returns:
+            The reports of all ranks in order; None if a rank has to compute its share again, in which case all do.
+
+        Raises:
+            PeerError: If a rank failed.
+            DisagreementError: If a rank is at another position or has another state.
+            PeerInterrupt: If a rank was interrupted.
+        """
+        own = {"position": position, "repeat": repeat, "report": report, "state": self._consistency.state_digest()}
+        # From here on an error either is raised on the other ranks as well or cannot be sent to them. A second message
+        # would pair up with one of another meaning.
         self._failed = True
-        told = self._sum.exchange(message)
-        first, digests, reports = told[0], [], []
-        for rank, each in enumerate(told):
+        messages = self._sum.exchange(own)
+        digests, reports = [], []
+        # All messages are checked for errors before any position is compared: a rank that failed has no position to
+        # compare.
+        for rank, each in enumerate(messages):
             if "error" in each:
                 _raise_error(rank, each)
-        for rank, each in enumerate(told):
-            if each["position"] != first["position"]:
-                _raise_elsewhere(rank, each["position"], first["position"])
-            again |= each["again"]
+        _check_positions([each["position"] for each in messages])
+        for each in messages:
+            repeat |= each["repeat"]
             digests.append(each["state"])
             reports.append(each["report"])
-        self._alike.check(digests)
-        return None if self._sum.must_repeat(told) or again else reports
+        # After the positions: digests of different parts of the state cannot be compared.
+        self._consistency.check_digests(digests)
+        return None if self._sum.must_repeat(messages) or repeat else reports
 
-    def part(self) -> None:
-        """End a meeting: what a rank raises from here on, it has to tell the others at the next."""
+    def end_exchange(self) -> None:
+        """End an exchange: an error that is raised from here on must be reported to the other ranks."""
         self._failed = False
 
     def agree(self, position: Position, interrupts: UpdateSigint) -> None:
-        """Meet without a report; see `Coordinator.agree`."""
+        """Exchange messages without a report; see `Coordinator.agree`."""
         interrupts.check()
-        self.meet(position, {})
+        self.exchange_reports(position, {})
         self._sum.reset_prediction()
-        self.part()
+        self.end_exchange()
         interrupts.hold()
 
-    def commit(self, interrupts: UpdateSigint) -> None:
-        """Hold every interrupt: the other ranks will not hear of one that comes now."""
+    def hold_interrupts(self, interrupts: UpdateSigint) -> None:
+        """Hold all interrupts: the other ranks would not learn of one that is delivered now."""
         interrupts.hold()
 
-    def _tell(self, error: BaseException) -> None:
-        """Come to the meeting that the others are going to, and say what happened."""
+    def _report_error(self, error: BaseException) -> None:
+        """Send this rank's error in place of the message that the other ranks are waiting for."""
         self._failed = True
         ended = isinstance(error, StopIteration)
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        told = self._sum.exchange(
+        messages = self._sum.exchange(
             {
                 "error": f"{type(error).__name__}: {error}",
-                "traceback": text[-LONGEST_TRACEBACK:],
+                "traceback": text[-TRACEBACK_LIMIT:],
                 "phase": self._communicator.watch.doing,
                 "interrupt": isinstance(error, KeyboardInterrupt),
                 "ended": ended,
             }
         )
-        if ended and not all(each.get("ended") for each in told):
+        # Where the iterators of all ranks end in the same update, every rank keeps its own StopIteration.
+        if ended and not all(each.get("ended") for each in messages):
             _raise_ended(self._communicator.rank)
 
 
-def _raise_error(rank: int, told: Mapping[str, Any]) -> None:
-    """Raise the error that a rank's message is about."""
-    if told["ended"]:
+def _raise_error(rank: int, message: Mapping[str, Any]) -> None:
+    """Raise the error that is described by the message of a rank."""
+    # The end of the data on one rank is a disagreement and not a failure: the other ranks have batches left.
+    if message["ended"]:
         _raise_ended(rank)
-    if told["interrupt"]:
+    if message["interrupt"]:
         raise PeerInterrupt(f"Rank {rank} was interrupted.", rank=rank)
     raise PeerError(
-        f"Rank {rank} raised {told['error']}\nIts own traceback:\n{told['traceback'].rstrip()}",
+        f"Rank {rank} raised {message['error']}\nIts own traceback:\n{message['traceback'].rstrip()}",
         rank=rank,
-        phase=told["phase"],
-        traceback=told["traceback"],
+        phase=message["phase"],
+        traceback=message["traceback"],
     )
 
 
 def _raise_ended(rank: int) -> None:
     raise DisagreementError(
-        f"The batches of rank {rank} must end with those of the others, but end before. Give every rank the "
-        "same iterator.",
+        f"The batches of rank {rank} must end when those of the other ranks do, but end earlier. {CURE}",
         rank=rank,
         subject="batches",
     )
 
 
-def _raise_elsewhere(rank: int, position: Position, first: Position) -> None:
-    """Refuse to go on with a rank that is not where rank 0 is."""
-    name = next(name for name in {**first, **position} if first.get(name) != position.get(name))
-    raise DisagreementError(
-        f"Rank {rank} must be where rank 0 is, but its {name} is {position.get(name)} and not "
-        f"{first.get(name)}. Run the same code on every rank, and give it the same batches.",
-        rank=rank,
-        subject=name,
-        update=first.get("update"),
-    )
+def _check_positions(positions: Sequence[Position]) -> None:
+    """Check that all ranks are at the position of rank 0.
+
+    Args:
+        positions: The position of each rank, in order of ranks.
+
+    Raises:
+        DisagreementError: If a rank is at another position.
+    """
+    found = first_difference(positions)
+    if found is None:
+        return
+    if found.names[0] in {"batch sizes", BATCHES}:
+        raise find_other_batches(positions, found.names[0])
+    remedy = "Run the same code with the same batches on every rank."
+    raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))

@@ -1,7 +1,7 @@
 """Send small gradients inside the control message of each attempt, saving a round trip.
 
-For two ranks these are as many bytes as a ring sends, for more ranks more, and none of them is sent while
-backward still computes. So only small gradients go this way, and between machines only very small ones.
+For two ranks this sends as many bytes as a ring does, for more ranks it sends more, and nothing is sent while backward
+still runs. So only small gradients are sent this way, and over a network only very small ones.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import torch
 from lockstep.communicators import Contribution, Table, is_pair
 from lockstep.tree import PartialSum, Tensors, add_into, total
 
-SMALL: Final = 2**20
-"""Bytes that a rank may send with its message, to all others together, if all are on one machine."""
-SMALL_BETWEEN_MACHINES: Final = 2**16
-"""The same over a network: these take half a millisecond at 1 Gbit/s, about what the round trip does."""
-MEMORY: Final = 64
-"""How many layouts are remembered: those of a few kinds of batches."""
+INLINE_BYTES: Final = 2**20
+"""The number of bytes that a rank may send with its message, to all others together, if all are on one machine."""
+INLINE_BYTES_OVER_NETWORK: Final = 2**16
+"""The same limit over a network. At 1 Gbit/s this many bytes take half a millisecond, about as long as a round trip."""
+CACHED_LAYOUTS: Final = 64
+"""The number of layouts that are cached, enough for a few kinds of batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Where a rank's partial sums lie in the body of its message.
+    """Where the partial sums of a rank lie in the body of its message.
 
     Attributes:
-        size: Bytes of them all.
-        partials: Views of the body; none where they do not fit.
-        tensors: All tensors of these, one after the other.
+        size: The number of bytes of all partial sums.
+        partials: The partial sums as views of the body; empty if they do not fit into it.
+        tensors: All tensors of these partial sums, in order.
     """
 
     size: int
@@ -42,13 +42,13 @@ class PackedLayout:
     def of(
         cls, body: torch.Tensor, contribution: Contribution, like: Sequence[torch.Tensor], *, fits: bool
     ) -> PackedLayout:
-        """Lay partial sums end to end into a body.
+        """Lay out partial sums end to end in a body.
 
         Args:
-            body: Bytes.
-            contribution: Describes the sums.
-            like: Tensors of the shapes, dtypes and devices of the gradients.
-            fits: Whether such tensors can be laid end to end as bytes.
+            body: The bytes of the message's body.
+            contribution: The description of the partial sums.
+            like: Tensors with the shapes, dtypes and devices of the gradients.
+            fits: Whether such tensors can be stored end to end as bytes.
         """
         masks = [[bool(mask >> index & 1) for index in range(len(like))] for mask in contribution.present]
         present = [tensor for mask in masks for there, tensor in zip(mask, like, strict=True) if there]
@@ -66,13 +66,13 @@ class PackedLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrivals:
+class _Received:
     """What all ranks send.
 
     Attributes:
-        layouts: Of each rank.
-        needed: Bytes of the largest.
-        dense: Whether all of it can be sent as bytes.
+        layouts: The layout of each rank's body.
+        needed: The number of bytes of the largest body.
+        dense: Whether all partial sums can be sent as bytes.
         pair: Whether the sum of two ranks is a single addition.
     """
 
@@ -83,35 +83,36 @@ class _Arrivals:
 
 
 class InlineGradients:
-    """Memory for the gradients inside the messages of each rank.
+    """The memory for the gradients inside the messages of all ranks.
 
-    How much room there is follows from what all ranks brought so far, so every rank knows it.
+    Its size follows from what all ranks have contributed so far, so all ranks compute the same size.
 
     Args:
-        rank: This rank.
-        size: How many ranks there are.
-        limit: Bytes that a rank may send with its message, to all others together.
+        rank: The index of this rank.
+        size: The number of ranks.
+        limit: The number of bytes that a rank may send with its message, to all others together.
     """
 
     def __init__(self, rank: int, size: int, limit: int) -> None:
         self._rank = rank
         self._limit = limit
         self.table = Table(size)
-        """Has a body for each rank."""
-        self._follow(())
+        """The table of bodies, one per rank."""
+        self._reset_layouts(())
 
     def pack(self, partials: Sequence[PartialSum], contribution: Contribution, like: Sequence[torch.Tensor]) -> None:
-        """Put this rank's partial sums into the body of its message, if they fit.
+        """Copy this rank's partial sums into the body of its message, if they fit.
 
         Args:
-            partials: The sums.
-            contribution: Describes them.
-            like: Tensors of the shapes, dtypes and devices of the gradients.
+            partials: The partial sums.
+            contribution: The description of these sums.
+            like: Tensors with the shapes, dtypes and devices of the gradients.
         """
         if not self.table.room or contribution.sparse:
             return
+        # The model has another layout now; views for the old shapes would write to the wrong places.
         if self._like is not like:
-            self._follow(like)
+            self._reset_layouts(like)
         layout = self._layout(self._rank, contribution)
         if layout.tensors and partials:
             sums = [tensor for each in partials for tensor in each.tensors if tensor is not None]
@@ -123,73 +124,77 @@ class InlineGradients:
         contributions: tuple[Contribution, ...],
         like: Sequence[torch.Tensor],
     ) -> Tensors | None:
-        """Add up what has come, in the tree's order.
+        """Sum the partial sums of all ranks in the tree's order.
 
         Args:
-            partials: This rank's own.
-            contributions: What each rank brings.
-            like: Tensors of the shapes, dtypes and devices of the result.
+            partials: The partial sums of this rank.
+            contributions: What each rank contributes.
+            like: Tensors with the shapes, dtypes and devices of the result.
 
         Returns:
-            The sums; None where something did not fit, for which there may be room the next time.
+            The sums; None if something did not fit. There may be room for it the next time.
         """
         if self._like is not like:
-            self._follow(like)
-        arrivals = self._arrivals(contributions)
-        if not arrivals.dense:
+            self._reset_layouts(like)
+        received = self._received(contributions)
+        if not received.dense:
             return None
-        if arrivals.needed > self.table.room:
-            self._make_room(arrivals.needed, len(contributions))
+        # Decided by what all ranks contribute and not by what this rank has sent, so all ranks take the same branch.
+        if received.needed > self.table.room:
+            self._grow_table(received.needed, len(contributions))
             return None
-        if arrivals.pair:
-            # The bits are the same the other way round, and what is added to is no body, which needs a copy.
-            add_into(partials[0].tensors, arrivals.layouts[1 - self._rank].partials[0].tensors)
+        if received.pair:
+            # Addition of two numbers is commutative, so either side may be added to. The own sums are: a body would
+            # have to be copied before the next message.
+            add_into(partials[0].tensors, received.layouts[1 - self._rank].partials[0].tensors)
             return partials[0].tensors
-        return self._in_order(partials, arrivals.layouts, len(like))
+        return self._sum_in_order(partials, received.layouts, len(like))
 
-    def _in_order(self, partials: Sequence[PartialSum], layouts: Sequence[PackedLayout], count: int) -> Tensors:
-        """Add up what all ranks bring."""
+    def _sum_in_order(self, partials: Sequence[PartialSum], layouts: Sequence[PackedLayout], count: int) -> Tensors:
+        """Sum the partial sums of all ranks, in the order of ranks."""
         sums: list[PartialSum] = []
         for rank, layout in enumerate(layouts):
-            arrived = [PartialSum(here.shard, list(here.tensors)) for here in layout.partials]
-            sums += partials if rank == self._rank else arrived
+            copies = [PartialSum(here.shard, list(here.tensors)) for here in layout.partials]
+            sums += partials if rank == self._rank else copies
         if not sums:
             return [None] * count
+        # Additions take over tensors that have no counterpart, so a result may be a view of a body.
         own = {tensor.data_ptr() for each in partials for tensor in each.tensors if tensor is not None}
-        # What lies in a body will be written over.
+        # A body is overwritten by the next message, so results that lie in one are copied.
         return [tensor if tensor is None or tensor.data_ptr() in own else tensor.clone() for tensor in total(sums)]
 
-    def _make_room(self, needed: int, size: int) -> None:
+    def _grow_table(self, needed: int, size: int) -> None:
+        """Replace the table by one with larger bodies, if they stay within the limit."""
         if needed * (size - 1) <= self._limit:
             self.table = Table(size, needed)
-            self._follow(self._like)
+            self._reset_layouts(self._like)
 
-    def _follow(self, like: Sequence[torch.Tensor]) -> None:
-        """Lay gradients of these shapes out, in the table that there is now.
+    def _reset_layouts(self, like: Sequence[torch.Tensor]) -> None:
+        """Forget all layouts, and lay out gradients of these shapes in the current table.
 
-        Layouts are mostly those of the last update, and remembered.
+        Most layouts are those of the last update, so they are cached.
         """
-        self._like, fits = like, _fits(like)
+        self._like, fits = like, _can_be_packed(like)
 
-        @lru_cache(MEMORY)
+        @lru_cache(CACHED_LAYOUTS)
         def layout(rank: int, contribution: Contribution) -> PackedLayout:
             return PackedLayout.of(self.table.body(rank), contribution, like, fits=fits)
 
-        @lru_cache(MEMORY)
-        def arrivals(contributions: tuple[Contribution, ...]) -> _Arrivals:
+        @lru_cache(CACHED_LAYOUTS)
+        def received(contributions: tuple[Contribution, ...]) -> _Received:
             layouts = [layout(rank, each) for rank, each in enumerate(contributions)]
-            return _Arrivals(
+            return _Received(
                 layouts,
                 max(each.size for each in layouts),
                 fits and not any(each.sparse for each in contributions),
                 is_pair(contributions, like),
             )
 
-        self._layout, self._arrivals = layout, arrivals
+        self._layout, self._received = layout, received
 
 
-def _fits(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether tensors can be laid end to end as bytes on the host."""
+def _can_be_packed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Check whether tensors can be stored end to end as bytes on the host."""
     return all(
         tensor.dtype == tensors[0].dtype and tensor.device.type == "cpu" and not tensor.is_sparse for tensor in tensors
     )

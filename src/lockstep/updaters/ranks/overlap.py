@@ -1,10 +1,10 @@
-"""Send gradients while backward still computes others, where the last updates predict what there will be.
+"""Send gradients while backward still computes others, where recent updates predict what there will be to send.
 
-A sum over ranks needs to know what each of them brings before the first number travels, and the ranks say
-so only when they meet, after backward. So this predicts: two reductions in a row that were alike are followed
-by a third. All ranks predict the same, for they predict from what all were told. From a prediction to the
-next message every rank takes part in one pending sum: one that fails or has something else brings zeros for
-it, so none waits. If any rank had something else, those that gave away what they had compute it again.
+Ranks can only sum what they know about, and they describe their partial sums to each other only after backward. So this
+module predicts: two equal reductions in a row are followed by a third. All ranks make the same prediction, because they
+predict from what was sent to all. From a prediction until the next message, every rank takes part in one pending sum. A
+rank that fails, or that has something else than predicted, contributes zeros, so no rank waits. If any rank did so, the
+ranks that have sent their gradients compute them again.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lockstep.communicators import Communicator, Contribution, PendingSum
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute import RankShare
 
-PATIENCE: Final = 2
-"""Alike reductions in a row before the first prediction; twice as many after each wrong one."""
-LONGEST: Final = 1024
-"""The most that are asked for."""
+REPEATS_BEFORE_PREDICTION: Final = 2
+"""The number of equal reductions in a row before the first prediction. It doubles after each wrong prediction."""
+MAX_REPEATS: Final = 1024
+"""The largest number of equal reductions that is required before a prediction."""
 
 KEPT: Final = "kept"
-GIVEN: Final = "given"
+SENT: Final = "sent"
 SPOILED: Final = "spoiled"
-"""What a rank did with its partial sums: they are all its own, all in the pending sum, or neither."""
+"""What a rank did with its partial sums: it kept all of them, sent all of them, or neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Prediction:
     """What the next reduction is expected to be.
 
     Attributes:
-        key: Which computation of which batches.
-        contributions: What every rank brings.
-        like: Tensors of the shapes, dtypes and devices of the gradients.
+        key: Identifies the computation and the sizes of its batches.
+        contributions: What every rank contributes.
+        like: Tensors with the shapes, dtypes and devices of the gradients.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def can_be_sent_early(self) -> bool:
-        """Whether every rank brings something, all of it dense and on the host, where threads send it."""
+        """Whether every rank contributes something, all of it dense and on the host, where threads send it."""
         return (
             all(any(each.present) for each in self.contributions)
             and not any(each.sparse for each in self.contributions)
@@ -59,105 +59,115 @@ class Prediction:
 
 
 class Overlap:
-    """Predicts reductions, and brings gradients to a pending sum.
+    """Predicts reductions, and sends gradients to a pending sum.
 
     Args:
-        communicator: Joins the ranks.
+        communicator: The communicator of the run.
     """
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._last: Prediction | None = None
-        self._alike = 0
-        self._patience = PATIENCE
+        self._repeats = 0
+        self._repeats_needed = REPEATS_BEFORE_PREDICTION
         self._prediction: Prediction | None = None
         self._pending: PendingSum | None = None
-        self._send: EarlySend | None = None
-        self._tried = False
+        self._early_send: EarlySend | None = None
+        self._was_predicted = False
         self._summed: Tensors | None = None
 
-    def learn(self, found: Prediction | None, *, steady: bool = True) -> None:
-        """Take note of a reduction that all ranks made, and predict the next one.
+    def observe(self, found: Prediction | None, *, steady: bool = True) -> None:
+        """Record a reduction that all ranks have made, and predict the next one.
 
         Args:
-            found: The reduction; None for one that tells nothing of the next.
-            steady: Whether shards stay where they are, and nobody times them, which sending would disturb.
+            found: The reduction; None for one after which nothing can be predicted.
+            steady: Whether shards stay where they are and ranks are not being timed, which early sending would disturb.
         """
         last = self._last
+        # Whether a reduction can be sent early is only checked when it differs from the last one, to save time.
         is_known = found == last and found is not None and last is not None and found.like is last.like
         if found is not None and not is_known and not found.can_be_sent_early:
             found = None
-        self._alike = self._alike + 1 if found is not None and found == last else 1
+        self._repeats = self._repeats + 1 if found is not None and found == last else 1
         self._last = found
-        self._prediction = found if steady and self._alike >= self._patience else None
+        self._prediction = found if steady and self._repeats >= self._repeats_needed else None
 
-    def begin(self, key: str, share: RankShare, like: Sequence[torch.Tensor]) -> EarlySend | None:
-        """Begin the sum that was predicted, if this is it.
+    def begin_predicted(self, key: str, share: RankShare, like: Sequence[torch.Tensor]) -> EarlySend | None:
+        """Begin the predicted sum, if it is the one that is about to be computed.
 
         Args:
-            key: Which computation of which batches is to come.
+            key: Identifies the computation and the sizes of its batches.
             share: The shards of this rank.
-            like: Tensors of the shapes, dtypes and devices of the gradients.
+            like: Tensors with the shapes, dtypes and devices of the gradients.
+
+        Returns:
+            The receiver of this rank's gradients; None if another sum was predicted, or none.
         """
         prediction = self._prediction
         if prediction is None or prediction.key != key or prediction.like is not like:
             return None
         self._pending = self._communicator.begin_sum(prediction.contributions, like)
         announced = prediction.contributions[self._communicator.rank]
-        self._send = EarlySend(self._pending, announced, share)
-        return self._send
+        self._early_send = EarlySend(self._pending, announced, share)
+        return self._early_send
 
-    def close(self) -> str:
-        """Make sure that no rank waits for this one's gradients; called before every message.
+    def end_prediction(self) -> str:
+        """Ensure that no rank waits for gradients of this rank; called before every message.
 
         Returns:
-            What became of them.
+            The state of the gradients: `KEPT`, `SENT` or `SPOILED`.
         """
-        prediction, send, pending = self._prediction, self._send, self._pending
-        self._prediction = self._send = self._summed = None
-        self._tried = prediction is not None
+        prediction, send, pending = self._prediction, self._early_send, self._pending
+        self._prediction = self._early_send = self._summed = None
+        self._was_predicted = prediction is not None
         if prediction is None or (send is not None and send.is_whole):
-            return KEPT if prediction is None else GIVEN
+            return KEPT if prediction is None else SENT
+        # From here on the pending sum is worthless, here by its zeros and on the other ranks by this rank's answer.
         self._pending = None
+        # Another computation than the predicted one, or an error: the other ranks may have begun the sum, so this rank
+        # must begin it too and contribute zeros.
         if pending is None:
             pending = self._communicator.begin_sum(prediction.contributions, prediction.like)
         pending.abandon()
         return SPOILED if send is not None and send.has_begun else KEPT
 
-    def settle(self) -> None:
-        """Wait for the sum that was begun, if there is one; called after every message."""
+    def wait(self) -> None:
+        """Wait for the sum that was begun, if any; called after every message."""
         pending, self._pending = self._pending, None
+        # Also where another rank has contributed zeros: the transfers must end before the next sum begins.
         if pending is not None:
             self._summed = pending.finish()
 
-    def judge(self, fates: Sequence[str]) -> bool:
-        """Tell whether all ranks must compute their shares again, for some have given theirs away in vain.
+    def must_repeat(self, fates: Sequence[str]) -> bool:
+        """Return whether all ranks must compute their shares again, because some have sent theirs in vain.
 
         Args:
-            fates: What became of each rank's gradients.
+            fates: The state of the gradients of each rank, as `end_prediction` returns it.
         """
-        kept, given = fates.count(KEPT), fates.count(GIVEN)
-        if given == len(fates):
+        kept, sent = fates.count(KEPT), fates.count(SENT)
+        if sent == len(fates):
             return False
+        # Some rank has contributed zeros, or nothing was predicted.
         self._summed = None
-        if self._tried:
-            self._patience = min(2 * self._patience, LONGEST)
+        if self._was_predicted:
+            self._repeats_needed = min(2 * self._repeats_needed, MAX_REPEATS)
+        # Ranks that kept their sums could go on, but not alone: all ranks repeat the attempt together.
         return kept < len(fates)
 
-    def take(self) -> Tensors | None:
-        """Return the sums, if they are there already."""
+    def pop_sums(self) -> Tensors | None:
+        """Return the sums if they have arrived already, and forget them."""
         summed, self._summed = self._summed, None
         return summed
 
 
 class EarlySend:
-    """Brings the gradients of one rank to a pending sum, as backward of its last shard makes them.
+    """Sends the gradients of one rank to a pending sum while backward of its last shard computes them.
 
-    To `shard_gradients` it is an `EarlyReceiver`.
+    It implements `EarlyReceiver`, the protocol that `shard_gradients` uses.
 
     Args:
-        pending: The sum.
-        announced: What this rank is to bring.
+        pending: The pending sum.
+        announced: What this rank is expected to contribute.
         share: The shards of this rank.
     """
 
@@ -165,40 +175,41 @@ class EarlySend:
         self._pending = pending
         self.announced = announced
         self._share = share
-        self._before: list[PartialSum] = []
+        self._earlier: list[PartialSum] = []
         self._shard = 0
-        self._brought: dict[int, torch.Tensor | None] = {}
-        self._left = set[int]()
+        self._sent: dict[int, torch.Tensor | None] = {}
+        self._missing = set[int]()
         self._spoiled = False
         self._error: BaseException | None = None
         self.has_begun = False
-        """Whether anything was brought, so that the partial sums are no longer what they were."""
+        """Whether anything was sent, so that the partial sums are no longer intact."""
         for mask in announced.present:
-            self._left.update(index for index in range(mask.bit_length()) if mask >> index & 1)
+            self._missing.update(index for index in range(mask.bit_length()) if mask >> index & 1)
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything was brought as it was announced."""
-        return self.has_begun and not self._spoiled and not self._left
+        """Whether everything was sent as it was announced."""
+        return self.has_begun and not self._spoiled and not self._missing
 
     @contextmanager
-    def watching(self, shard: int, before: list[PartialSum], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Bring what backward makes inside of the ``with``, which is that of this rank's last shard.
+    def sending(self, shard: int, earlier: list[PartialSum], parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Send each gradient that backward computes inside the ``with`` block, which must be that of the last shard.
 
         Args:
-            shard: Its number.
-            before: The partial sums of the shards before it.
-            parameters: Those that may get a gradient.
+            shard: The number of the shard.
+            earlier: The partial sums of the shards before it.
+            parameters: The parameters that may get a gradient.
         """
-        self._before, self._shard = before, shard
+        self._earlier, self._shard = earlier, shard
+        # Earlier shards have reached a parameter that was not announced: the sum would lack its gradient.
         self._spoiled = any(
-            tensor is not None and index not in self._left
-            for each in before
+            tensor is not None and index not in self._missing
+            for each in earlier
             for index, tensor in enumerate(each.tensors)
         )
         handles = [
-            _after(parameters[index], partial(self._made, index))
-            for index in self._left
+            _register_gradient_hook(parameters[index], partial(self._on_gradient, index))
+            for index in self._missing
             if parameters[index].requires_grad
         ]
         try:
@@ -206,65 +217,71 @@ class EarlySend:
         finally:
             for handle in handles:
                 handle.remove()
+        # Raised here and not in the hook, where it would be reported as an error of the user's model.
         if self._error is not None:
             raise self._error
 
-    def _made(self, index: int, parameter: torch.Tensor) -> None:
-        """Bring a gradient; called by backward, which is to know nothing of errors in here."""
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        """Send a gradient; called by backward, which must not see errors of the transfer."""
         if self._spoiled:
             return
-        if index not in self._left:
-            self._spoiled = True  # backward inside of backward has added to what is on its way
+        # A nested backward, as in reentrant checkpointing, has added to a gradient that is already being sent.
+        if index not in self._missing:
+            self._spoiled = True
             return
         try:
-            self._bring(index, parameter.grad)
+            self._send(index, parameter.grad)
         except BaseException as error:  # noqa: BLE001 - raised again once backward is over
             self._spoiled, self._error = True, error
 
-    def _bring(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Add a gradient to what the shards before it came to, and bring that."""
-        sums = ShardSum(self._share.first)
-        for each in self._before:
+    def _send(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Add a gradient to the sums of the earlier shards, and send the result."""
+        # The same tree as without early sending, for one parameter, so the bits are the same.
+        sums = ShardSum(self._share.start)
+        for each in self._earlier:
             sums.push(each.shard, [each.tensors[index]])
         sums.push(self._shard, [gradient])
-        sums.settle(self._share.stop)
+        sums.merge_complete(self._share.stop)
         tensors = [each.tensors[0] for each in sums.partials]
+        # Set before the check: `push` may already have added to the earlier sums in place.
         self.has_begun = True
         if not self._is_announced(index, [each.shard for each in sums.partials], tensors):
             self._spoiled = True
             return
-        self._left.discard(index)
-        self._brought[index] = gradient
+        self._missing.discard(index)
+        self._sent[index] = gradient
         self._pending.bring(index, tensors)
 
     def _is_announced(self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Tell whether partial sums of one tensor are those that all ranks expect."""
+        """Check whether the partial sums of one tensor are those that all ranks expect."""
         return tuple(shards) == self.announced.shards and all(
             (tensor is not None) == bool(mask >> index & 1) and not (tensor is not None and tensor.is_sparse)
             for tensor, mask in zip(tensors, self.announced.present, strict=True)
         )
 
-    def end(self, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Bring what backward of the last shard did not reach, but shards before it did.
+    def finish(self, gradients: Sequence[torch.Tensor | None]) -> bool:
+        """Send the sums of parameters that earlier shards reached and backward of the last one did not.
 
         Args:
-            gradients: What it has made.
+            gradients: The gradients that backward of the last shard has computed, one per parameter.
 
         Returns:
-            Whether the partial sums are no longer what they were.
+            Whether the partial sums are no longer intact.
         """
+        # Nothing was sent, so the device adds to its sums as usual and they can still be kept.
         if not self.has_begun:
             return False
         for index, gradient in enumerate(gradients):
-            if index in self._left:
+            if index in self._missing:
                 if not self._spoiled:
-                    self._bring(index, gradient)
-            elif self._brought.get(index) is not gradient:
-                self._spoiled = True  # one that was not announced, or was exchanged after it had been brought
+                    self._send(index, gradient)
+            # A gradient that was not announced, or that was replaced after it had been sent.
+            elif self._sent.get(index) is not gradient:
+                self._spoiled = True
         return True
 
 
-def _after(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Have a hook called whenever backward has added to a parameter's gradient."""
+def _register_gradient_hook(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register a hook that is called whenever backward has added to a parameter's gradient."""
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch's gap
     return handle

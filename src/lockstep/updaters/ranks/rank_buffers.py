@@ -1,4 +1,4 @@
-"""Combine over ranks what their shards made of the buffers."""
+"""Combine the buffers of shards over ranks."""
 
 from __future__ import annotations
 
@@ -7,87 +7,93 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lockstep.communicators import Communicator, Contribution
-from lockstep.replicas import BufferRef, BufferSum, gather, real
+from lockstep.replicas import BufferRef, BufferSum, as_real, move_partials
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.compute import DeviceGradients, RankShare
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import merge_devices
 
-NOTHING: Final = Contribution()
+NO_CONTRIBUTION: Final = Contribution()
 
 
 @dataclass(slots=True)
 class RankBuffers:
-    """What the devices of this rank made of the buffers, in one list of partial sums.
+    """The buffers of this rank's shards, merged into one list of partial sums.
 
     Attributes:
-        partials: Of twice as many tensors as there are buffers: sums for means, then those set once.
-        weights: For each buffer, the weights of the shards that changed it.
-        contribution: Describes the partial sums.
+        partials: Partial sums with two tensors per buffer: first the sums for means, then the values that are set once.
+        weights: For each buffer, the total weight of the shards that changed it.
+        contribution: The description of the partial sums.
     """
 
     partials: list[PartialSum] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    contribution: Contribution = NOTHING
+    contribution: Contribution = NO_CONTRIBUTION
 
     @classmethod
-    def of(cls, devices: Sequence[DeviceGradients], share: RankShare, slots: Sequence[BufferRef]) -> RankBuffers:
-        """Merge what each device has.
+    def of(cls, devices: Sequence[DeviceGradients], share: RankShare, buffer_refs: Sequence[BufferRef]) -> RankBuffers:
+        """Merge the buffers of all devices.
 
         Args:
-            devices: Of this rank.
-            share: Its shards.
-            slots: The model's buffers, at least one.
+            devices: The results of each device of this rank.
+            share: The shards of this rank.
+            buffer_refs: References to the model's buffers, at least one.
         """
-        sums = [device.buffers.read() for device in devices]
-        home = next(buffer.device for slot in slots if (buffer := slot.get()) is not None)
-        partials = merge_devices([each.means.partials for each in sums], share, home)
+        sums = [device.buffers.resolve() for device in devices]
+        main_device = next(buffer.device for ref in buffer_refs if (buffer := ref.get()) is not None)
+        partials = merge_devices([each.weighted_sums.partials for each in sums], share, main_device)
+        # Devices are in order of shards, so the first device that has a value has that of the earliest shard.
         firsts = [
             next((each.firsts[index] for each in sums if each.firsts[index] is not None), None)
-            for index in range(len(slots))
+            for index in range(len(buffer_refs))
         ]
         for partial in partials:
-            partial.tensors += [None] * len(slots)
+            partial.tensors += [None] * len(buffer_refs)
+        # Values that are set once need no tree. They travel with the first partial sum, which every rank with shards
+        # has.
         if partials:
-            partials[0].tensors[len(slots) :] = gather([PartialSum(0, firsts)], home)[0].tensors
-        weights = [sum(each.weights[index] for each in sums) for index in range(len(slots))]
+            partials[0].tensors[len(buffer_refs) :] = move_partials([PartialSum(0, firsts)], main_device)[0].tensors
+        weights = [sum(each.weights[index] for each in sums) for index in range(len(buffer_refs))]
         return cls(partials, weights, Contribution.of(partials))
 
 
 def sum_buffers(
-    communicator: Communicator, own: RankBuffers, reports: Sequence[RankReport], slots: Sequence[BufferRef]
+    communicator: Communicator, own: RankBuffers, reports: Sequence[RankReport], buffer_refs: Sequence[BufferRef]
 ) -> BufferSum:
-    """Add up buffers over ranks, and take those that are set once from the first rank that has them.
+    """Sum buffers over ranks; a buffer that is set once is taken from the first rank that has a value for it.
 
     Args:
-        communicator: Joins the ranks.
-        own: What this rank has.
-        reports: What every rank has told.
-        slots: The model's buffers.
+        communicator: The communicator of the run.
+        own: The buffers of this rank.
+        reports: The reports of all ranks.
+        buffer_refs: References to the model's buffers.
     """
-    count = len(slots)
+    count = len(buffer_refs)
     weights = [sum(each) for each in zip(*(report.buffer_weights for report in reports), strict=True)]
+    # No shard on any rank has changed a buffer. All ranks see that in the reports and skip the sum together.
     if not any(mask for report in reports for mask in report.buffers.present):
         unchanged = PartialSum(0, [None] * count)
         return BufferSum(ShardSum(partials=[unchanged]), weights, [None] * count)
-    contributions = _first_only([report.buffers for report in reports], count)
+    contributions = _drop_repeated_firsts([report.buffers for report in reports], count)
     for partial, mask in zip(own.partials, contributions[communicator.rank].present, strict=True):
         partial.tensors[:] = [tensor if mask >> index & 1 else None for index, tensor in enumerate(partial.tensors)]
-    like = [buffer for slot in slots if (buffer := slot.get()) is not None]
-    summed = communicator.sum_partials(own.partials, contributions, [*map(real, like), *like], compress=False)
+    like = [buffer for ref in buffer_refs if (buffer := ref.get()) is not None]
+    # Never compressed: buffers are state, and a rounding would stay in them.
+    summed = communicator.sum_partials(own.partials, contributions, [*map(as_real, like), *like], compress=False)
     return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
 
 
-def _first_only(contributions: Sequence[Contribution], count: int) -> list[Contribution]:
-    """Leave out of the buffers that are set once those that an earlier partial sum has as well."""
+def _drop_repeated_firsts(contributions: Sequence[Contribution], count: int) -> list[Contribution]:
+    """Remove values that are set once from contributions where an earlier partial sum has them too."""
+    # The low bits of a mask stand for the sums for means, the high bits for the values that are set once.
     means = (1 << count) - 1
-    taken = 0
+    seen = 0
     left: list[Contribution] = []
     for contribution in contributions:
         present: list[int] = []
         for mask in contribution.present:
-            firsts = mask & ~means & ~taken
-            taken |= firsts
+            firsts = mask & ~means & ~seen
+            seen |= firsts
             present.append(mask & means | firsts)
         left.append(Contribution(contribution.shards, tuple(present)))
     return left

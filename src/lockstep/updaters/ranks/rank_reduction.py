@@ -1,4 +1,4 @@
-"""Reduce what the devices of all ranks computed, so that every rank holds the gradient of the whole batch."""
+"""Reduce what the devices of all ranks have computed, so that every rank holds the gradient of the whole batch."""
 
 from __future__ import annotations
 
@@ -20,20 +20,22 @@ from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
 from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import RankSum
+from lockstep.updaters.ranks.same_batches import BATCHES, Described, describe_batch
 from lockstep.updaters.result import NonFiniteShard, ShardReport
+from lockstep.updaters.setup import MAIN
 
 LOG = logging.getLogger("lockstep")
 
 
 class RankReduction:
-    """Reduces over ranks, at the meeting in which they tell each other what there is.
+    """Reduces over ranks, in the exchange in which the ranks describe their partial sums to each other.
 
     Args:
-        communicator: Joins the ranks.
-        coordinator: Where they meet.
-        rank_sum: Sums their gradients.
+        communicator: The communicator of the run.
+        coordinator: Exchanges the reports.
+        rank_sum: Sums the gradients.
         workloads: The relative speeds of the devices of every rank.
-        timer: Times the ranks.
+        timer: Times the attempts of this rank.
     """
 
     def __init__(
@@ -50,62 +52,74 @@ class RankReduction:
         self._sum = rank_sum
         self._timer = timer
         self._was_steady = False
+        self._batches: list[Described] = []
         self._workloads = list(workloads)
         self._assign()
 
     def _assign(self) -> None:
+        # Replaced as a whole and compared by value: `share_of` caches its results by this assignment.
         rank, known = self._communicator.rank, tuple(map(tuple, self._workloads))
         self.assignment = ShardAssignment(known[:rank], known[rank + 1 :], self._timer.speeds)
-        """The devices of the other ranks, as of the last meeting."""
+        """The devices of the other ranks, as of the last exchange."""
         self.workloads = known[rank]
-        """Those of this rank's devices, as the others know them."""
+        """The workloads of this rank's devices, as the other ranks know them."""
 
-    def begin(self) -> None:
-        """Note that the shards of an attempt are about to be computed."""
-        self._timer.begin()
-
-    def watch_backward(self, attempt: Attempt, position: Position, like: Sequence[torch.Tensor]) -> None:
-        """Let gradients be sent while backward still computes others, where that can be.
+    def start_attempt(self, attempt: Attempt, update: int) -> None:
+        """Record that the shards of an attempt are about to be computed, and describe its batches.
 
         Args:
-            attempt: Whose shards are about to be computed.
-            position: What must be the same on all ranks.
-            like: Tensors of the shapes, dtypes and devices of the gradients.
+            attempt: The attempt, with its batches.
+            update: The number of updates that are done.
         """
-        complete = len(attempt.work) == 1 and attempt.task.precision.held_dtype is None
+        name = "" if attempt.given_batches else MAIN
+        # The batches that a step function has taken come first, so that an error names the iterator if it can.
+        self._batches = [*attempt.request.taken, *(describe_batch(each, name, update) for each in attempt.batches)]
+        self._timer.start_attempt()
+
+    def begin_early_send(self, attempt: Attempt, position: Position, like: Sequence[torch.Tensor]) -> None:
+        """Send gradients while backward still computes others, where that is possible.
+
+        Args:
+            attempt: The attempt whose shards are about to be computed.
+            position: What must be the same on all ranks.
+            like: Tensors with the shapes, dtypes and devices of the gradients.
+        """
+        # With several devices a sum is complete only after all of them; in half precision gradients are converted
+        # first.
+        complete = len(attempt.device_shards) == 1 and attempt.task.precision.held_dtype is None
         key = json.dumps([position["computation"], position["batch sizes"]]) if complete else None
-        attempt.task.receiver = self._sum.begin(key, attempt.share, like)
+        attempt.task.early_receiver = self._sum.begin_sum(key, attempt.share, like)
 
     def reduce(
         self,
         attempt: Attempt,
         *,
         position: Position,
-        again: bool,
+        repeat: bool,
         workloads: Sequence[float],
         like: Sequence[torch.Tensor],
-        slots: Sequence[BufferRef],
+        buffer_refs: Sequence[BufferRef],
     ) -> None:
-        """Meet, and sum what the devices of all ranks have computed.
+        """Exchange reports, and sum what the devices of all ranks have computed.
 
         Args:
-            attempt: Gets the sums, not divided yet; it is not complete where a rank has to compute its share
-                again.
+            attempt: Receives the sums, not divided yet. It is not complete if a rank has to compute its share again.
             position: What must be the same on all ranks.
-            again: Whether shards of this rank were left out.
-            workloads: Of this rank's devices, from the next attempt on.
-            like: Tensors of the shapes, dtypes and devices of the gradients.
-            slots: The model's buffers.
+            repeat: Whether shards of this rank were left out.
+            workloads: The workloads of this rank's devices from the next attempt on.
+            like: Tensors with the shapes, dtypes and devices of the gradients.
+            buffer_refs: References to the model's buffers.
 
         Raises:
-            PeerError: A rank failed.
-            DisagreementError: A rank is somewhere else.
-            PeerInterrupt: A rank was interrupted.
+            PeerError: If a rank failed.
+            DisagreementError: If a rank is at another position.
+            PeerInterrupt: If a rank was interrupted.
         """
-        devices, share, timer, home = attempt.devices, attempt.share, self._timer, like[0].device
+        devices, share, timer, main_device = attempt.device_gradients, attempt.share, self._timer, like[0].device
+        # Partial sums are merged before the clock stops, because they are part of this rank's work.
         gradients = self._sum.announce([each.gradients.partials for each in devices], share)
-        buffers = RankBuffers.of(devices, share, slots) if slots else RankBuffers()
-        timer.meet(home, share.runs, self.workloads)
+        buffers = RankBuffers.of(devices, share, buffer_refs) if buffer_refs else RankBuffers()
+        timer.end_compute(main_device, share.runs, self.workloads)
         shards: list[ShardReport] = []
         samples = 0
         for device in devices:
@@ -121,38 +135,42 @@ class RankReduction:
             timer.measurement,
         )
         self._watch.doing = "reduce"
-        told = self.coordinator.meet(position, report.to_plain(), again=again)
-        attempt.complete = told is not None
-        if told is not None:
-            reports = list(map(RankReport.from_plain, told))
-            self._take(attempt, reports, timed=position["computation"] == 0, home=home)
-            attempt.buffers = [sum_buffers(self._communicator, buffers, reports, slots)] if slots else []
-        self.coordinator.part()
+        # All shards are computed by now but nothing has been summed, so ranks with other batches can raise here.
+        position = {**position, BATCHES: self._batches}
+        plain_reports = self.coordinator.exchange_reports(position, report.to_plain(), repeat=repeat)
+        attempt.complete = plain_reports is not None
+        if plain_reports is not None:
+            reports = list(map(RankReport.from_plain, plain_reports))
+            self._add_up(attempt, reports, timed=position["computation"] == 0, device=main_device)
+            attempt.buffers = [sum_buffers(self._communicator, buffers, reports, buffer_refs)] if buffer_refs else []
+        # Only after the sums: an error within them reaches the other ranks anyway, and must not be sent twice.
+        self.coordinator.end_exchange()
 
-    def _take(self, attempt: Attempt, reports: Sequence[RankReport], *, timed: bool, home: torch.device) -> None:
-        """Put into the attempt what all ranks have computed.
+    def _add_up(self, attempt: Attempt, reports: Sequence[RankReport], *, timed: bool, device: torch.device) -> None:
+        """Store what all ranks have computed in the attempt.
 
         Args:
             attempt: The attempt.
-            reports: Of all ranks.
-            timed: Whether the time that it takes counts; a search, or another network, takes its own.
-            home: The device of the sums.
+            reports: The reports of all ranks.
+            timed: Whether the time of the sum counts. That of a search or of another network does not.
+            device: The device of the sums.
         """
         attempt.reports, attempt.samples = [], 0
-        contributions, steady = [], self._adopt(reports)
+        contributions, steady = [], self._update_assignment(reports)
+        # In order of ranks, which is the order of shards: divisor and mean loss are the same on every rank.
         for report in reports:
             attempt.reports += report.shards
             attempt.samples += report.samples
             contributions.append(report.gradients)
             steady &= len(report.workloads) == 1
-        self._timer.sum()
-        # Not divided on the way: every rank divides and checks in one pass over the memory.
+        self._timer.start_sum()
+        # Not divided during the sum: every rank divides and checks in one pass over memory afterwards.
         attempt.gradients = self._sum.sum(tuple(contributions), steady=steady)
         if timed:
-            self._timer.end(home, [len(each.shards) for each in contributions])
+            self._timer.end_sum(device, [len(each.shards) for each in contributions])
 
-    def _adopt(self, reports: Sequence[RankReport]) -> bool:
-        """Take over what all ranks told of their speeds, and return whether shards stay where they are."""
+    def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
+        """Adopt the workloads and speeds that all ranks have reported; return whether shards stay where they are."""
         timer, before = self._timer, self.assignment.speeds
         measurements, workloads = [], []
         for report in reports:
@@ -160,11 +178,13 @@ class RankReduction:
             workloads.append(report.workloads)
         timer.adopt(measurements)
         steady = workloads == self._workloads and timer.speeds == before
+        # Times per shard were measured with the old workloads of a rank's devices.
         if workloads != self._workloads:
-            timer.start_over()
+            timer.restart()
         if not steady:
             self._workloads = workloads
             self._assign()
+        # Gradients that are sent early would disturb the measurement.
         steady &= not timer.measuring
         if steady and not self._was_steady and self._communicator.rank == 0:
             LOG.info("Shards on each rank: %s.", " + ".join(str(len(each.shards)) for each in reports))
@@ -172,8 +192,8 @@ class RankReduction:
         return steady
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
-        """Return to every rank what each found."""
-        rows = [[each.shard, each.batch, _ends(each.samples), each.loss, each.parameter] for each in found]
+        """Return the non-finite shards that all ranks have found, on every rank."""
+        rows = [[each.shard, each.batch, _range_args(each.samples), each.loss, each.parameter] for each in found]
         return [
             NonFiniteShard(shard, batch, range(*samples), loss, parameter)
             for message in self._communicator.exchange(json.dumps(rows).encode())
@@ -184,49 +204,52 @@ class RankReduction:
 def join_ranks(
     communicator: Communicator,
     workloads: Sequence[float],
-    alike: RankConsistency,
+    consistency: RankConsistency,
     *,
     movable: bool,
-    measured: bool,
+    measure: bool,
 ) -> RankReduction | None:
-    """Get to know the devices of all ranks; every rank calls it.
+    """Exchange the devices of all ranks, and create what reduces over them; every rank calls this.
 
     Args:
-        communicator: Joins them.
+        communicator: The communicator of the run.
         workloads: The relative speeds of this rank's devices.
-        alike: Compares the ranks when they meet.
-        movable: Whether the result is the same wherever shards are computed.
-        measured: Whether workloads are to be measured, and those of the ranks with them.
+        consistency: Compares what must be equal on all ranks.
+        movable: Whether the result is independent of where shards are computed.
+        measure: Whether the workloads of devices and ranks are to be measured.
 
     Returns:
-        What reduces over them; None for a process that is alone.
+        The reduction over ranks; None for a process that is the whole run.
 
     Raises:
-        ValueError: Workloads are to be measured on some ranks only.
+        ValueError: If workloads are to be measured on some ranks only.
     """
     if communicator.size == 1:
         return None
-    own = [list(workloads), movable and communicator.exact, measured, machine()]
-    told = [json.loads(each) for each in communicator.exchange(json.dumps(own).encode())]
-    known, free, wanted, machines = zip(*told, strict=True)
-    for rank, each in enumerate(wanted):
-        if each != wanted[0]:
+    # A compressed sum depends on where shards are cut, so its shards must not move.
+    own = [list(workloads), movable and communicator.exact, measure, machine_name()]
+    messages = [json.loads(each) for each in communicator.exchange(json.dumps(own).encode())]
+    all_workloads, all_movable, all_measure, machines = zip(*messages, strict=True)
+    for rank, each in enumerate(all_measure):
+        if each != all_measure[0]:
             raise ValueError(
                 f'`workloads` must be "auto" on every rank or on none, got it on rank {rank if each else 0} '
-                f"and not on rank {0 if each else rank}. Ranks are only timed beside each other; give all of "
-                'them "auto", or each of them numbers.'
+                f"and not on rank {0 if each else rank}. Ranks can only be timed together: pass "
+                '"auto" on all of them, or numbers on each.'
             )
-    timer = RankTimer(measuring=all(free) and all(wanted))
+    # A single rank whose shards cannot move is enough to keep all shards where they are.
+    timer = RankTimer(measuring=all(all_movable) and all(all_measure))
     total = RankSum(communicator, rank_sum.DEFAULTS, one_machine=len(set(machines)) == 1)
-    return RankReduction(communicator, RankCoordinator(communicator, alike, total), total, known, timer)
+    return RankReduction(communicator, RankCoordinator(communicator, consistency, total), total, all_workloads, timer)
 
 
-def machine() -> str:
-    """Name this machine; a network namespace of Linux counts as one, for it reaches others by a network."""
+def machine_name() -> str:
+    """Return a name for this machine; each Linux network namespace counts as a machine of its own."""
     name = socket.gethostname()
+    # Namespaces reach each other over a network, so the limits for networks apply between them.
     namespace = Path("/proc/self/ns/net")
     return f"{name}, {namespace.readlink()}" if namespace.is_symlink() else name
 
 
-def _ends(samples: range) -> tuple[int, int, int]:
+def _range_args(samples: range) -> tuple[int, int, int]:
     return samples.start, samples.stop, samples.step

@@ -1,7 +1,7 @@
-"""What a rank tells of its share of an attempt, so that every rank can go on as if it had computed all of it.
+"""Describe a rank's share of an attempt, so that every rank can continue as if it had computed all shares.
 
-A report is text (JSON), so nothing that arrives from another process can run code, and numbers come back
-as they were: floats by their shortest exact decimal, tensors of one element with their dtype.
+A report is text (JSON), so nothing that another process sends can run code. Numbers survive exactly: floats as their
+shortest exact decimal, tensors of one element with their dtype.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from lockstep.updaters.result import ShardReport
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What the devices of one rank made of their shards.
+    """What the devices of one rank have computed.
 
     Attributes:
         shards: What each shard that took part measured, in order.
-        samples: How many samples these hold; 1 where a single shard makes up the update.
-        gradients: Which partial sums of gradients there are.
-        buffers: The same for buffers.
-        buffer_weights: For each buffer, the weights of the shards that changed it.
+        samples: The number of samples in these shards; 1 where a single shard makes up the update.
+        gradients: The description of this rank's partial sums of gradients.
+        buffers: The description of this rank's partial sums of buffers.
+        buffer_weights: For each buffer, the total weight of the shards that changed it.
         workloads: The relative speeds of the rank's devices from the next attempt on.
-        measurement: How long the rank takes, if it has measured that.
+        measurement: The times that this rank has measured; None as long as it has too few.
     """
 
     shards: Sequence[ShardReport]
@@ -41,68 +41,71 @@ class RankReport:
     measurement: RankMeasurement | None
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as lists, numbers and text."""
+        """Convert the report to lists, numbers and text."""
         shards = []
         for report in self.shards:
             metrics: dict[str, Any] = {}
             for name, (total, weight) in report.metrics.items():
-                metrics[name] = [_plain(total), _plain(weight)]
-            shards.append([report.shard, report.weight, _plain(report.loss.reshape(())), metrics])
-        told = self.measurement
+                metrics[name] = [_encode_number(total), _encode_number(weight)]
+            shards.append([report.shard, report.weight, _encode_number(report.loss.reshape(())), metrics])
+        measurement = self.measurement
         return {
             "shards": shards,
             "samples": self.samples,
-            "gradients": _text(self.gradients),
-            "buffers": _text(self.buffers),
+            "gradients": _encode_contribution(self.gradients),
+            "buffers": _encode_contribution(self.buffers),
             "buffer_weights": self.buffer_weights,
             "workloads": self.workloads,
-            "measurement": None if told is None else [told.seconds, told.transfer],
+            "measurement": None if measurement is None else [measurement.seconds, measurement.transfer],
         }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RankReport:
-        """Read what `to_plain` returned."""
+        """Create a report from what `to_plain` returned."""
         shards = []
         for shard, weight, loss, values in plain["shards"]:
             metrics: dict[str, Any] = {}
             for name, (total, share) in values.items():
-                metrics[name] = (_value(total), _value(share))
-            shards.append(ShardReport(shard, weight, torch.as_tensor(_value(loss)), metrics))
-        told = plain["measurement"]
+                metrics[name] = (_decode_number(total), _decode_number(share))
+            shards.append(ShardReport(shard, weight, torch.as_tensor(_decode_number(loss)), metrics))
+        measurement = plain["measurement"]
         return cls(
             shards,
             plain["samples"],
-            _contribution(plain["gradients"]),
-            _contribution(plain["buffers"]),
+            _decode_contribution(plain["gradients"]),
+            _decode_contribution(plain["buffers"]),
             plain["buffer_weights"],
             plain["workloads"],
-            None if told is None else RankMeasurement(*told),
+            None if measurement is None else RankMeasurement(*measurement),
         )
 
 
-def _plain(value: SupportsFloat) -> Any:
-    """Turn a number into one that JSON knows, or a tensor into its dtype and number; waits for its device."""
+def _encode_number(value: SupportsFloat) -> Any:
+    """Convert a number to one that JSON can represent, or a tensor to its dtype and number; waits for its device."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype).removeprefix("torch."), value.item()]
+    # NumPy scalars are no numbers to the JSON encoder.
     return value if isinstance(value, int | float) else float(value)
 
 
-def _value(plain: Any) -> Any:
+def _decode_number(plain: Any) -> Any:
     if isinstance(plain, list):
         kind, number = plain
         dtype = getattr(torch, kind)
         if isinstance(number, float):
-            return torch.scalar_tensor(number, dtype=dtype, device="cpu")  # several times as fast as `tensor`
+            # Several times as fast as `torch.tensor`. The device is explicit, because the user may have set another
+            # default.
+            return torch.scalar_tensor(number, dtype=dtype, device="cpu")
         return torch.tensor(number, dtype=dtype, device="cpu")
     return plain
 
 
-# Contributions are mostly those of the last update, so what they are as text is remembered.
+# Most contributions equal those of the last update, so their text is cached.
 @lru_cache(maxsize=64)
-def _text(contribution: Contribution) -> str:
-    """Write a contribution; in hexadecimal, for decimal digits of masks over thousands of tensors are slow.
+def _encode_contribution(contribution: Contribution) -> str:
+    """Encode a contribution as text, with masks in hexadecimal: decimal digits of long masks are slow to compute.
 
-    >>> _text(Contribution((0, 4), (7, 31)))
+    >>> _encode_contribution(Contribution((0, 4), (7, 31)))
     '0:7 4:1f/0'
     """
     sums = zip(contribution.shards, contribution.present, strict=True)
@@ -110,10 +113,10 @@ def _text(contribution: Contribution) -> str:
 
 
 @lru_cache(maxsize=64)
-def _contribution(text: str) -> Contribution:
-    """Read what `_text` wrote.
+def _decode_contribution(text: str) -> Contribution:
+    """Decode the text of a contribution; see `_encode_contribution`.
 
-    >>> _contribution("0:7 4:1f/0"), _contribution("/0")
+    >>> _decode_contribution("0:7 4:1f/0"), _decode_contribution("/0")
     (Contribution(shards=(0, 4), present=(7, 31), sparse=0), Contribution(shards=(), present=(), sparse=0))
     """
     sums, _, sparse = text.partition("/")

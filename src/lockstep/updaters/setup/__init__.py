@@ -15,5 +15,9 @@ from lockstep.updaters.setup.names import (
     look_up as look_up,
     named_schedulers as named_schedulers,
 )
-from lockstep.updaters.setup.networks import Arrangement as Arrangement, arrange as arrange
+from lockstep.updaters.setup.networks import (
+    NetworkSet as NetworkSet,
+    check_unnamed as check_unnamed,
+    parse_networks as parse_networks,
+)
 from lockstep.updaters.setup.recipe import OnOverflow as OnOverflow, Recipe as Recipe, check_choice as check_choice

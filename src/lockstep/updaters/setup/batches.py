@@ -1,4 +1,4 @@
-"""Make the arrays of a shard from a batch of samples or from arrays that hold the whole batch."""
+"""Create the arrays of a shard from a batch of samples, or from arrays that hold the whole batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ Converter: TypeAlias = Callable[[Sequence[Any], torch.device], Any]
 def batch_size(batch: Any) -> int:
     """Count the samples of a batch.
 
+    Args:
+        batch: `Samples`, or nested tensors with the samples along their first dimension.
+
     Raises:
-        ValueError: There are none, or tensors of the batch disagree in length.
+        ValueError: If there are no samples, or if tensors of the batch differ in length.
     """
     size = len(batch.indices) if type(batch) is Samples else nest.rows(batch)
     if size == 0:
@@ -29,14 +32,14 @@ def batch_size(batch: Any) -> int:
 
 
 def shard_arrays(batch: Any, shard: Shard, device: torch.device, converter: Converter) -> Any:
-    """Give the arrays of one shard on the device it runs on.
+    """Return the arrays of one shard on the device it runs on.
 
     Args:
-        batch: `Samples`, which go through the converter, or a nest of tensors along whose first dimension
-            the samples lie, which are cut as views (copies where the samples of a shard lie apart).
-        shard: Which samples.
-        device: Where to.
-        converter: Makes arrays of samples.
+        batch: `Samples`, which are passed to the converter, or nested tensors with the samples along their first
+            dimension, which are cut as views (or as copies if the samples of a shard are not adjacent).
+        shard: The shard, which says which samples to take.
+        device: The device to put the arrays on.
+        converter: Converts samples to arrays.
     """
     part = shard.samples
     if type(batch) is Samples:
@@ -44,16 +47,16 @@ def shard_arrays(batch: Any, shard: Shard, device: torch.device, converter: Conv
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         mine = tensor if len(part) == tensor.size(0) else tensor[part.start : part.stop : part.step]
-        # Kernels may round differently where elements lie apart.
+        # Kernels may round differently for strided arrays, and the bits must not depend on how shards are cut.
         mine = mine if part.step == 1 else mine.contiguous()
-        # Towards the CPU this waits: the host would read what has not arrived yet.
+        # Transfers to the CPU wait here, because the host would otherwise read data that has not arrived yet.
         return sent(mine, device)
 
     return nest.map_tensors(rows, batch)
 
 
 def call_arguments(arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Turn the arrays of a shard into arguments: a tuple or list by position, a dict by name, else one.
+    """Convert the arrays of a shard to call arguments: a tuple or list by position, a dict by name, else one argument.
 
     >>> call_arguments({"x": 1})
     ((), {'x': 1})

@@ -1,4 +1,4 @@
-"""Accept one thing or several by name, and refuse what does not belong together."""
+"""Accept one object or several by name, and check that they belong together."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lockstep.data import Iterator, Source, as_iterator
 MAIN = "main"
 
 Names = tuple[str, ...]
-"""The optimizers that a gradient is for."""
+"""The names of the optimizers that a gradient is for."""
 
 T = TypeVar("T")
 
 
 def by_name(argument: str, given: Any, kind: type[Any], what: str) -> dict[str, Any]:
-    """Register a single object as "main", or several under their names.
+    """Return objects by name, with a single object as "main".
 
     Args:
-        argument: What errors call the argument.
-        given: An object or a mapping.
-        kind: What each object must be.
-        what: The same in words.
+        argument: The name of the argument in errors.
+        given: An object, or a mapping from names to objects.
+        kind: The type that each object must have.
+        what: The type in words, for errors.
 
     Raises:
-        TypeError: Something is of another kind.
-        ValueError: There is none, a name has no letters or holds a dot, or one object has two names.
+        TypeError: If an object has another type.
+        ValueError: If there is no object, if a name is empty or contains a dot, or if an object has two names.
 
     >>> by_name("model", 3, int, "an integer")
     {'main': 3}
@@ -39,26 +39,30 @@ def by_name(argument: str, given: Any, kind: type[Any], what: str) -> dict[str, 
             raise TypeError(f"`{argument}` must be {what}, got a {type(given).__name__}.")
         return {MAIN: given}
     if not given:
-        raise ValueError(f"`{argument}` must hold at least one, got an empty mapping.")
+        raise ValueError(f"`{argument}` must hold at least one object, got an empty mapping.")
     seen: dict[int, str] = {}
     for name, each in given.items():
+        # Names are joined to parameter names by a dot, which must stay unambiguous.
         if not isinstance(name, str) or not name or "." in name:
-            raise ValueError(f"The names of `{argument}` must be words without dots, got {name!r}.")
+            raise ValueError(f"The names of `{argument}` must be non-empty strings without dots, got {name!r}.")
         if not isinstance(each, kind):
             raise TypeError(f"`{argument}[{name!r}]` must be {what}, got a {type(each).__name__}.")
         if id(each) in seen:
             both = f"{seen[id(each)]!r} and {name!r}"
-            raise ValueError(f"`{argument}` must hold different objects, got the same one as {both}.")
+            raise ValueError(f"`{argument}` must hold different objects, got the same one under {both}.")
         seen[id(each)] = name
     return dict(given)
 
 
 def iterators_by_name(given: Iterator | Source | Mapping[str, Iterator | Source]) -> dict[str, Iterator]:
-    """Register one source of batches as "main", or several under their names, as iterators.
+    """Return iterators by name, with a single source of batches as "main".
+
+    Args:
+        given: A source of batches, or a mapping from names to sources.
 
     Raises:
-        TypeError: Something is no source of batches.
-        ValueError: As `by_name`, or none is named "main".
+        TypeError: If an object is not a source of batches.
+        ValueError: If names are refused by `by_name`, or if none is "main".
     """
     if isinstance(given, Mapping):
         adapted: Any = {name: as_iterator(each, name=f"iterator[{name!r}]") for name, each in given.items()}
@@ -66,15 +70,19 @@ def iterators_by_name(given: Iterator | Source | Mapping[str, Iterator | Source]
         adapted = as_iterator(given)
     iterators: dict[str, Iterator] = by_name("iterator", adapted, Iterator, "a lockstep Iterator")
     if MAIN not in iterators:
-        raise ValueError(f"`iterator` must have one named 'main', got {sorted(iterators)}.")
+        raise ValueError(f"`iterator` must contain the name 'main', got {sorted(iterators)}.")
     return iterators
 
 
 def look_up(name: str, named: Mapping[str, T]) -> T:
-    """Give what has this name.
+    """Return the object of a name.
+
+    Args:
+        name: The name to look up.
+        named: The objects by name.
 
     Raises:
-        KeyError: Nothing has; the message lists the names there are.
+        KeyError: If no object has this name; the message lists the names.
     """
     if name not in named:
         raise KeyError(f"`name` must be one of {sorted(named)}, got {name!r}.")
@@ -82,16 +90,16 @@ def look_up(name: str, named: Mapping[str, T]) -> T:
 
 
 def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
-    """Give schedulers by name: of a single one "main", of a sequence their numbers.
+    """Return schedulers by name: a single one as "main", those of a sequence by their positions.
 
     Args:
-        argument: What errors call the argument.
-        given: A scheduler, a sequence or a mapping of them, or None.
-        optimizers: Whose rates they may change.
+        argument: The name of the argument in errors.
+        given: A scheduler, a sequence or mapping of schedulers, or None.
+        optimizers: The optimizers of the updater, by name.
 
     Raises:
-        TypeError: Something is no scheduler, or one that waits for a measured value.
-        ValueError: One belongs to another optimizer.
+        TypeError: If an object is not a scheduler, or is one that steps by a measured value.
+        ValueError: If a scheduler belongs to an optimizer of another updater.
     """
     if given is None:
         return {}
@@ -103,7 +111,8 @@ def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimiz
     own = {id(optimizer) for optimizer in optimizers.values()}
     for name, scheduler in found.items():
         if id(scheduler.optimizer) not in own:
-            raise ValueError(f"`{argument}` must hold schedulers of the updater's optimizers, got {name!r} of another.")
+            raise ValueError(f"`{argument}` must hold schedulers of the updater's optimizers, but {name!r} is not one.")
+        # Its `step()` requires a metric, which the updater does not have.
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
                 f"`{argument}` must hold schedulers that step without a measured value, got {name!r}, a "

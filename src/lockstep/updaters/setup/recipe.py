@@ -1,4 +1,4 @@
-"""What an update is: those arguments of an updater that its result depends on, beside what is trained."""
+"""The recipe of an update: the arguments of an updater that the result depends on, besides what is trained."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Reduction = Literal["mean", "sum"]
 OnOverflow = Literal["retry", "next", "skip"]
 OnExhausted = Literal["skip", "raise"]
 StepFunction: TypeAlias = Callable[[Any, Any], object]
-"""Called as ``step_fn(updater, batch)``."""
+"""Called as ``step_fn(updater, batch)``; its return value is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What an update is, wherever it runs; each attribute is the argument of `ParallelUpdater` of its name.
+    """What an update computes, wherever it runs. Each attribute is the argument of `ParallelUpdater` with its name.
 
     Raises:
-        TypeError: A count or the seed is no integer, or a function cannot be called.
-        ValueError: A count is below 1, or a word is not one of those there are.
+        TypeError: If a count or the seed is not an integer, or if a function cannot be called.
+        ValueError: If a count is less than 1, or if an option is not one of the allowed strings.
     """
 
     num_shards: int | None
@@ -63,38 +63,40 @@ class Recipe:
 
     @property
     def policy(self) -> Precision:
-        """The policy of number formats."""
+        """The precision policy."""
         return parse_precision(self.precision)
 
-    def check_own_steps(self) -> None:
-        """Refuse what only the usual update can do, where a step function says what an update does.
+    def check_custom_step(self) -> None:
+        """Check that no option is set that a step function cannot follow.
 
         Raises:
-            ValueError: Something of that kind is asked for.
+            ValueError: If there is such an option.
         """
         if self.accumulate > 1:
             raise ValueError(
-                "`accumulate` must be 1 where a step function says what an update does, got "
-                f"{self.accumulate}. Give it larger batches and more shards."
+                f"`accumulate` must be 1 with a step function, got {self.accumulate}. Use larger batches with "
+                "more shards instead."
             )
         if self.on_overflow == "next":
-            raise ValueError(
-                "`on_overflow` must be 'retry' or 'skip' where a step function says what an update does, got 'next'."
-            )
+            raise ValueError("`on_overflow` must be 'retry' or 'skip' with a step function, got 'next'.")
 
 
 def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> None:
-    """Refuse what cannot be called, and a criterion, which does not know the model.
+    """Check that functions can be called, and that the loss function is not a criterion, which takes no model.
 
-    All but the converter may be None, for none.
+    Args:
+        converter: The converter.
+        loss_fn: The loss function, or None.
+        step_fn: The step function, or None.
 
     Raises:
-        TypeError: There is one.
+        TypeError: If a function cannot be called, or if the loss function is a criterion.
     """
+    # A criterion is callable too, and would otherwise only fail inside the first shard.
     if isinstance(loss_fn, _Loss):
         kind = type(loss_fn).__name__
         raise TypeError(
-            f"`loss_fn` must take the model before the batch, got a criterion, {kind}. Give "
+            f"`loss_fn` must take the model before the batch, got a criterion, {kind}. Pass "
             f"lockstep.supervised({kind}(...))."
         )
     optional = {"loss_fn": loss_fn, "step_fn": step_fn}
@@ -105,10 +107,15 @@ def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> N
 
 
 def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:
-    """Refuse a word that is not one of those there are.
+    """Check that an option is one of the allowed strings.
+
+    Args:
+        name: The name of the option in errors.
+        choice: The given value.
+        choices: The allowed values.
 
     Raises:
-        ValueError: It is not.
+        ValueError: If it is not.
     """
     if choice not in choices:
         raise ValueError(f"`{name}` must be one of {', '.join(map(repr, choices))}, got {choice!r}.")

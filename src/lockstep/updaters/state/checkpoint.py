@@ -1,4 +1,4 @@
-"""Say what the next update depends on, and go on from what was said."""
+"""Save everything the next update depends on, and load it again."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from lockstep.errors import StateError
 from lockstep.precision import MovingScale
 from lockstep.state import check_keys
 from lockstep.updaters.state import lazy
-from lockstep.updaters.state.registered import Registered
-from lockstep.updaters.state.savepoint import copied
+from lockstep.updaters.state.registered import RegisteredTensors
+from lockstep.updaters.state.savepoint import copy_state
 from lockstep.updaters.state.training import Training
 
 
 def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
-    """Give everything the next update depends on, as of the last one that was done.
+    """Return everything the next update depends on, as of the last complete update.
 
-    Counters and tensors alike are copies: what follows changes nothing in it.
+    Counters and tensors are copies, so later updates do not change them.
 
     Args:
-        training: What is trained.
-        num_shards: Shards a batch.
-        seed: Of the random streams.
+        training: The training state.
+        num_shards: The number of shards per batch.
+        seed: The seed of the random streams.
     """
-    state: dict[str, Any] = copied(_parts(training, num_shards=num_shards, seed=seed))
+    state: dict[str, Any] = copy_state(_parts(training, num_shards=num_shards, seed=seed))
     return state
 
 
 def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
-    """Collect the parts of the state; tensors are those that are trained."""
+    """Collect the parts of the state; its tensors are the ones being trained."""
     return {
         "num_shards": num_shards,
         "seed": seed,
@@ -37,7 +37,7 @@ def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
         "applied_updates": training.applied_updates,
         "loss_scale": training.loss_scale.state_dict(),
         "iterators": {name: each.state_dict() for name, each in training.iterators.items()},
-        "optimizers": {name: each.state_dict() for name, each in training.steppables().items()},
+        "optimizers": {name: each.state_dict() for name, each in training.state_holders().items()},
         "models": {name: lazy.state_of(each) for name, each in training.models.items()},
         "schedulers": {name: each.state_dict() for name, each in training.schedulers.items()},
         "epoch_schedulers": {name: each.state_dict() for name, each in training.epoch_schedulers.items()},
@@ -45,27 +45,31 @@ def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
 
 
 def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int, seed: int) -> None:
-    """Go on from a saved state.
+    """Load a saved state.
 
     Args:
-        training: Changed in place; after an error as it was.
-        state: What `state_of` gave; left untouched.
-        num_shards: Shards a batch; must be those of the state.
-        seed: Of the random streams; must be that of the state.
+        training: The training state, changed in place; after an error it is as it was before.
+        state: What `state_of` returned; left unchanged.
+        num_shards: The number of shards per batch, which must be that of the state.
+        seed: The seed of the random streams, which must be that of the state.
 
     Raises:
-        StateError: Keys are missing or unknown, or it is the state of another number of shards or seed.
+        StateError: If keys are missing or unknown, or if the state has another number of shards or another seed.
 
-    Hooks of `register_load_state_dict_pre_hook`, of modules and of optimizers, get a state before it is
-    checked against the names and shapes of their owner, so they may bring an older one up to date.
+    Hooks of modules and optimizers that were registered by `register_load_state_dict_pre_hook` get a state before it is
+    checked against the names and shapes of their owner, so they can migrate an older one.
     """
+    # Everything that can be checked is checked first. What only fails while loading is undone below.
     _check_state(state, _parts(training, num_shards=num_shards, seed=seed))
+    # Restored into a new value here, so that an error leaves the current one in use.
     loss_scale = training.loss_scale.restored(state["loss_scale"])
     iterators = {name: each.state_dict() for name, each in training.iterators.items()}
-    savepoint, registered = training.save(), Registered(training.group.model)
+    savepoint, registered = training.save(), RegisteredTensors(training.replicas.model)
     try:
         _load_parts(training, state)
+    # A KeyboardInterrupt halfway through must not leave a mixture of two states either.
     except BaseException:
+        # Before the savepoint: `set_extra_state` is user code and may write to tensors, whose values then follow.
         registered.restore()
         savepoint.restore()
         for name, before in iterators.items():
@@ -81,9 +85,9 @@ def _load_parts(training: Training, state: Mapping[str, Any]) -> None:
         iterator.load_state_dict(state["iterators"][name])
     for name, model in training.models.items():
         lazy.load_state(model, state["models"][name])
-    for name, optimizer in training.steppables().items():
-        # PyTorch's optimizers take over the tensors they are given, and would change the saved state.
-        optimizer.load_state_dict(copied(state["optimizers"][name]))
+    for name, optimizer in training.state_holders().items():
+        # PyTorch's optimizers keep the tensors they are given, and later steps would change the saved state.
+        optimizer.load_state_dict(copy_state(state["optimizers"][name]))
     for name, scheduler in training.schedulers.items():
         scheduler.load_state_dict(state["schedulers"][name])
     for name, scheduler in training.epoch_schedulers.items():
@@ -91,21 +95,26 @@ def _load_parts(training: Training, state: Mapping[str, Any]) -> None:
 
 
 def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Refuse a state that does not fit the updater's own."""
+    """Check that a state fits the updater's own.
+
+    Args:
+        state: The state to load.
+        own: The current state of the updater.
+    """
     check_keys(state, own, of="a ParallelUpdater")
     for part in ("iterators", "optimizers", "models", "schedulers", "epoch_schedulers"):
         check_keys(state[part], own[part], of=f"the {part} of a ParallelUpdater")
     if state["num_shards"] != own["num_shards"]:
         raise StateError(
-            f"`state` must be of {own['num_shards']} shards, got {state['num_shards']}. Shards "
-            f"are part of a run's meaning: give `num_shards={state['num_shards']}`, or start afresh."
+            f"`state` must have {own['num_shards']} shards per batch, got {state['num_shards']}. The result "
+            f"depends on it: pass `num_shards={state['num_shards']}`, or start a new run."
         )
     if state["seed"] != own["seed"]:
-        raise StateError(f"`state` must be of seed {own['seed']}, got {state['seed']}.")
+        raise StateError(f"`state` must have the seed {own['seed']}, got {state['seed']}.")
     for model, saved in state["models"].items():
         for name, value in saved.items():
             if value is None and own["models"][model].get(name) is not None:
                 raise StateError(
                     f"`state` must hold values for {name!r} of model {model!r}, got none: it was saved "
-                    "before the first update gave the parameter a shape. Load it into a fresh model."
+                    "before the first update initialised the parameter. Load it into a new model."
                 )

@@ -1,4 +1,4 @@
-"""Give parameters their shapes by one dry forward of the first shard, in the same way everywhere."""
+"""Initialise lazy parameters by one forward of the first shard, in the same way on every device and rank."""
 
 from __future__ import annotations
 
@@ -16,29 +16,31 @@ from lockstep.updaters.state.savepoint import with_metadata
 
 
 def is_uninitialised(model: nn.Module) -> bool:
-    """Tell whether a parameter has no shape yet."""
+    """Check whether a model has parameters without a shape."""
     return any(is_lazy(parameter) for parameter in model.parameters())
 
 
 def initialise(model: nn.Module, forward: Callable[[], object], *, device: torch.device, seed: int) -> None:
-    """Run the model itself once, which gives its lazy modules their shapes and values; nothing else stays.
+    """Run the model once, which gives its lazy modules their shapes and values; nothing else changes.
 
-    Each lazy module draws its values from a stream of its own, keyed by the run's seed and the module's place
-    in the model, so they depend neither on devices and shards nor on what else the forward draws.
+    Each lazy module draws its values from its own random stream, keyed by the run's seed and the module's position in
+    the model. They depend neither on devices and shards nor on other random numbers of the forward.
 
     Args:
-        model: Parameters keep their identity; buffers keep the values from before the forward.
+        model: The model. Its parameters keep their identity, its buffers their values from before the forward.
         forward: Runs the model on the arrays of a shard.
-        device: Where.
-        seed: Of the run.
+        device: The device to run on.
+        seed: The seed of the run.
     """
+    # The forward updates running statistics, which would then count this batch twice.
     buffers = {buffer: buffer.clone() for buffer in model.buffers() if not is_lazy(buffer)}
     handles = []
     with DefaultStream(device) as stream, torch.no_grad():
         for index, module in enumerate(model.modules()):
             if isinstance(module, LazyModuleMixin):
                 seeded = partial(_seed, stream, stream_seed(seed, substream(INITIALISATION) + index))
-                # Before and after the hook of PyTorch's own that initialises the module.
+                # PyTorch's hook that initialises the module runs between these two: the first seeds the stream it draws
+                # from, the second copies the buffers it has created.
                 handles.append(module.register_forward_pre_hook(seeded, prepend=True))
                 handles.append(module.register_forward_pre_hook(partial(_keep_buffers, buffers)))
         try:
@@ -55,24 +57,28 @@ def _seed(stream: DefaultStream, seed: int, *_: Any) -> None:
 
 
 def _keep_buffers(buffers: dict[torch.Tensor, torch.Tensor], module: nn.Module, *_: Any) -> None:
-    """Copy buffers that have only just come to be."""
+    """Copy buffers that were created by the initialisation."""
     for buffer in module.buffers(recurse=False):
         if buffer not in buffers:
             buffers[buffer] = buffer.clone()
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Give a model's state; None stands for what has no shape yet."""
+    """Return the state of a model, with None for parameters that have no shape yet."""
     state = model.state_dict()
     plain = {name: None if is_lazy(value) else value for name, value in state.items()}
     return with_metadata(plain, state)
 
 
 def load_state(model: nn.Module, state: dict[str, Any]) -> None:
-    """Load what `state_of` gave.
+    """Load what `state_of` returned.
+
+    Args:
+        model: The model, changed in place.
+        state: The state to load.
 
     Raises:
-        RuntimeError: PyTorch's, where names or shapes differ.
+        RuntimeError: If names or shapes differ; raised by PyTorch.
     """
     shaped = {name: UninitializedParameter() if value is None else value for name, value in state.items()}
     model.load_state_dict(with_metadata(shaped, state))

@@ -1,4 +1,4 @@
-"""Remember what the modules of a model hold, for a load that fails after some of them have taken theirs."""
+"""Save which tensors the modules of a model hold, to undo a load that fails halfway."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 
-class Registered:
-    """Which tensors the modules hold under which names, which of them have no shape, and the extra state.
+class RegisteredTensors:
+    """The tensors of all modules by name, the tensors among them without a shape, and the extra state of modules.
 
-    Hooks of a load and overrides of `_load_from_state_dict` may put other tensors in their place, and
-    lazy modules give theirs a shape. The values of tensors are a `Savepoint`'s work.
+    Hooks of a load and overrides of `_load_from_state_dict` may replace these tensors, and lazy modules give them a
+    shape. The values of tensors are saved by a `Savepoint`.
 
     Args:
-        model: All networks.
+        model: The model, or all networks as one module.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -24,6 +24,7 @@ class Registered:
         tables: list[Any] = [table for module in modules for table in (module._parameters, module._buffers)]
         self._tables = [(table, dict(table)) for table in tables]
         tensors = {id(tensor): tensor for table in tables for tensor in table.values()}
+        # Loading gives these tensors a shape by changing their class, so both the class and the data are saved.
         self._shapeless = [(tensor, type(tensor), tensor.data) for tensor in tensors.values() if is_lazy(tensor)]
         self._extra = [
             (module, copy.deepcopy(module.get_extra_state()))
@@ -32,8 +33,9 @@ class Registered:
         ]
 
     def restore(self) -> None:
-        """Put everything back; tensors that were there have their values of now."""
+        """Restore the registered tensors and the extra state; tensors keep their current values."""
         for table, before in self._tables:
+            # The tables are changed in place, because modules refer to these very dicts.
             table.clear()
             table.update(before)
         for tensor, kind, data in self._shapeless:

@@ -1,4 +1,4 @@
-"""Copy what an update of several steps changes, and put it back where the update fails."""
+"""Copy what an update of several steps changes, and restore it if the update fails."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lockstep.precision import MasterWeights
 
 
 class Savepoint:
-    """The values of parameters, buffers, optimizers and schedulers as they are now.
+    """The current values of parameters, buffers, optimizers and schedulers.
 
     Args:
-        model: All networks; parameters without shapes are left out, see `include`.
-        optimizers: With their state, options and counters.
-        schedulers: With theirs.
-        masters: What optimizers move in the place of parameters in half precision.
+        model: All networks. Parameters without a shape are left out; see `include`.
+        optimizers: The optimizers, of which the state, options and counters are copied.
+        schedulers: The learning rate schedulers.
+        masters: The float32 master weights of parameters in half precision.
     """
 
     def __init__(
@@ -36,20 +36,25 @@ class Savepoint:
     ) -> None:
         self._tensors: dict[torch.Tensor, torch.Tensor] = {}
         self.include(model)
-        self._optimizers = [(optimizer, copied(optimizer.state_dict())) for optimizer in optimizers]
-        self._schedulers = [(scheduler, copied(scheduler.state_dict())) for scheduler in schedulers]
-        self._masters = [(each, copied(each.saved_masters())) for each in masters]
+        self._optimizers = [(optimizer, copy_state(optimizer.state_dict())) for optimizer in optimizers]
+        self._schedulers = [(scheduler, copy_state(scheduler.state_dict())) for scheduler in schedulers]
+        self._masters = [(each, copy_state(each.saved_masters())) for each in masters]
 
     def include(self, model: nn.Module) -> None:
-        """Copy what has got its shape since."""
+        """Copy tensors that have got their shape since.
+
+        Args:
+            model: All networks.
+        """
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor not in self._tensors and not is_lazy(tensor):
                 self._tensors[tensor] = tensor.detach().clone()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put everything back, bit for bit."""
+        """Restore everything, bit for bit."""
         for tensor, before in self._tensors.items():
+            # Copied in place: optimizers, replicas and the user's own references keep pointing to the same tensors.
             tensor.copy_(before)
         for optimizer, state in self._optimizers:
             _restore(optimizer, state)
@@ -60,39 +65,50 @@ class Savepoint:
 
 
 def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Load an optimizer's own state, each tensor in the dtype it had."""
+    """Load the saved state of an optimizer, each tensor in the dtype it had."""
+    # Hooks migrate states of older versions. This state is the optimizer's own, and must not be changed.
     with without_pre_hooks(optimizer):
         optimizer.load_state_dict(saved)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # Loading casts to the dtype of the parameter, where state in float32 would lose bits.
+    # Loading casts to the dtype of the parameter, in which float32 state would lose bits.
     for index, parameter in enumerate(parameters):
         if index in saved["state"]:
             optimizer.state[parameter] = saved["state"][index]
 
 
-def copied(value: Any) -> Any:
-    """Copy a nest of state; tensors by value, which `copy.deepcopy` does at three times the cost.
+def copy_state(value: Any) -> Any:
+    """Copy nested state with its tensors, three times as fast as `copy.deepcopy`.
 
-    What is one tensor under several names, as tied weights are in a state, is one in the copy.
+    One tensor under several names, as tied weights are in a state, is one tensor in the copy too.
     """
-    return _copied(value, {})
+    return _copy(value, {})
 
 
-def _copied(value: Any, copies: dict[Hashable, torch.Tensor]) -> Any:
-    """Copy a nest, given the copies that there are by what they are copies of."""
+def _copy(value: Any, copies: dict[Hashable, torch.Tensor]) -> Any:
+    """Copy nested state.
+
+    Args:
+        value: The state to copy.
+        copies: The copies made so far, by the memory they were made of.
+    """
     if isinstance(value, torch.Tensor):
-        return _copied_tensor(value, copies)
+        return _copy_tensor(value, copies)
     if isinstance(value, Mapping):
-        parts = {key: _copied(part, copies) for key, part in value.items()}
+        parts = {key: _copy(part, copies) for key, part in value.items()}
         return with_metadata(parts, value)
     if type(value) is list or type(value) is tuple:
-        return type(value)(_copied(part, copies) for part in value)
+        return type(value)(_copy(part, copies) for part in value)
     return copy.deepcopy(value)
 
 
 def with_metadata(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a state the versions of its modules that another has: by them they know what to migrate."""
-    # An attribute that torch gives to what `state_dict` returns.
+    """Add the module versions of another state to a state; modules use them to migrate old states.
+
+    Args:
+        state: The state without versions.
+        source: The state with versions, which `state_dict` has returned.
+    """
+    # PyTorch stores the versions in an attribute of what `state_dict` returns.
     metadata = getattr(source, "_metadata", None)
     if metadata is None:
         return state
@@ -101,11 +117,12 @@ def with_metadata(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str,
     return named
 
 
-def _copied_tensor(value: torch.Tensor, copies: dict[Hashable, torch.Tensor]) -> torch.Tensor:
-    """Copy a tensor once; a state names a tied weight by a view for each of its names."""
+def _copy_tensor(value: torch.Tensor, copies: dict[Hashable, torch.Tensor]) -> torch.Tensor:
+    """Copy a tensor once; a state contains a tied weight as a separate view for each of its names."""
+    # Sparse tensors have no address, and all empty ones share one.
     if value.layout is not torch.strided or not value.numel():
         return value.detach().clone()
-    # Views that begin at one address and are alike in all of this hold the same numbers.
+    # Views with the same address and the same form hold the same numbers.
     form = (value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
     place = (value.device, value.data_ptr(), form)
     if place not in copies:

@@ -1,7 +1,8 @@
-"""What an update changes: networks, optimizers, iterators and schedulers by name, and the counters."""
+"""The training state: networks, optimizers, iterators and schedulers by name, and the counters."""
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -20,22 +21,23 @@ from lockstep.updaters.state.savepoint import Savepoint
 
 @dataclass(slots=True)
 class Training:
-    """All that is trained, and how far it has come.
+    """Everything that is trained, and how far training has come.
 
     Attributes:
-        group: The replicas of all networks as one module, which is the one that holds the weights.
-        models: By name.
-        optimizers: By name.
-        iterators: By name.
-        schedulers: Stepped with applied updates.
-        epoch_schedulers: Stepped with epochs.
-        scale: The loss scale of the next try, wherever its numbers are.
-        masters: What optimizers move in the place of parameters in half precision; by the optimizer's name.
-        iteration: How many updates are done.
-        applied: How many of those moved the weights; a tensor where only the device knows.
+        replicas: The replicas of all networks as one module, which holds the weights.
+        models: The networks by name.
+        optimizers: The optimizers by name.
+        iterators: The batch iterators by name.
+        schedulers: The schedulers that step with applied updates.
+        epoch_schedulers: The schedulers that step with epochs.
+        scale: The loss scale of the next attempt, with its numbers on the host or on a device.
+        masters: The float32 master weights of parameters in half precision, by the name of their optimizer.
+        iteration: The number of complete updates.
+        applied: The number of updates that moved the weights; a tensor where only the device knows.
+        mode_was_changed: Whether `ensure_training_mode` has warned.
     """
 
-    group: ReplicaSet
+    replicas: ReplicaSet
     models: dict[str, nn.Module]
     optimizers: dict[str, Optimizer]
     iterators: dict[str, Iterator]
@@ -45,32 +47,55 @@ class Training:
     masters: dict[str, MasterWeights] = field(default_factory=dict)
     iteration: int = 0
     applied: int | torch.Tensor = 0
+    mode_was_changed: bool = False
+
+    def ensure_training_mode(self) -> None:
+        """Switch the networks to training mode if all of their modules are in evaluation mode, and warn of it once.
+
+        Modules in evaluation mode below a root in training mode are frozen on purpose, and left alone.
+        """
+        if any(module.training for network in self.models.values() for module in network.modules()):
+            return
+        for network in self.models.values():
+            network.train()
+        if not self.mode_was_changed:
+            self.mode_was_changed = True
+            warnings.warn(
+                "The model was in evaluation mode, in which dropout is off and batch normalization does not learn. It "
+                "is now in training mode. Call model.train() before training to avoid this warning. To train with "
+                "some modules in evaluation mode, call model.train() first and then eval() on these modules.",
+                stacklevel=2,
+            )
 
     @property
     def loss_scale(self) -> LossScale:
-        """The loss scale of the next try; waits for the device if it is there."""
+        """The loss scale of the next attempt; waits for the device if it is there."""
         return self.scale.value
 
     @property
     def applied_updates(self) -> int:
-        """How many updates moved the weights; waits for the device if they are counted there."""
+        """The number of updates that moved the weights; waits for the device if they are counted there."""
+        # Kept as a number, so that the next read does not wait again.
         self.applied = int(self.applied)
         return self.applied
 
     @property
     def iterator(self) -> Iterator:
-        """The one an update begins with."""
+        """The main iterator, which provides the batch that an update begins with."""
         return self.iterators[MAIN]
 
     def make_masters(self) -> None:
-        """Give every optimizer float32 masters, its own where it can have some."""
+        """Create float32 master weights for every optimizer; optimizers of lockstep have their own."""
         self.masters = {name: _masters_for(each) for name, each in self.optimizers.items()}
 
     def names_of(self, optimizer: str | None) -> Names:
-        """Name the optimizers that a gradient is for: one, or all.
+        """Return the names of the optimizers that a gradient is for.
+
+        Args:
+            optimizer: The name of one optimizer; None for all.
 
         Raises:
-            KeyError: There is no optimizer of this name.
+            KeyError: If there is no optimizer of this name.
         """
         if optimizer is None:
             return tuple(self.optimizers)
@@ -78,33 +103,37 @@ class Training:
         return (optimizer,)
 
     def parameters_of(self, optimizer: str) -> frozenset[int]:
-        """Name an optimizer's parameters by ``id``."""
+        """Return the parameters of an optimizer, by ``id``."""
         groups = self.optimizers[optimizer].param_groups
         return frozenset(id(parameter) for group in groups for parameter in group["params"])
 
-    def steppables(self) -> dict[str, Optimizer | MasterWeights]:
-        """Give what holds the state of each optimizer: itself, or the masters of one that knows of none."""
+    def state_holders(self) -> dict[str, Optimizer | MasterWeights]:
+        """Return what holds the state of each optimizer: the optimizer itself, or the master weights made for it."""
         return {
             name: each if isinstance(each, HookedOptimizer) else self.masters.get(name, each)
             for name, each in self.optimizers.items()
         }
 
     def master_weights(self, model: str) -> dict[str, torch.Tensor]:
-        """Give the float32 masters of one model by the names of their parameters.
+        """Return the float32 master weights of one model, by the names of their parameters.
+
+        Args:
+            model: The name of the model.
 
         Raises:
-            KeyError: There is no model of this name.
+            KeyError: If there is no model of this name.
         """
         network = look_up(model, self.models)
         return {name: value for each in self.masters.values() for name, value in each.named(network).items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Name all tensors of the state: parameters, buffers, masters, and what optimizers remember."""
+        """Return all tensors of the state by name: parameters, buffers, master weights and optimizer state."""
         found: dict[str, torch.Tensor] = {}
         names: dict[torch.Tensor, str] = {}
         for model, network in self.models.items():
             prefix = "" if len(self.models) == 1 else f"{model}."
             for name, tensor in [*network.named_parameters(), *network.named_buffers()]:
+                # Parameters without a shape have no bits to compare yet.
                 if not is_lazy(tensor):
                     found[f"{prefix}{name}"] = tensor
                     names[tensor] = f"{prefix}{name}"
@@ -116,18 +145,19 @@ class Training:
                 for key, value in remembered.items():
                     if isinstance(value, torch.Tensor):
                         found[f"{key} of {names.get(parameter, 'a parameter')}"] = value
-        # Threads may have made an optimizer's entries in any order.
+        # Sorted, because threads may have created an optimizer's entries in any order, and ranks compare tensors in
+        # order.
         return {name: found[name] for name in sorted(found)}
 
     def _held(self) -> list[MasterWeights]:
-        """List the masters of all optimizers, their own among them."""
+        """List the master weights of all optimizers, including those that optimizers hold themselves."""
         held = [self.masters.get(name) or _own_masters(each) for name, each in self.optimizers.items()]
         return [each for each in held if each is not None]
 
     def save(self) -> Savepoint:
-        """Copy what steps may change."""
+        """Copy everything that steps may change."""
         schedulers = [*self.schedulers.values(), *self.epoch_schedulers.values()]
-        return Savepoint(self.group.model, self.optimizers.values(), schedulers, self._held())
+        return Savepoint(self.replicas.model, self.optimizers.values(), schedulers, self._held())
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights:

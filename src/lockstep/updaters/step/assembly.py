@@ -1,8 +1,8 @@
-"""Put the parts of an updater together from what the user gave."""
+"""Assemble the parts of an updater from its arguments."""
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,15 +16,21 @@ from lockstep.precision import LossScale, MovingScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Deferral
 from lockstep.updaters.compute import DeviceTimer
-from lockstep.updaters.ranks import Coordinator, Differing, LocalCoordinator, RankConsistency, describe_run, join_ranks
-from lockstep.updaters.setup import Arrangement, Recipe, arrange, by_name, iterators_by_name, named_schedulers
-from lockstep.updaters.state import Followers, Training
-from lockstep.updaters.step.checks import check_fit, chosen_scale, fixed_workloads
+from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, describe_run, join_ranks
+from lockstep.updaters.setup import (
+    NetworkSet,
+    Recipe,
+    by_name,
+    check_unnamed,
+    iterators_by_name,
+    named_schedulers,
+    parse_networks,
+)
+from lockstep.updaters.state import Training
+from lockstep.updaters.step.checks import check_fit, choose_loss_scale, fixed_workloads
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.retry import OverflowRetry
-
-LOG = logging.getLogger("lockstep")
 
 Schedulers: TypeAlias = "LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]"
 
@@ -34,20 +40,19 @@ class Parts:
     """The parts of an updater.
 
     Attributes:
-        recipe: What an update is.
-        arranged: The networks as the user gave them, and as loss functions get them.
-        training: What is trained.
-        communicator: Joins the processes of the run.
-        coordinator: Where the other ranks are met.
-        engine: Makes the stages of an update that change nothing.
-        retry: Says what follows a gradient that is not finite.
-        committer: Makes the last stage.
+        recipe: The arguments that the result depends on.
+        networks: The networks as the user gave them, and as loss functions receive them.
+        training: The training state.
+        communicator: The communicator of the run.
+        coordinator: Communicates with the other ranks, if there are any.
+        engine: Runs the stages of an update that change nothing.
+        retry: Decides what follows a non-finite gradient.
+        committer: Runs the last stage.
         deferral: Decides whether the overflow check stays on the device.
-        followers: Modules that take over the weights after every update.
     """
 
     recipe: Recipe
-    arranged: Arrangement
+    networks: NetworkSet
     training: Training
     communicator: Communicator
     coordinator: Coordinator
@@ -55,7 +60,6 @@ class Parts:
     retry: OverflowRetry
     committer: Committer
     deferral: Deferral
-    followers: Followers
 
 
 def assemble(
@@ -63,53 +67,60 @@ def assemble(
     *,
     iterator: Any,
     optimizer: Any,
-    networks: tuple[Any, Any],
-    places: tuple[Any, Any],
+    models: tuple[Any, Any],
+    placement: tuple[Any, Any],
     schedulers: tuple[Any, Any],
     loss_scale: LossScale | float | None,
     timeout: Timeout,
     communicator: Communicator,
     check_every: int,
-    differing_models: Differing,
-    takes_steps: bool,
+    differing_models: OnMismatch,
+    custom_step: bool,
 ) -> Parts:
-    """Check what the user gave beside the recipe, and make the parts of an updater of it.
+    """Check the arguments of an updater that are not in its recipe, and create its parts.
 
     Args:
-        recipe: What an update is.
-        iterator: As `ParallelUpdater`, and so for what follows.
-        optimizer: Optimizers.
-        networks: `model` and `models`, one of which is None.
-        places: `devices` and `workloads`.
-        schedulers: `scheduler` and `epoch_scheduler`.
-        loss_scale: A loss scale, or None for that of the optimizers.
-        timeout: Seconds after which a device counts as hung.
-        communicator: Joins the processes of the run.
-        check_every: Within how many updates processes compare their states.
-        differing_models: What is done about models that differ over processes.
-        takes_steps: Whether the user says what an update does.
+        recipe: The arguments that the result depends on.
+        iterator: The argument `iterator` of `ParallelUpdater`.
+        optimizer: The argument `optimizer`.
+        models: The arguments `model` and `models`, one of which must be None.
+        placement: The arguments `devices` and `workloads`.
+        schedulers: The arguments `scheduler` and `epoch_scheduler`.
+        loss_scale: The argument `loss_scale`; None for the loss scale of the optimizers.
+        timeout: The number of seconds after which a device counts as hung.
+        communicator: The communicator of the run.
+        check_every: The number of updates within which processes compare their states.
+        differing_models: What to do with models that differ between processes.
+        custom_step: Whether a step function defines the update.
 
     Raises:
-        TypeError: An argument is of another kind.
-        ValueError: An argument is out of range, or parts do not belong together.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range, or if arguments do not belong together.
+
+    Returns:
+        The parts.
     """
     optimizers: dict[str, Optimizer] = by_name("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-    arranged = arrange(*networks, *places)
-    check_fit(recipe, arranged, optimizers, takes_steps=takes_steps)
-    fixed = fixed_workloads(recipe, arranged.workloads)
+    devices, workloads = placement
+    check_unnamed(devices, workloads)
+    networks = parse_networks(*models)
+    # Before replicas are created: nothing of the user's is touched until its arguments are known to fit.
+    check_fit(recipe, networks, optimizers, custom_step=custom_step)
+    fixed = fixed_workloads(recipe, workloads)
     training = Training(
-        group=ReplicaSet(arranged.module, arranged.devices, workloads=fixed, timeout=timeout),
-        models=arranged.networks,
+        replicas=ReplicaSet(networks.module, devices, workloads=fixed, timeout=timeout),
+        models=networks.modules,
         optimizers=optimizers,
         iterators=iterators_by_name(iterator),
         schedulers=named_schedulers("scheduler", schedulers[0], optimizers),
         epoch_schedulers=named_schedulers("epoch_scheduler", schedulers[1], optimizers),
-        scale=MovingScale(chosen_scale(loss_scale, optimizers)),
+        scale=MovingScale(choose_loss_scale(loss_scale, optimizers)),
     )
-    group = training.group
+    replicas = training.replicas
+    # Collective: every rank must reach this call.
     ranks = join_ranks(
         communicator,
-        group.workloads,
+        replicas.workloads,
         RankConsistency(
             communicator,
             training,
@@ -118,26 +129,30 @@ def assemble(
             differing=differing_models,
         ),
         movable=recipe.num_shards is not None,
-        measured=arranged.workloads == "auto",
+        measure=workloads == "auto",
     )
-    timing = DeviceTimer(group.devices) if arranged.workloads == "auto" and len(group.devices) > 1 else None
-    engine = GradientEngine(training, recipe, watch=communicator.watch, timing=timing, ranks=ranks)
-    group.model.to(group.devices[0])
+    device_timer = DeviceTimer(replicas.devices) if workloads == "auto" and len(replicas.devices) > 1 else None
+    engine = GradientEngine(training, recipe, watch=communicator.watch, device_timer=device_timer, ranks=ranks)
+    # Before master weights are created, which are allocated on the devices of their parameters.
+    replicas.model.to(replicas.devices[0])
     if recipe.policy.held_dtype:
         training.make_masters()
     if ranks is not None:
+        # Each process loads only the samples of its own shards.
         for each in training.iterators.values():
             each.read_only(engine.own_samples)
-    if recipe.num_shards is None and engine.shards_a_batch > 1:
-        LOG.info(
-            "num_shards is not given: %d shards, one a device; other devices give other bits.",
-            engine.shards_a_batch,
+    if recipe.num_shards is None and engine.shards_per_batch > 1 and recipe.split == "contiguous":
+        warnings.warn(
+            f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
+            "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
+            "results that do not.",
+            stacklevel=3,
         )
     coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
     return Parts(
         recipe,
-        arranged,
+        networks,
         training,
         communicator,
         coordinator,
@@ -145,5 +160,4 @@ def assemble(
         OverflowRetry(engine, training, recipe, deferral, coordinator),
         Committer(engine, training, deferral, auto_new_epoch=recipe.auto_new_epoch),
         deferral,
-        Followers(group.model, arranged.followers),
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from lockstep.communicators import Watch
 from lockstep.plan import Shard
@@ -16,44 +15,46 @@ from lockstep.precision import first_nonfinite
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
+    check_no_accumulate_hooks,
     check_no_leaked_gradients,
+    check_no_trained_buffers,
     finish_whole,
-    refuse_accumulate_hook,
-    refuse_trained_buffers,
 )
-from lockstep.streams import ONE_BORROWER, computation_substream
+from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext, check_finite
 from lockstep.updaters.compute import (
     DeviceGradients,
     DeviceTimer,
+    GlobalRandomWatch,
     GradientTask,
     ModelLayout,
     RankShare,
     ShardAssignment,
     share_of,
+    without_gradients,
 )
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.setup import MAIN, Recipe, batch_size, call_arguments, shard_arrays
 from lockstep.updaters.state import Training, lazy
 
-ALONE: Final = ShardAssignment()
-NOTHING: Final[AbstractContextManager[None]] = nullcontext()
+LOCAL_ASSIGNMENT: Final = ShardAssignment()
+NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 
 
 class GradientEngine:
-    """Compute gradients of batches on a group of replicas, with the same bits on any devices.
+    """Computes gradients of batches on several replicas, with the same bits on any devices.
 
-    Each method but `share` and those that follow it is one stage of an update, and fills in an `Attempt`.
-    Nothing of the training state changes by them, but for parameters that get their shapes.
+    The methods `take` to `check` are the stages of an update, and fill in an `Attempt`. They change nothing of the
+    training state, except that parameters without a shape get one.
 
     Args:
-        training: What is trained.
-        recipe: What is computed.
-        watch: Told what this process is doing.
-        timing: Told how long devices work, if workloads are to be measured.
-        ranks: Sums over the ranks of the run, if there are others.
+        training: The training state.
+        recipe: The recipe of the update.
+        watch: Where this process records what it is doing.
+        device_timer: Times the devices; None if workloads are not to be measured.
+        ranks: The reduction over ranks; None for a single process.
     """
 
     def __init__(
@@ -62,219 +63,237 @@ class GradientEngine:
         recipe: Recipe,
         *,
         watch: Watch,
-        timing: DeviceTimer | None = None,
+        device_timer: DeviceTimer | None = None,
         ranks: RankReduction | None = None,
     ) -> None:
         self.training = training
         self.recipe = recipe
         self.watch = watch
-        self.group = training.group
+        self.replicas = training.replicas
         self._ranks = ranks
-        self._timing = timing
+        self._device_timer = device_timer
         self._policy = recipe.policy
-        self._streams = ShardStreams(self.group.devices, turn=ONE_BORROWER)
-        self.layout = ModelLayout(TreeSum(self.group, []))
-        """The model as of the last attempt; empty before the first."""
+        self._streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
+        self.layout = ModelLayout(TreeSum(self.replicas, []))
+        """The layout of the model as of the last attempt; empty before the first."""
         self._is_stale = True
-        self.look_for_shapes()
+        self._random_watch = GlobalRandomWatch()
+        self.refresh_uninitialised()
 
-    def look_for_shapes(self) -> None:
-        """Look whether parameters lack their shapes, after something else may have given or taken them."""
-        self._uninitialised = lazy.is_uninitialised(self.group.model)
+    def refresh_uninitialised(self) -> None:
+        """Check again whether parameters lack their shapes, after a load may have changed that, and watch draws."""
+        self._random_watch.restart(self.training.iteration)
+        self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
-        """Look at the iterator's next batches without moving it, unless the attempt is at given ones.
+        """Read the iterator's next batches without advancing it, unless the attempt has given batches.
 
         Raises:
-            StopIteration: The iterator has ended.
+            StopIteration: If the iterator has ended.
         """
         if attempt.given_batches:
             attempt.batches = attempt.given_batches
             return
         self.watch.doing = "data loading"
-        attempt.batches = self._upcoming(attempt.passed)
+        attempt.batches = self._next_batches(attempt.skipped_batches)
         if not attempt.batches:
             raise StopIteration
 
-    def has_batches(self, passed: int) -> bool:
-        """Tell whether there is a batch after so many that an update gives up."""
-        return bool(self._upcoming(passed))
+    def has_batches(self, skip: int) -> bool:
+        """Return whether the iterator has a batch after the next `skip` ones."""
+        return bool(self._next_batches(skip))
 
-    def _upcoming(self, passed: int) -> list[Any]:
-        """Return the batches of one attempt; fewer than usual where the iterator ends, or none."""
+    def _next_batches(self, skip: int) -> list[Any]:
+        """Return the batches of one attempt; fewer than `accumulate`, or none, where the iterator ends."""
         batches: list[Any] = []
         iterator = self.training.iterators[MAIN]
         try:
-            for ahead in range(passed, passed + self.recipe.accumulate):
+            for ahead in range(skip, skip + self.recipe.accumulate):
                 batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
         except StopIteration:
             pass
         return batches
 
     def plan(self, attempt: Attempt, context: StepContext) -> None:
-        """Cut the batches into shards, and bring the arrays of each to the device that computes it.
+        """Cut the batches into shards, and copy the arrays of each to the device that computes it.
 
         Raises:
-            ValueError: A batch is empty or uneven, or the model cannot be trained.
+            ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
+        for network in self.training.models.values():
+            if network.training:
+                break
+        else:
+            self.training.ensure_training_mode()
         attempt.sizes = list(map(batch_size, attempt.batches))
         if self._uninitialised:
             self._initialise(attempt, context)
-        self._follow()
+        self._refresh_layout()
         attempt.share = share = self.share(attempt.sizes)
+        # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self._ranks is not None:
-            self._ranks.begin()
-        attempt.work = [
+            self._ranks.start_attempt(attempt, self.training.iteration)
+        attempt.device_shards = [
             [(shard, shard_arrays(attempt.batches[shard.batch], shard, device, recipe.converter)) for shard in run]
-            for run, device in zip(share.runs, self.group.devices, strict=True)
+            for run, device in zip(share.runs, self.replicas.devices, strict=True)
         ]
         attempt.task = GradientTask(
             request.loss_fn,
             self._policy,
-            # The power of two is the same for all shards, so it cancels exactly; it keeps factors below 1.
+            # The same power of two for all shards cancels exactly; it keeps the factors of backward at most 1.
             None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
             self._factor(attempt),
             self.watch,
-            recipe.reduction == "mean",
-            request.look,
+            recipe.reduction == "mean" and not request.summed,
+            request.inspect_shard,
             request.deferred,
         )
 
     def _factor(self, attempt: Attempt) -> float | torch.Tensor:
-        """Return the factor of the loss scale; nobody on the host reads one that follows flags on the device."""
+        """Return the loss scale factor; with a deferred check it stays on the device."""
         scale = attempt.scale
         if scale.fixed_factor is not None:
             return scale.fixed_factor
-        return scale.factor_on(self.group.devices[0]) if attempt.request.deferred else scale.value.factor
+        return scale.factor_on(self.replicas.devices[0]) if attempt.request.deferred else scale.value.factor
 
-    def _follow(self) -> None:
-        """Follow the model where it has changed since the last time.
+    def _refresh_layout(self) -> None:
+        """Update the layout if the model has changed since the last attempt.
 
         Raises:
-            ValueError: It is now one that cannot be trained.
+            ValueError: If the model cannot be trained any more.
         """
-        if self.group.refresh() or self._is_stale:
-            self._is_stale = True  # should what follows refuse the model, the next attempt has to look again
-            self.layout = ModelLayout.of(self.group, self.recipe)
+        if self.replicas.refresh() or self._is_stale:
+            # Stays set if the model is refused below, so that the next attempt checks it again.
+            self._is_stale = True
+            self.layout = ModelLayout.of(self.replicas, self.recipe)
             self._is_stale = False
         for parameter in self.layout.parameters:
             if parameter._post_accumulate_grad_hooks:
-                refuse_accumulate_hook(self.layout.named)
-        if self.layout.slots:
-            refuse_trained_buffers(self.group.model, self.layout.slots)
+                check_no_accumulate_hooks(self.layout.named_parameters)
+        if self.layout.buffer_refs:
+            check_no_trained_buffers(self.replicas.model, self.layout.buffer_refs)
 
     def _initialise(self, attempt: Attempt, context: StepContext) -> None:
-        """Give shapes and values to parameters that lack them, by the first shard of the first batch."""
-        group, batch = self.group, attempt.batches[0]
-        opening = self.share([batch_size(batch)]).opening
-        args, kwargs = call_arguments(shard_arrays(batch, opening, group.devices[0], self.recipe.converter))
+        """Initialise parameters without a shape by the first shard of the first batch."""
+        replicas, batch = self.replicas, attempt.batches[0]
+        first_shard = self.share([batch_size(batch)]).first_shard
+        args, kwargs = call_arguments(shard_arrays(batch, first_shard, replicas.devices[0], self.recipe.converter))
         lazy.initialise(
-            group.model,
-            lambda: attempt.request.loss_fn(group.model, *args, **kwargs),
-            device=group.devices[0],
+            replicas.model,
+            lambda: attempt.request.loss_fn(replicas.model, *args, **kwargs),
+            device=replicas.devices[0],
             seed=self.recipe.seed,
         )
-        self.look_for_shapes()
+        self.refresh_uninitialised()
+        # A failed step function keeps these shapes, so their first values belong to its savepoint.
         if context.savepoint is not None:
-            context.savepoint.include(group.model)
+            context.savepoint.include(replicas.model)
 
     def compute(self, attempt: Attempt, context: StepContext) -> None:
-        """Run forward and backward of all shards of this process, at once where there are threads for them.
+        """Run forward and backward of all shards of this process, concurrently where there are several threads.
 
         Raises:
-            ReplicaError: User code raised in a shard, or a device hung.
-            TypeError: The loss function returned no loss.
-            ValueError: The loss cannot be used.
+            ReplicaError: If user code raised in a shard, or if a device hung.
+            TypeError: If the loss function did not return a loss.
+            ValueError: If the loss cannot be used.
         """
-        layout, request, work = self.layout, attempt.request, attempt.work
-        if request.look is None:
+        layout, request, device_shards = self.layout, attempt.request, attempt.device_shards
+        if request.inspect_shard is None:
             for parameter in layout.parameters:
+                # Frees the memory of the last gradient for this one, and lets `reduce` detect gradients of the
+                # original.
                 if request.wanted is None or id(parameter) in request.wanted:
-                    parameter.grad = None  # the last gradient's memory is what this one will be written to
+                    parameter.grad = None
         if self._ranks is not None:
-            self._ranks.watch_backward(attempt, self._position(attempt), layout.like)
-        idle = [] if request.wanted is None else layout.others(request.wanted)
-        devices: list[DeviceGradients | None] = [None] * len(work)
+            self._ranks.begin_early_send(attempt, self._position(attempt), layout.like)
+        unwanted = [] if request.wanted is None else layout.unwanted_indices(request.wanted)
+        device_gradients: list[DeviceGradients | None] = [None] * len(device_shards)
 
         def on_device(place: int) -> None:
-            runner, shards = layout.runners[place], work[place]
+            runner, shards = layout.runners[place], device_shards[place]
             first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
-            devices[place] = mine = DeviceGradients(
+            device_gradients[place] = own = DeviceGradients(
                 attempt.task,
                 last,
                 layout.observers[place],
                 ShardSum(first),
-                runner.buffers.begin(first, unread=request.deferred),
+                runner.buffers.start_shards(first, deferred=request.deferred),
             )
-            with _without_gradients([runner.parameters[index] for index in idle]) if idle else NOTHING:
-                runner.run(shards, mine, self._streams)
+            with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
+                runner.run(shards, own, self._streams)
 
-        timing = self._timing
-        timed = on_device if timing is None else timing.timed(on_device, work)
+        device_timer = self._device_timer
+        timed = on_device if device_timer is None else device_timer.timed(on_device, device_shards)
+        generators = self._random_watch.states() if self.training.iteration < self._random_watch.end else None
+        # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         self._streams.compute(
-            partial(self.group.run, timed, settings=context.settings),
+            partial(self.replicas.run, timed, settings=context.settings),
             seed=self.recipe.seed,
             first=self.first_stream(request.ordinal),
-            in_threads=self.group.wants_threads(work),
+            in_threads=self.replicas.wants_threads(device_shards),
         )
-        attempt.devices = devices  # type: ignore[assignment]  # every device has put its own there
-        if timing is not None:
-            self.group.workloads = timing.workloads(self.group.workloads)
+        if generators is not None:
+            self._random_watch.check(generators)
+        attempt.device_gradients = device_gradients  # type: ignore[assignment]  # every device has put its own there
+        if device_timer is not None:
+            self.replicas.workloads = device_timer.next_workloads(self.replicas.workloads)
 
     def reduce(self, attempt: Attempt, context: StepContext) -> None:
-        """Sum over the devices of all processes in the tree's order, and divide once by the summed weight.
+        """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
 
-        Where a shard was left out after an interrupt whose handler lets the work go on, here or on another
-        rank, the attempt is not complete, and has to be made again.
+        If a shard was left out after an interrupt whose handler returned, here or on another rank, the attempt is not
+        complete and must be repeated.
 
         Raises:
-            ValueError: The loss is not computed with the replica that `loss_fn` is given.
-            KeyboardInterrupt: Ctrl-C came.
-            PeerError: Another rank failed.
+            ValueError: If the loss is not computed with the replica that `loss_fn` receives.
+            KeyboardInterrupt: If Ctrl-C was pressed.
+            PeerError: If another rank failed.
         """
         layout, task, request = self.layout, attempt.task, attempt.request
-        if request.look is None:
+        if request.inspect_shard is None:
             for parameter in layout.parameters:
                 if parameter.grad is not None:
-                    check_no_leaked_gradients(layout.named, request.wanted)
+                    check_no_leaked_gradients(layout.named_parameters, request.wanted)
                     break
+        # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
         if self._ranks is not None:
             self._ranks.reduce(
                 attempt,
                 position=self._position(attempt),
-                again=left_out,
-                workloads=self.group.workloads,
+                repeat=left_out,
+                workloads=self.replicas.workloads,
                 like=layout.like,
-                slots=layout.slots,
+                buffer_refs=layout.buffer_refs,
             )
             if attempt.complete:
-                attempt.finite = [finish_whole(attempt.gradients, task.finish(attempt.reports))]
+                attempt.finite_slices = [finish_whole(attempt.gradients, task.normalizer(attempt.reports))]
             return
         attempt.complete = not left_out
         if left_out:
             return
         partials: list[PartialSum] = []
         attempt.reports, attempt.buffers, attempt.samples = [], [], 0
-        for device in attempt.devices:
+        for device in attempt.device_gradients:
             partials += device.gradients.partials
             attempt.reports += device.reports
             attempt.buffers.append(device.buffers)
             attempt.samples += device.samples
-        attempt.gradients, attempt.finite = layout.tree_sum.finished(
+        attempt.gradients, attempt.finite_slices = layout.tree_sum.finished(
+            # All shards had weight 0.
             partials or [PartialSum(0, [None] * len(layout.parameters))],
-            task.finish(attempt.reports),
+            task.normalizer(attempt.reports),
             context.settings,
         )
 
     def check(self, attempt: Attempt) -> None:
-        """Name the first parameter whose gradient is not finite, or leave the check on the device.
+        """Check whether the gradient is finite, or leave the check on the device.
 
-        Of an attempt that is not complete there is nothing to check.
+        An attempt that is not complete is not checked.
 
         Raises:
-            ValueError: No parameter has a gradient.
+            ValueError: If no parameter has a gradient.
         """
         if not attempt.complete:
             return
@@ -285,58 +304,59 @@ class GradientEngine:
         else:
             if attempt.reports:
                 raise ValueError(
-                    "`loss_fn` must compute its loss with the model that it is given, a replica of yours; got "
-                    "a loss that gives no parameter a gradient."
+                    "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got "
+                    "a loss that gives none of its parameters a gradient."
                 )
         if layout.flat is not None:
             attempt.gradients = gradients = layout.flat.store(gradients)
-        attempt.check = check_finite(layout.named, gradients, attempt.finite)
+        attempt.check = check_finite(layout.named_parameters, gradients, attempt.finite_slices)
 
     def first_stream(self, ordinal: int = 0) -> int:
-        """Return the position of the stream of this update's first shard in those of the run.
+        """Return the position of the random stream of this update's first shard among all streams of the run.
 
         Args:
-            ordinal: How many gradients the update has computed before.
+            ordinal: The number of gradients that the update has computed before.
         """
-        # Fewer batches than usual, at the end, leave positions unused; none is ever used twice.
-        first = self.training.iteration * self.recipe.accumulate * self.shards_a_batch
+        # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
+        first = self.training.iteration * self.recipe.accumulate * self.shards_per_batch
         return first + computation_substream(ordinal) if ordinal else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
-        """Say where this rank is, for the others to compare."""
+        """Return where this rank is, for comparison with the other ranks."""
         request = attempt.request
         return {
             "update": self.training.iteration,
-            "computation": request.ordinal if request.look is None else "search for what is not finite",
+            "computation": request.ordinal if request.inspect_shard is None else "search for what is not finite",
             "loss scale": attempt.task.loss_scale,
             "batch sizes": attempt.sizes,
         }
 
     @property
-    def shards_a_batch(self) -> int:
-        """How many shards a batch is cut into."""
+    def shards_per_batch(self) -> int:
+        """The number of shards that a batch is cut into."""
         if self.recipe.num_shards is not None:
             return self.recipe.num_shards
-        return self._assignment.num_places(len(self.group.devices))
+        return self._assignment.num_devices(len(self.replicas.devices))
 
     @property
     def _assignment(self) -> ShardAssignment:
-        """Assigns shards to the devices of all ranks."""
-        return ALONE if self._ranks is None else self._ranks.assignment
+        """The assignment of shards to the devices of all ranks."""
+        return LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
 
     def share(self, sizes: Sequence[int]) -> RankShare:
-        """Say which shards of batches of these sizes are computed in this process."""
-        mine = self.group.workloads if self._ranks is None else self._ranks.workloads
-        assignment = ALONE if self._ranks is None else self._ranks.assignment
+        """Return the shards of an update with batches of these sizes that this process computes."""
+        # Over ranks, the workloads that were last exchanged: measured ones must not be used before all ranks know them.
+        own = self.replicas.workloads if self._ranks is None else self._ranks.workloads
+        assignment = LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
         strided = self.recipe.split == "strided"
-        return share_of(assignment, tuple(sizes), self.recipe.num_shards, tuple(mine), strided)
+        return share_of(assignment, tuple(sizes), self.recipe.num_shards, tuple(own), strided)
 
     def own_samples(self, ahead: int, size: int) -> list[range]:
-        """Say which samples of a batch this process computes, if all batches of an update are that long.
+        """Return the samples of a batch that this process computes, if all batches of the update have this size.
 
         Args:
-            ahead: How many batches come before it, from the first of an update on.
-            size: Its number of samples.
+            ahead: The number of batches before this one, counted from the first of an update.
+            size: The number of samples in the batch.
         """
         accumulate = self.recipe.accumulate
         batch = ahead % accumulate
@@ -347,19 +367,19 @@ class GradientEngine:
         """Compute the pending batches, and list the shards whose gradients are not finite.
 
         Raises:
-            StopIteration: The iterator has ended.
-            ReplicaError: User code raised in a shard.
+            StopIteration: If the iterator has ended.
+            ReplicaError: If user code raised in a shard.
         """
         found: list[NonFiniteShard] = []
 
-        def look(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
-            name = first_nonfinite(dict(zip(self.layout.named, gradients, strict=True)))
+        def inspect_shard(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
+            name = first_nonfinite(dict(zip(self.layout.named_parameters, gradients, strict=True)))
             if name is not None:
                 loss = report.loss.item()
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
         scale = self.training.scale
-        attempt = Attempt(GradientRequest(request.loss_fn, look=look), scale, scale)
+        attempt = Attempt(GradientRequest(request.loss_fn, inspect_shard=inspect_shard), scale, scale)
         self.take(attempt)
         self.plan(attempt, context)
         self.compute(attempt, context)
@@ -368,18 +388,6 @@ class GradientEngine:
         return sorted(everywhere, key=lambda each: each.shard)
 
     def release(self) -> None:
-        """End the replicas' threads and give torch back its random kernels, until the next attempt."""
-        self.group.release()
+        """Stop the threads of replicas and restore PyTorch's random kernels, until the next attempt."""
+        self.replicas.release()
         self._streams.release()
-
-
-@contextmanager
-def _without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Let a replica's parameters require no gradient for a while, so that backward leaves them out."""
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)

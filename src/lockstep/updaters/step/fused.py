@@ -1,8 +1,8 @@
-"""Keep torch's fused optimizers to weights and state that their kernels step rightly.
+"""Prepare weights and optimizer state for PyTorch's fused optimizers.
 
-On a CPU these kernels read and write memory from each tensor's first element on and look at no strides: a
-weight that is not dense would have its neighbours in memory stepped, and state that lies otherwise than its
-weight would be that of other elements. On a GPU torch refuses both.
+On a CPU their kernels read and write memory from the first element of each tensor on, and ignore strides. A weight that
+is not dense would have its neighbours in memory changed, and state with other strides than its weight would be matched
+with the wrong elements. On a GPU PyTorch refuses both.
 """
 
 from __future__ import annotations
@@ -18,45 +18,46 @@ from lockstep.precision import HALF_PRECISION
 from lockstep.strides import is_dense, laid_out_for
 
 FUSED: Final = (SGD, Adagrad, Adam, AdamW)
-"""Optimizers of torch's that have an option ``fused``."""
+"""PyTorch's optimizers that have an option ``fused``."""
 
 
-_NOTHING: Final[dict[str, Any]] = {}
+_NO_STATE: Final[dict[str, Any]] = {}
 
 
 def check_dense(optimizer: Optimizer, *, has_masters: bool) -> None:
-    """Refuse a fused optimizer over weights that are not dense.
+    """Check that the weights of a fused optimizer are dense.
 
     Args:
-        optimizer: Any.
-        has_masters: Whether it moves dense masters in the place of weights in half precision.
+        optimizer: Any optimizer.
+        has_masters: Whether it steps dense master weights in place of weights in half precision.
 
     Raises:
-        ValueError: It is one of torch's that are fused, and a weight is not dense.
+        ValueError: If a weight of a fused optimizer is not dense.
     """
     for weight in _fused_weights(optimizer):
         if not is_lazy(weight) and not (has_masters and weight.dtype in HALF_PRECISION):
             _check_dense(optimizer, weight)
 
 
-def settle_layout(optimizer: Optimizer) -> None:
-    """Lay what a fused optimizer remembers out like its weights, before a step.
+def match_state_layout(optimizer: Optimizer) -> None:
+    """Convert the state of a fused optimizer to the strides of its weights, before a step.
 
-    They part where a model has changed its memory format since, or a state was saved in another one.
+    They differ if a model has changed its memory format, or if a state was saved in another format.
 
     Args:
-        optimizer: Any; its state is changed in place, but only in how it lies in memory.
+        optimizer: Any optimizer. Its state is changed in place, but only in its memory layout.
 
     Raises:
-        ValueError: A weight that has a gradient is not dense.
+        ValueError: If a weight that has a gradient is not dense.
     """
     for weight in _fused_weights(optimizer):
         if weight.grad is None:
             continue
-        remembered: dict[str, Any] = optimizer.state.get(weight, _NOTHING)
-        # The usual case, told at a third of the time.
+        remembered: dict[str, Any] = optimizer.state.get(weight, _NO_STATE)
+        # The usual case, checked in a third of the time.
         if weight.is_contiguous() and all(map(_is_contiguous, remembered.values())):
             continue
+        # Checked again before every step: the user may have replaced the memory of a weight.
         _check_dense(optimizer, weight)
         for key, value in remembered.items():
             if isinstance(value, Tensor) and value.shape == weight.shape:
@@ -64,7 +65,7 @@ def settle_layout(optimizer: Optimizer) -> None:
 
 
 def _fused_weights(optimizer: Optimizer) -> Iterator[Tensor]:
-    """List the weights that a fused kernel of torch's steps."""
+    """Iterate over the weights that PyTorch's fused kernels step."""
     if isinstance(optimizer, FUSED):
         for group in optimizer.param_groups:
             if group.get("fused"):

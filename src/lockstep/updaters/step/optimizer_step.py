@@ -1,6 +1,6 @@
-"""Take the optimizer's step: whole, or in parts side by side where every parameter is stepped by itself.
+"""Run the step of an optimizer: whole, or in concurrent parts where every parameter is stepped independently.
 
-PyTorch runs the hooks of a step inside `step()` only, so a step in parts must run them itself, once.
+PyTorch runs the hooks of a step only inside `step()`, so a step in parts has to run them itself, once.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import MasterWeights, left_out_if
-from lockstep.updaters.step.fused import settle_layout
+from lockstep.precision import MasterWeights, skipped_if
+from lockstep.updaters.step.fused import match_state_layout
 
-VERSION: Final = attrgetter("_version")
+VERSION_OF: Final = attrgetter("_version")
 
 PER_PARAMETER: Final = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 """Optimizers whose step of one parameter reads nothing of another."""
@@ -54,25 +54,25 @@ class StepProgress:
 
 
 def can_step_in_parts(optimizer: Optimizer) -> bool:
-    """Tell whether parts of the parameters may be stepped by themselves, with the same bits.
+    """Check whether some parameters can be stepped without the others, with the same bits.
 
-    So it is for lockstep's own rules and for PyTorch's that work parameter by parameter, the latter by
-    their exact class: a subclass may do otherwise.
+    This holds for lockstep's own optimizers, and for PyTorch's that step parameter by parameter. The latter are
+    recognized by their exact class, because a subclass may do something else.
     """
     return isinstance(optimizer, HookedOptimizer) or type(optimizer) in PER_PARAMETER
 
 
 def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
-    """Take the step as any loop would.
+    """Run the whole step in the calling thread.
 
-    PyTorch opens a range for its profiler around each, at a third of the time in which a small model is
-    stepped; where nobody profiles and no hook waits, the class's step is all there is to it.
+    PyTorch opens a profiler range around each step, which takes a third of the time of stepping a small model. If there
+    are no hooks and no profiler is active, the step function of the class is called directly.
 
     Args:
-        optimizer: What steps.
-        progress: Told how far it has come.
+        optimizer: The optimizer to step.
+        progress: Records how far the step has come.
     """
-    if type(optimizer) in PER_PARAMETER and not _is_watched(optimizer):
+    if type(optimizer) in PER_PARAMETER and not _has_observers(optimizer):
         progress.has_begun = True
         _bare_step(optimizer)
         progress.is_done = True
@@ -85,13 +85,13 @@ def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
 
         optimizer.step(advance=advance)
     else:
-        with _marking_hooks(optimizer, progress):
+        with _progress_hooks(optimizer, progress):
             optimizer.step()
 
 
 @contextmanager
-def _marking_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[None]:
-    """Take note of a step's arithmetic by hooks: after all that precede it, before all that follow it."""
+def _progress_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[None]:
+    """Record the arithmetic of a step by hooks that run after all other pre-hooks and before all other post-hooks."""
 
     def begin(*_: Any) -> None:
         progress.has_begun = True
@@ -101,6 +101,7 @@ def _marking_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[Non
 
     before = optimizer.register_step_pre_hook(begin)
     after = optimizer.register_step_post_hook(end)
+    # A post-hook of the user that raises does so after the weights have moved; ours must have recorded that.
     optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
     try:
         yield
@@ -109,8 +110,8 @@ def _marking_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[Non
         after.remove()
 
 
-def _is_watched(optimizer: Optimizer) -> bool:
-    """Tell whether somebody wants to know of the step: hooks, a scheduler, a profiler."""
+def _has_observers(optimizer: Optimizer) -> bool:
+    """Check whether anything observes the step: hooks, a scheduler or a profiler."""
     return bool(
         "step" in vars(optimizer)
         or optimizer._optimizer_step_pre_hooks
@@ -127,18 +128,18 @@ def step_in_parts(
     run: Callable[[Callable[[int], None]], None],
     progress: StepProgress,
 ) -> None:
-    """Take one step in parts at the same time; hooks and schedulers see one whole step.
+    """Run one step in concurrent parts; hooks and schedulers observe one whole step.
 
     Args:
-        optimizer: One that `can_step_in_parts`.
-        parts: For each place, the parameters it steps, by ``id``; together all of them.
-        run: Runs a function of the place's index on all places at once.
-        progress: Told how far the step has come.
+        optimizer: An optimizer for which `can_step_in_parts` returns True.
+        parts: For each thread the parameters that it steps, by ``id``; together all of them.
+        run: Runs a function of an index on all threads at once.
+        progress: Records how far the step has come.
 
-    Determinism: the bits of `step_whole`, for parameters are never cut.
+    Determinism: the bits are those of `step_whole`, because no parameter is split.
     """
     if isinstance(optimizer, HookedOptimizer):
-        own = [optimizer.part(_groups(optimizer, part)) for part in parts]
+        own = [optimizer.part(_groups_of(optimizer, part)) for part in parts]
 
         def advance() -> None:
             progress.has_begun = True
@@ -151,38 +152,41 @@ def step_in_parts(
     kwargs: dict[str, Any] = {}
     for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
         hook(optimizer, args, kwargs)
-    views = [_view(optimizer, part) for part in parts]
+    # Created after the pre-hooks, which may change options such as the learning rate.
+    views = [_partial_view(optimizer, part) for part in parts]
     progress.has_begun = True
     run(lambda place: _bare_step(views[place]))
     progress.is_done = True
     for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
         hook(optimizer, args, kwargs)
     if "step" in vars(optimizer):
-        # A scheduler has wrapped step() of this object to learn whether it was called.
+        # A scheduler has wrapped `step()` of this object to check that it is called before the scheduler's own.
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def _groups(optimizer: Optimizer, part: frozenset[int]) -> list[dict[str, Any]]:
-    """Give the parameter groups with today's settings and only some of the parameters."""
+def _groups_of(optimizer: Optimizer, part: frozenset[int]) -> list[dict[str, Any]]:
+    """Return the parameter groups with their current options and only some of the parameters."""
     return [
         {**group, "params": [parameter for parameter in group["params"] if id(parameter) in part]}
         for group in optimizer.param_groups
     ]
 
 
-def _view(optimizer: Optimizer, part: frozenset[int]) -> Optimizer:
-    """Make a view of the optimizer on some of its parameters, with the same state."""
+def _partial_view(optimizer: Optimizer, part: frozenset[int]) -> Optimizer:
+    """Create a view of an optimizer that has only some of its parameters, and shares its state."""
+    # Not by the constructor, which would register the parameters again and discard the state.
     view: Optimizer = object.__new__(type(optimizer))
     view.__dict__.update(vars(optimizer))
-    view.param_groups = _groups(optimizer, part)
+    view.param_groups = _groups_of(optimizer, part)
     return view
 
 
 def _bare_step(optimizer: Optimizer) -> None:
-    """Run the class's step without the wrappers that call hooks and tell the compiler of gradients."""
+    """Run the step function of the class without the wrappers that call hooks and toggle gradient mode."""
     step = type(optimizer).step
     bare: Callable[[Optimizer], Any] = step.__wrapped__.__wrapped__  # type: ignore[attr-defined]  # set by PyTorch
     before = torch.is_grad_enabled()
+    # This is what the outer wrapper does, so `differentiable` keeps its meaning.
     torch._C._set_grad_enabled(optimizer.defaults["differentiable"])
     try:
         bare(optimizer)
@@ -190,8 +194,16 @@ def _bare_step(optimizer: Optimizer) -> None:
         torch._C._set_grad_enabled(before)
 
 
-def balanced(parameters: Sequence[torch.Tensor], num_parts: int) -> list[frozenset[int]]:
-    """Deal parameters, the largest first, to the part that has the fewest elements."""
+def balance_parameters(parameters: Sequence[torch.Tensor], num_parts: int) -> list[frozenset[int]]:
+    """Distribute parameters over parts: each, from the largest on, to the part with the fewest elements.
+
+    Args:
+        parameters: The parameters to distribute.
+        num_parts: The number of parts.
+
+    Returns:
+        The parameters of each part, by ``id``.
+    """
     parts: list[set[int]] = [set() for _ in range(num_parts)]
     sizes = [0] * num_parts
     for parameter in sorted(parameters, key=lambda parameter: parameter.numel(), reverse=True):
@@ -201,66 +213,68 @@ def balanced(parameters: Sequence[torch.Tensor], num_parts: int) -> list[frozens
     return [frozenset(part) for part in parts]
 
 
-Run = Callable[[Callable[[int], None]], None]
+RunOnDevices = Callable[[Callable[[int], None]], None]
 
 
 class OptimizerStep:
-    """Take the steps of one optimizer, and tell an error before the weights moved from one after.
+    """Runs the steps of one optimizer, and separates errors before the weights moved from errors afterwards.
 
     Args:
-        optimizer: Its parameters hold the gradient when it is asked to step.
-        masters: What it moves in the place of parameters in half precision, with the gradient of these.
+        optimizer: The optimizer. Its parameters must hold their gradients before each step.
+        masters: The float32 master weights that are stepped in place of parameters in half precision; or None.
     """
 
     def __init__(self, optimizer: Optimizer, masters: MasterWeights | None) -> None:
         self._optimizer = optimizer
         self._masters = masters
         self._parts: list[frozenset[int]] = []
-        self._dealt: list[int] = []
+        self._assigned: list[int] = []
 
-    def step(self, *, places: int, run: Run, unless: torch.Tensor | None = None) -> BaseException | None:
-        """Take the optimizer's step.
+    def step(self, *, num_devices: int, run: RunOnDevices, unless: torch.Tensor | None = None) -> BaseException | None:
+        """Run the step of the optimizer.
 
         Args:
-            places: How many threads the step may be dealt to; 1 for a step in the calling thread.
-            run: Runs a function on every place at once.
-            unless: 0-d, on the device; above 0 where the step is to change nothing. Only for an optimizer
-                that need not wait for it.
+            num_devices: The number of threads that the step may be split over; 1 for a step in the calling thread.
+            run: Runs a function on all devices at once.
+            unless: A 0-d tensor on the device, above 0 where the step must change nothing. Only for optimizers that
+                accept a flag.
 
         Returns:
-            What was raised once all weights had moved, by a hook for example; the step is taken all the same.
+            An error that was raised after all weights had moved, by a hook for example. The step is complete
+            nevertheless.
 
         Raises:
-            BaseException: What was raised before any weight moved.
-            LockstepError: The error came in between; the weights are neither those before nor those after.
+            BaseException: An error that was raised before any weight moved.
+            LockstepError: If an error was raised in between, so that the weights are neither the old nor the new ones.
         """
         if unless is not None:
-            with left_out_if(self._optimizer, unless):
-                return self.step(places=places, run=run)
+            with skipped_if(self._optimizer, unless):
+                return self.step(num_devices=num_devices, run=run)
         if self._masters is not None:
             with self._masters.in_place():
-                return self._step(places, run)
+                return self._step(num_devices, run)
         own = self._optimizer.masters if isinstance(self._optimizer, HookedOptimizer) else None
         if own is not None:
             own.take_gradients()
             with own.in_place():
-                return self._step(places, run)
-        return self._step(places, run)
+                return self._step(num_devices, run)
+        return self._step(num_devices, run)
 
-    def _step(self, places: int, run: Run) -> BaseException | None:
-        """Do the work of `step` on what is in the optimizer's groups now."""
+    def _step(self, num_devices: int, run: RunOnDevices) -> BaseException | None:
+        """Run the step on what the optimizer's groups contain now."""
         parameters: list[torch.Tensor] = []
         fused = False
         for group in self._optimizer.param_groups:
             parameters += group["params"]
             fused = fused or bool(group.get("fused"))
         if fused:
-            settle_layout(self._optimizer)
-        versions = list(map(VERSION, parameters))
+            match_state_layout(self._optimizer)
+        # In-place operations increase the version of a tensor, which shows after an error which weights have moved.
+        versions = list(map(VERSION_OF, parameters))
         progress = StepProgress()
         try:
-            if places > 1 and can_step_in_parts(self._optimizer):
-                self._deal(parameters, places)
+            if num_devices > 1 and can_step_in_parts(self._optimizer):
+                self._assign_parameters(parameters, num_devices)
                 step_in_parts(self._optimizer, self._parts, run, progress)
             else:
                 step_whole(self._optimizer, progress)
@@ -277,19 +291,20 @@ class OptimizerStep:
         parameters: Sequence[torch.Tensor],
         versions: Sequence[int],
     ) -> bool:
-        """Return whether all weights had moved before an error, and not none.
+        """Return whether all weights had moved before an error; False if none had.
 
         Raises:
-            LockstepError: The error came in between.
+            LockstepError: If some had moved.
         """
         moved = [
             parameter._version != version
             for parameter, version in zip(parameters, versions, strict=True)
+            # Parameters without a gradient are not stepped, and keep their versions.
             if parameter.grad is not None
         ]
         if progress.is_done or (moved and all(moved)):
             return True
-        # Fused kernels leave version counters alone, so some weights may have moved unnoticed.
+        # Fused kernels do not increase versions, so some weights may have moved unnoticed.
         fused = any(group.get("fused") for group in self._optimizer.param_groups)
         if any(moved) or (progress.has_begun and fused):
             raise LockstepError(
@@ -298,8 +313,9 @@ class OptimizerStep:
             ) from error
         return False
 
-    def _deal(self, parameters: list[torch.Tensor], places: int) -> None:
-        """Deal the parameters to the places, again where the optimizer has others than before."""
-        dealt = [places, *map(id, parameters)]
-        if dealt != self._dealt:
-            self._parts, self._dealt = balanced(parameters, places), dealt
+    def _assign_parameters(self, parameters: list[torch.Tensor], num_devices: int) -> None:
+        """Distribute the parameters over devices, again whenever they have changed."""
+        # Compared by identity: the user may add a parameter group at any time.
+        assigned = [num_devices, *map(id, parameters)]
+        if assigned != self._assigned:
+            self._parts, self._assigned = balance_parameters(parameters, num_devices), assigned

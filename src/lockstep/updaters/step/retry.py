@@ -1,4 +1,4 @@
-"""Decide what follows a gradient that is not finite: another attempt at a lower loss scale, or the end."""
+"""Decide what follows a non-finite gradient: another attempt at a lower loss scale, or the end of the update."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lockstep.updaters.step.engine import GradientEngine
 
 
 class OverflowRetry:
-    """Return one attempt after another, for the stages of an update to fill in, until one is final.
+    """Returns one attempt after another, which the stages of an update fill in, until one is final.
 
     Args:
-        engine: Knows whether there is another batch.
-        training: Has the loss scale that the first attempt is made with.
-        recipe: Says what the user has chosen.
+        engine: The gradient engine, which knows whether there is another batch.
+        training: The training state, which has the loss scale of the first attempt.
+        recipe: The recipe, with the user's choices.
         deferral: Decides whether the overflow check stays on the device.
-        coordinator: Tells the other ranks where the next batch cannot be loaded.
+        coordinator: Reports to the other ranks if the next batch cannot be loaded.
     """
 
     def __init__(
@@ -40,44 +40,47 @@ class OverflowRetry:
         self._training = training
         self._recipe = recipe
 
-    def first(
-        self, request: GradientRequest, names: Names, batches: Sequence[Any] = (), *, once: bool = False
+    def first_attempt(
+        self, request: GradientRequest, names: Names, batches: Sequence[Any] = (), *, no_retry: bool = False
     ) -> Attempt:
         """Return the first attempt of an update.
 
         Args:
-            request: Which gradient.
-            names: The optimizers that are to step by it.
-            batches: What it is of, if the attempt is not to take the iterator's.
-            once: Whether this attempt is the last, whatever comes of it.
+            request: Which gradient to compute.
+            names: The optimizers that will step by it.
+            batches: The batches to use; empty for the iterator's next ones.
+            no_retry: Whether no other attempt may follow, whatever the gradient.
         """
-        if self._recipe.on_overflow == "skip" and not once and self._deferral.defers(names):
+        if self._recipe.on_overflow == "skip" and not no_retry and self._deferral.defers(names):
             request = replace(request, deferred=True)
+        # Read once, so that all stages of the attempt and its retries start from one loss scale.
         scale = self._training.scale
-        return Attempt(request, scale, scale, given_batches=batches, once=once or request.deferred)
+        return Attempt(request, scale, scale, given_batches=batches, no_retry=no_retry or request.deferred)
 
-    def after(self, attempt: Attempt) -> Attempt:
-        """Return the attempt that follows, or the same one, final now, where none does.
+    def next_attempt(self, attempt: Attempt) -> Attempt:
+        """Return the attempt that follows; if none does, return the same one, marked as final.
 
         Args:
-            attempt: The last one, which has gone through all stages.
+            attempt: The last attempt, which has completed all stages.
 
         Raises:
-            NonFiniteError: No attempt is left, and `on_exhausted` is ``"raise"``.
+            NonFiniteError: If no attempt is left and `on_exhausted` is ``"raise"``.
         """
-        self._deferral.reads_weights = attempt.task.reads_weights
-        if not attempt.complete:  # the same again: shards were left out
+        self._deferral.has_tensor_weights = attempt.task.has_tensor_weights
+        # Shards were left out after an interrupt, so there is no gradient to judge: the same attempt runs again.
+        if not attempt.complete:
             attempt.complete = True
             return attempt
         recipe = self._recipe
-        bad = None if attempt.once else attempt.check.nonfinite
+        bad = None if attempt.no_retry else attempt.check.nonfinite
         if bad is None or recipe.on_overflow == "skip":
             attempt.is_final = True
             return attempt
         scale = attempt.scale.value
         lower = scale.after(finite=False)
         draws_next = recipe.on_overflow == "next" and not attempt.given_batches
-        exhausted = attempt.tries == recipe.max_tries or lower.factor >= scale.factor
+        # A scale at its lower bound would only repeat the same overflow.
+        exhausted = attempt.number == recipe.max_tries or lower.factor >= scale.factor
         if exhausted or (draws_next and not self._has_batches(attempt)):
             if recipe.on_exhausted == "raise":
                 raise _exhausted(attempt)
@@ -88,22 +91,22 @@ class OverflowRetry:
             MovingScale(lower),
             attempt.first_scale,
             given_batches=attempt.given_batches,
-            tries=attempt.tries + 1,
-            passed=attempt.taken if draws_next else attempt.passed,
-            nonfinite_before=bad,
+            number=attempt.number + 1,
+            skipped_batches=attempt.consumed_batches if draws_next else attempt.skipped_batches,
+            previous_nonfinite=bad,
         )
 
     def _has_batches(self, attempt: Attempt) -> bool:
         """Return whether there is a batch after those that the update gives up; every rank loads its own."""
-        with self._coordinator.telling():
-            return self._engine.has_batches(attempt.taken)
+        with self._coordinator.reporting_errors():
+            return self._engine.has_batches(attempt.consumed_batches)
 
 
 def _exhausted(attempt: Attempt) -> NonFiniteError:
-    """Return the error that says that no attempt is left."""
+    """Return the error for an update without attempts left."""
     return NonFiniteError(
-        f"The gradient of {attempt.nonfinite!r} is not finite after {attempt.tries} tries, the last with "
-        f"a loss scale of {attempt.scale.value.factor}. The weights are those of the update before.",
+        f"The gradient of {attempt.nonfinite!r} is not finite after {attempt.number} attempts, the last with "
+        f"a loss scale of {attempt.scale.value.factor}. The weights are those of the previous update.",
         parameter=str(attempt.nonfinite),
-        tries=attempt.tries,
+        tries=attempt.number,
     )

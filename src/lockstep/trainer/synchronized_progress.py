@@ -1,4 +1,4 @@
-"""Let the triggers of all ranks see the same run."""
+"""A view of a run that is equal on all ranks, for triggers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from lockstep.triggers import Progress
 from lockstep.updaters import Updater
 
 
-class AgreedProgress:
-    """A run as triggers see it: its clock is that of rank 0, read once in an iteration.
+class SynchronizedProgress:
+    """A run as seen by triggers on several ranks: its clock is that of rank 0, read once per iteration.
 
-    Everything else that a trigger sees is the same on every rank anyway. So all ranks act at the same
-    iterations, and nobody waits for one that does not come.
+    Everything else that a trigger reads is equal on all ranks anyway. All ranks therefore act at the same
+    iterations, and no rank waits for one that does not act.
 
     Args:
-        run: This rank's.
+        run: The run on this rank.
     """
 
     def __init__(self, run: Progress) -> None:
@@ -27,17 +27,19 @@ class AgreedProgress:
 
     @property
     def updater(self) -> Updater:
-        """Who makes the updates."""
+        """The updater, which runs and counts the updates."""
         return self._run.updater
 
     @property
     def observation(self) -> Mapping[str, Observed]:
-        """What was observed."""
+        """The values observed in the current iteration."""
         return self._run.observation
 
     @property
     def elapsed_time(self) -> float:
-        """The seconds that the run has taken on rank 0, which tells all ranks once in an iteration."""
+        """The duration of the run in seconds on rank 0, which is exchanged once per iteration."""
+        # Once, whether one trigger asks or several: all ranks must take part in an exchange equally often, and
+        # within an iteration every trigger must see the same time.
         if self._read_at != self.updater.iteration:
             clocks = self.updater.communicator.exchange(struct.pack("<d", self._run.elapsed_time))
             (self._elapsed,) = struct.unpack("<d", clocks[0])

@@ -1,4 +1,4 @@
-"""Fix the names and shapes of a model's inputs, and refuse what differs."""
+"""The names and shapes that the inputs of a model must have, and checks of inputs against them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TypeAlias
 
 import torch
 
-from lockstep.replicas.batch import BatchDim, count_samples, given_dims, positive_dim
+from lockstep.replicas.batch import BatchDim, count_samples, dims_by_path, positive_dim
 
 Description: TypeAlias = "tuple[str, Sequence[int]]"
-"""An input's name, or its path, and its shape with all samples."""
+"""The name or path of an input, and its shape for the whole batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Binding:
+class BoundInputs:
     """The names and shapes that inputs must have.
 
     Attributes:
-        data: The shape of each input, by path, in the order of the call.
-        labels: Those of the inputs that follow, without a gradient; they may be left out of a call.
-        num_samples: How many samples they hold.
-        dims: The dimension of each, data first, that counts samples; None where it is given whole.
+        data: The shape of each input, by path and in the order of the call.
+        labels: The shapes of the inputs that follow, which have no gradient and may be left out of a call.
+        num_samples: The number of samples in a batch.
+        dims: For each input, with data before labels, the dimension that counts samples, or None if it is given whole.
     """
 
     data: dict[str, tuple[int, ...]]
@@ -33,21 +33,26 @@ class Binding:
 
     @property
     def paths(self) -> list[str]:
-        """All paths, data first."""
+        """The paths of all inputs, with data before labels."""
         return [*self.data, *self.labels]
 
     @property
     def arguments(self) -> list[str]:
-        """What the positions of a call are called."""
+        """The names of the positional arguments of a call."""
         return list(dict.fromkeys(argument_of(path) for path in self.paths))
 
     @property
     def label_arguments(self) -> list[str]:
-        """What the positions of labels are called."""
+        """The names of the positional arguments that are labels."""
         return list(dict.fromkeys(argument_of(path) for path in self.labels))
 
-    def differs(self, other: Binding, path: str) -> bool:
-        """Tell whether an input of the same name has another shape there, beside the number of samples."""
+    def differs(self, other: BoundInputs, path: str) -> bool:
+        """Return whether an input has another shape in other bound inputs, apart from the number of samples.
+
+        Args:
+            other: The other bound inputs.
+            path: The path of the input.
+        """
         return self._sample_shape(path) != other._sample_shape(path)
 
     def _sample_shape(self, path: str) -> list[int]:
@@ -56,10 +61,13 @@ class Binding:
         return [size for index, size in enumerate(shape) if index != dim]
 
     def check(self, found: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Refuse inputs that are not what was bound.
+        """Check that inputs are the bound ones.
+
+        Args:
+            found: The inputs of a call with their paths.
 
         Raises:
-            ValueError: An input is unknown, has another shape, or is missing.
+            ValueError: If an input is unknown, has another shape, or is missing.
         """
         shapes = {path: tuple(tensor.shape) for path, tensor in found}
         bound = self.data | self.labels
@@ -69,28 +77,32 @@ class Binding:
             if shape != bound[path]:
                 raise ValueError(
                     f"`{path}` must have the shape it was bound with, {bound[path]}, got {shape}. "
-                    "Call reshape first where shapes change."
+                    "Call `reshape` first to change shapes."
                 )
         missing = [path for path in self.data if path not in shapes]
         if missing:
             raise ValueError(f"`batch` must hold the inputs that are bound, got none for {', '.join(missing)}.")
 
 
-Described: TypeAlias = "dict[str, tuple[int, ...]]"
+Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
 """The shapes of inputs by path, in the order of the call."""
 
 
-def read_descriptions(data: Sequence[Description], labels: Sequence[Description] | None) -> tuple[Described, Described]:
-    """Read descriptions of inputs.
+def read_descriptions(data: Sequence[Description], labels: Sequence[Description] | None) -> tuple[Shapes, Shapes]:
+    """Convert descriptions of inputs to shapes by path.
+
+    Args:
+        data: The descriptions of the inputs.
+        labels: The descriptions of the labels, or None.
 
     Raises:
-        TypeError: A description is not a name and a shape.
-        ValueError: There is no data, a name comes twice, or a shape has a negative length.
+        TypeError: If a description is not a pair of a name and a shape.
+        ValueError: If there is no data, a name occurs twice, or a shape has a negative length.
     """
     if not data:
         raise ValueError("`data` must describe at least one input, got none.")
-    described = [_read(each, "data") for each in data]
-    others = [_read(each, "labels") for each in labels or ()]
+    described = [_read_description(each, "data") for each in data]
+    others = [_read_description(each, "labels") for each in labels or ()]
     names = [path for path, _ in described + others]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -98,30 +110,36 @@ def read_descriptions(data: Sequence[Description], labels: Sequence[Description]
     return dict(described), dict(others)
 
 
-def bind(data: Described, labels: Described, batch_dim: BatchDim) -> Binding:
-    """Count the samples of inputs.
+def bound_inputs(data: Shapes, labels: Shapes, batch_dim: BatchDim) -> BoundInputs:
+    """Return inputs of given shapes as bound inputs.
+
+    Args:
+        data: The shapes of the inputs.
+        labels: The shapes of the labels.
+        batch_dim: The dimension that counts samples, for all inputs or by name.
 
     Raises:
-        ValueError: A shape lacks the dimension that counts samples, the numbers of samples differ, or none is
-            given.
+        ValueError: If a shape lacks the dimension that counts samples, the numbers of samples differ, or there is none.
     """
     shapes = data | labels
-    dims = given_dims(batch_dim, list(shapes), "batch_dim")
+    dims = dims_by_path(batch_dim, list(shapes), "batch_dim")
+    # Tensors on "meta" have a shape but no memory, so the checks for tensors can be used.
     tensors = [torch.empty(shape, device="meta") for shape in shapes.values()]
     positive = [
         None if dim is None else positive_dim(path, tensor, dim)
         for path, tensor, dim in zip(shapes, tensors, dims, strict=True)
     ]
-    return Binding(data, labels, count_samples(shapes, tensors, positive), tuple(positive))
+    return BoundInputs(data, labels, count_samples(shapes, tensors, positive), tuple(positive))
 
 
-def _read(description: Description, argument: str) -> tuple[str, tuple[int, ...]]:
-    """Read one description."""
+def _read_description(description: Description, argument: str) -> tuple[str, tuple[int, ...]]:
+    """Return the name and shape of one description."""
     try:
         name, shape = description
         sizes = tuple(shape)
     except (TypeError, ValueError):
         name, sizes = None, ()
+    # `type(size) is int` also rejects booleans.
     if not isinstance(name, str) or not all(type(size) is int for size in sizes):
         raise TypeError(f"`{argument}` must hold pairs of a name and a shape, got {description!r}.")
     if min(sizes, default=0) < 0:
@@ -130,15 +148,15 @@ def _read(description: Description, argument: str) -> tuple[str, tuple[int, ...]
 
 
 def check_names(paths: Iterable[str], batch_dim: BatchDim, arguments: Sequence[str]) -> None:
-    """Refuse a name that the model does not have where `batch_dim` has one that it does, and nobody else.
+    """Check that a described name which the model does not have is not a misspelled name of `batch_dim`.
 
     Args:
-        paths: Of the inputs that are described.
-        batch_dim: As given to the group.
-        arguments: The names of the model's arguments.
+        paths: The paths of the described inputs.
+        batch_dim: The dimension that counts samples, as passed to the group.
+        arguments: The names of the arguments of the model.
 
     Raises:
-        ValueError: The name that is wrong is told.
+        ValueError: If a name of `batch_dim` that the model has is not described, but one that it does not have is.
     """
     described = [argument_of(path) for path in paths]
     expected = [argument_of(name) for name in batch_dim] if isinstance(batch_dim, Mapping) else []
@@ -147,15 +165,20 @@ def check_names(paths: Iterable[str], batch_dim: BatchDim, arguments: Sequence[s
     if missing and wrong:
         raise ValueError(
             f"`data` and `labels` must name {missing[0]!r}, which `batch_dim` and the model have, got "
-            f"{wrong[0]!r}, which they have not."
+            f"{wrong[0]!r}, which they do not have."
         )
 
 
-def check_same_inputs(old: Binding, data: Described, labels: Described) -> None:
-    """Refuse to change anything but shapes.
+def check_same_inputs(old: BoundInputs, data: Shapes, labels: Shapes) -> None:
+    """Check that only shapes change.
+
+    Args:
+        old: The inputs that are bound.
+        data: The new shapes of the inputs.
+        labels: The new shapes of the labels.
 
     Raises:
-        ValueError: An input has another name, or another number of dimensions.
+        ValueError: If an input has another name or another number of dimensions.
     """
     for argument, before, after in (("data", old.data, data), ("labels", old.labels, labels)):
         if list(before) != list(after):
@@ -168,7 +191,10 @@ def check_same_inputs(old: Binding, data: Described, labels: Described) -> None:
 
 
 def argument_of(path: str) -> str:
-    """Give the argument that a path leads into.
+    """Return the name of the argument that a path leads into.
+
+    Args:
+        path: The path of an input.
 
     >>> argument_of("pair[0]"), argument_of("table.mask")
     ('pair', 'table')

@@ -1,4 +1,4 @@
-"""MXNet's compression of gradients to two bits, with what was lost kept for the next time."""
+"""MXNet's compression of gradients to two bits per element, with error feedback."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 
 
 @dataclass(eq=False)
-class TwoBits:
-    """Send of a gradient only its elements beyond a threshold, as that threshold.
+class TwoBitCompression:
+    """Compress a gradient to the elements beyond a threshold, each sent as plus or minus the threshold.
 
-    With gradient g, residual r, threshold t and what is sent s, element by element::
+    With gradient g, residual r, threshold t and the sent value s, elementwise::
 
         r ← r + g
         s = t where r ≥ t, -t where r ≤ -t, else 0
         r ← r - s
 
     Args:
-        threshold: t, above 0.
+        threshold: The threshold t, above 0.
 
     Attributes:
-        residuals: The r of each sender, zeros before its first gradient.
+        residuals: The residual r of each sender, zeros before its first gradient.
 
     Raises:
-        ValueError: The threshold is out of range.
+        ValueError: If the threshold is out of range.
 
     References: Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing", Interspeech
     2015, for the threshold and the residual.
 
-    >>> compression = TwoBits(0.5)
-    >>> [compression.sent("w", torch.tensor([0.3])).item() for _ in range(4)]
+    >>> compression = TwoBitCompression(0.5)
+    >>> [compression.compress("w", torch.tensor([0.3])).item() for _ in range(4)]
     [0.0, 0.5, 0.0, 0.5]
     """
 
@@ -43,12 +43,12 @@ class TwoBits:
         if not 0 < self.threshold < math.inf:
             raise ValueError(f"`threshold` must be finite and above 0, got {self.threshold}.")
 
-    def sent(self, sender: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Give what arrives of a gradient.
+    def compress(self, sender: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the values that the receiver gets for a gradient, and keep the rest in the residual.
 
         Args:
-            sender: Whose residual it is.
-            gradient: Left as it is.
+            sender: The name of the sender, which has its own residual.
+            gradient: The gradient; left untouched.
         """
         residual = self.residuals.setdefault(sender, torch.zeros_like(gradient)).add_(gradient)
         above, below = residual >= self.threshold, residual <= -self.threshold
@@ -57,9 +57,9 @@ class TwoBits:
         return sent
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Give the residuals."""
+        """Return the residuals."""
         return {sender: residual.clone() for sender, residual in self.residuals.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from saved residuals, whoever's they are: one is made when its sender first sends."""
+        """Load saved residuals, of any senders: a residual is created when its sender sends first."""
         self.residuals = {sender: residual.clone() for sender, residual in state.items()}

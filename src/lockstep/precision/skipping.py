@@ -1,4 +1,4 @@
-"""Leave an optimizer's step out by a flag that nobody reads."""
+"""Skip a step of an optimizer by a flag on the device that the host does not read."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from lockstep.precision.masters import MasterWeights
 
 
 class ChangesOnlyGradients:
-    """The promise of a hook of a step to change gradients and nothing else; inherit from it to give it.
+    """The base class of step hooks that change gradients and nothing else.
 
-    Such a hook remembers nothing, draws nothing and writes nothing, so it does no harm where the step that it
-    was called for is left out on the device, and nobody needs to know there whether it was.
+    Such a hook stores nothing, draws no random numbers and writes nothing. It therefore does no harm before a step
+    that is skipped on the device, where the host does not know whether the step was skipped.
     """
 
 
 def cannot_skip(optimizer: Optimizer, masters: MasterWeights | None = None) -> str | None:
-    """Return why the optimizer's next step cannot be left out by a flag on the device; None if it can.
+    """Return why the next step of an optimizer cannot be skipped by a flag on the device; None if it can.
 
     Args:
-        optimizer: Its gradients are there.
-        masters: What it moves in the place of parameters, and where their gradients may be.
+        optimizer: The optimizer. Its gradients must have been computed.
+        masters: The master weights that the optimizer updates, if any. They may hold the gradients.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -38,6 +38,7 @@ def cannot_skip(optimizer: Optimizer, masters: MasterWeights | None = None) -> s
     name = type(optimizer).__name__
     if not vars(optimizer).get("_step_supports_amp_scaling", False):
         return f"{name} takes no flag; torch's fused optimizers (fused=True) do"
+    # Hooks run on the host, in skipped steps as well.
     hooks = chain(
         _global_optimizer_pre_hooks.values(),
         optimizer._optimizer_step_pre_hooks.values(),
@@ -47,28 +48,31 @@ def cannot_skip(optimizer: Optimizer, masters: MasterWeights | None = None) -> s
     if not all(isinstance(hook, ChangesOnlyGradients) for hook in hooks):
         return f"{name} has a hook of its step that may do more than change gradients"
     if isinstance(optimizer, SGD) and _lacks_velocity(optimizer, masters):
-        # Left out on the device, the step would leave velocities uninitialised, which move the weights later.
-        return f"the first step of {name} with momentum makes its velocities"
+        # Skipped on the device, the step would leave the velocities uninitialized, and later steps would use them.
+        return f"the first step of {name} with momentum creates its velocities"
     return None
 
 
 @contextmanager
-def left_out_if(optimizer: Optimizer, nonfinite: Tensor) -> Iterator[None]:
-    """Have steps of the optimizer change nothing if a flag on the device is above 0.
+def skipped_if(optimizer: Optimizer, nonfinite: Tensor) -> Iterator[None]:
+    """Return a context in which steps of an optimizer change nothing if a flag on the device is above 0.
 
     Args:
-        optimizer: One of which `cannot_skip` returns None.
-        nonfinite: 0-d, float32; put where torch's fused kernels look for it.
+        optimizer: The optimizer, for which `cannot_skip` must return None.
+        nonfinite: The flag: 0-d, float32.
     """
-    slots: dict[str, Any] = vars(optimizer)
-    slots["found_inf"], slots["grad_scale"] = nonfinite, None
+    # torch's fused kernels read the flag from these attributes.
+    attributes: dict[str, Any] = vars(optimizer)
+    attributes["found_inf"], attributes["grad_scale"] = nonfinite, None
     try:
         yield
     finally:
-        del slots["found_inf"], slots["grad_scale"]
+        # The next step may be a plain one, and must not be skipped by an old flag.
+        del attributes["found_inf"], attributes["grad_scale"]
 
 
 def _lacks_velocity(optimizer: SGD, masters: MasterWeights | None) -> bool:
+    """Return whether the next step would create a velocity."""
     return any(
         optimizer.state.get(parameter, {}).get("momentum_buffer") is None
         for group in optimizer.param_groups

@@ -1,0 +1,100 @@
+"""The mean loss over tokens, exact for any number of shards."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from lockstep.updaters.loss import Loss
+
+_SHIFTS_LABELS = re.compile("ForCausalLM|LMHeadModel|DoubleHeadsModel")
+"""Names of Hugging Face models that compare the output at each position with the label at the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMean:
+    """Computes the mean loss over counted tokens, with their number as its weight; see `token_mean`."""
+
+    ignore_index: int = -100
+    target: str = "labels"
+    shifted: bool | None = None
+
+    def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> Loss:
+        """Return the loss of the shard."""
+        if kwargs:
+            return self._of_model(model, args, kwargs)
+        if len(args) < len(("input", "target")):
+            raise ValueError("A batch for `token_mean` must be a dict, or a tuple whose last entry is the target.")
+        *inputs, target = args
+        logits = model(*inputs)
+        if not isinstance(logits, torch.Tensor) or logits.dim() != target.dim() + 1:
+            got = tuple(logits.shape) if isinstance(logits, torch.Tensor) else f"a {type(logits).__name__}"
+            raise ValueError(
+                "The model must return scores for `token_mean`, with the shape of the target "
+                f"{tuple(target.shape)} and the number of classes as a last dimension, got {got}."
+            )
+        loss = cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=self.ignore_index)
+        return Loss(loss, weight=self._count(target))
+
+    def _of_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Loss:
+        """Return the loss that a model computes from the labels in its keyword arguments."""
+        if self.target not in kwargs:
+            raise ValueError(f"`target` must name a key of the batch ({', '.join(kwargs)}), got {self.target!r}.")
+        labels = kwargs[self.target]
+        output = model(*args, **kwargs)
+        loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
+        if not isinstance(loss, torch.Tensor):
+            raise TypeError(
+                f"The model must return its loss as `loss` where the batch is a dict, got a {type(output).__name__} "
+                f"without. Check that it is given {self.target!r}."
+            )
+        shifted = _shifts_labels(model) if self.shifted is None else self.shifted
+        return Loss(loss, weight=self._count(labels[..., 1:] if shifted else labels))
+
+    def _count(self, labels: torch.Tensor) -> torch.Tensor:
+        return (labels != self.ignore_index).sum()
+
+
+def token_mean(ignore_index: int = -100, *, target: str = "labels", shifted: bool | None = None) -> TokenMean:
+    """Return a loss function for the mean over tokens, exact for any number of shards.
+
+    A shard with more counted tokens has more influence on the mean of the batch, so every shard's mean is
+    weighted by its number of tokens; a shard without counted tokens takes no part in the update.
+
+    With a dict batch the model is called with its entries by keyword and must return its own mean loss as
+    ``output.loss``, as models of Hugging Face transformers do. With a tuple the last entry is the target, and
+    the loss is the cross entropy of the model's output, whose last dimension is the classes.
+
+    Args:
+        ignore_index: The label of tokens that are not counted.
+        target: The key of the labels in a dict batch.
+        shifted: Whether the model compares the output at each position with the label at the next one, so that
+            the first label of each sequence is not counted. By default this is inferred from the model's
+            ``loss_type`` or class name: causal language models do.
+
+    Raises:
+        TypeError: If `ignore_index` is not an integer.
+
+    Determinism: weights are counts of labels and do not depend on devices.
+
+    Example:
+        >>> logits, labels = torch.zeros(2, 3, 5), torch.tensor([[1, 2, -100], [4, -100, -100]])
+        >>> token_mean()(nn.Identity(), logits, labels).weight
+        tensor(3)
+    """
+    if type(ignore_index) is not int:
+        raise TypeError(f"`ignore_index` must be an integer, got {ignore_index!r}.")
+    return TokenMean(ignore_index, target, shifted)
+
+
+def _shifts_labels(model: nn.Module) -> bool:
+    """Return whether a model of transformers shifts labels, by the loss it names or by its class."""
+    named = getattr(model, "loss_type", None)
+    if named == "ForCausalLM":
+        return True
+    return any(_SHIFTS_LABELS.search(kind.__name__) is not None for kind in type(model).__mro__)

@@ -1,0 +1,98 @@
+"""Draws from Python's and NumPy's global generators in a shard are warned of, once, and only at the beginning."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from tests.support.runs import Placement, cross_entropy, finalized, updater_for
+from tests.support.workloads import MLP
+
+DRAWS: dict[str, Callable[[], Any]] = {"Python's `random`": random.random, "`numpy.random`": np.random.random}
+
+
+class Drawing:
+    """A loss that draws in some updates, in the shards of one device."""
+
+    def __init__(self, draw: Callable[[], Any], when: Callable[[int], bool] = lambda _: True) -> None:
+        self.draw, self.when, self.update = draw, when, 0
+
+    def __call__(self, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if self.when(self.update):
+            self.draw()
+        return cross_entropy(model, x, target)
+
+
+def warned(updater: ls.ParallelUpdater, loss: Drawing, num_updates: int) -> list[tuple[int, str]]:
+    """List after how many updates a warning came, with its text."""
+    found = []
+    for _ in range(num_updates):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss.update = updater.iteration
+            updater.update()
+        found += [(loss.update, str(each.message)) for each in caught if each.category is ls.RandomStreamWarning]
+    return found
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 3])
+@pytest.mark.parametrize("name", DRAWS)
+def test_it_is_warned_of_once_with_the_cure(name: str, num_devices: int) -> None:
+    loss = Drawing(DRAWS[name])
+    with finalized(updater_for(MLP, Placement(num_devices), num_shards=4, loss_fn=loss)) as updater:
+        ((update, message),) = warned(updater, loss, 4)
+    assert update == 0
+    assert message.startswith(f"The model or the loss function drew from {name} while shards were computed.")
+    assert "random.Random(torch.randint(2**31, ()).item())" in message
+
+
+@pytest.mark.parametrize(("update", "count"), [(2, 1), (3, 0)])
+def test_three_updates_are_watched_and_three_after_loading(update: int, count: int) -> None:
+    loss = Drawing(random.random, lambda now: now == update)
+    with finalized(updater_for(MLP, num_shards=4, loss_fn=loss)) as updater:
+        assert len(warned(updater, loss, 5)) == count
+        state = updater.state_dict()
+        loss.when = lambda now: now == 7
+        updater.load_state_dict(state)
+        assert len(warned(updater, loss, 4)) == 1 - count
+
+
+@pytest.mark.filterwarnings("error::lockstep.RandomStreamWarning")
+def test_neither_torch_nor_a_generator_of_ones_own_nor_a_dataset_is_meant() -> None:
+    own = Drawing(lambda: random.Random(torch.randint(2**31, ()).item()).random())  # noqa: S311 - what the warning advises
+
+    class Draws:
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.full((6,), random.random() + np.random.random()), index % 3  # noqa: S311 - no secrets
+
+    model = MLP.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for streams in (True, False):
+        batches = ls.BatchIterator(Draws(), 6, sample_streams=streams)
+        updater = ls.ParallelUpdater(batches, optimizer, model, devices=["cpu"] * 2, num_shards=4, loss_fn=own)
+        with finalized(updater):
+            for _ in range(3):
+                updater.update()
+
+
+def test_an_error_in_its_place_leaves_everything_as_it_was() -> None:
+    loss = Drawing(random.random)
+    with finalized(updater_for(MLP, num_shards=4, loss_fn=loss)) as updater:
+        before = ls.digest(updater.state_dict())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(ls.RandomStreamWarning):
+                updater.update()
+        assert ls.digest(updater.state_dict()) == before
+        assert updater.update().applied

@@ -1,0 +1,225 @@
+"""Sums, means by class weights and means over tokens are those of the whole batch, however it is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lockstep as ls
+
+X = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(12) % 3
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 0.25])
+
+
+def model() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(4, 3)
+
+
+def trained(loss_fn: Any, num_shards: int, batch: Any = (X, Y), *, num_devices: int = 1) -> tuple[nn.Linear, float]:
+    """Make one step of SGD at rate 1 and give the model with the loss."""
+    net = model()
+    updater = ls.ParallelUpdater(
+        [batch],
+        torch.optim.SGD(net.parameters(), lr=1.0),
+        net,
+        devices=["cpu"] * num_devices,
+        num_shards=num_shards,
+        loss_fn=loss_fn,
+    )
+    try:
+        result = updater.update()
+        observed = result.observation()["loss"]
+        assert float(observed) == float(result.loss)
+        return net, float(result.loss)
+    finally:
+        updater.finalize()
+
+
+def plain(loss: Callable[[nn.Module], torch.Tensor]) -> tuple[nn.Linear, float]:
+    """Make the same step in a plain loop."""
+    net = model()
+    value = loss(net)
+    value.backward()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            assert parameter.grad is not None
+            parameter.sub_(parameter.grad)
+    return net, value.item()
+
+
+def assert_same(ours: tuple[nn.Linear, float], theirs: tuple[nn.Linear, float]) -> None:
+    # Shards are summed in another order than the plain loop sums samples.
+    for mine, other in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-5)
+
+
+SUMS = {
+    "module": nn.CrossEntropyLoss(reduction="sum"),
+    "partial": partial(functional.cross_entropy, reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("criterion", SUMS)
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 5])
+def test_a_summed_loss_is_the_sum_over_the_batch(criterion: str, num_shards: int) -> None:
+    ours = trained(ls.supervised(SUMS[criterion]), num_shards)
+    assert_same(ours, plain(lambda net: functional.cross_entropy(net(X), Y, reduction="sum")))
+
+
+def test_a_summed_loss_has_the_same_bits_on_two_devices() -> None:
+    loss_fn = ls.supervised(SUMS["module"])
+    (one, first), (two, second) = (trained(loss_fn, 4, num_devices=count) for count in (1, 2))
+    assert ls.digest(one) == ls.digest(two)
+    assert first == second
+
+
+def test_a_summed_loss_in_a_step_function_and_over_accumulated_batches() -> None:
+    net = model()
+    updater = ls.ParallelUpdater(
+        [(X[:6], Y[:6]), (X[6:], Y[6:])],
+        torch.optim.SGD(net.parameters(), lr=1.0),
+        net,
+        devices=["cpu"],
+        num_shards=2,
+        accumulate=2,
+        loss_fn=ls.supervised(SUMS["module"]),
+    )
+    try:
+        result = updater.update()
+    finally:
+        updater.finalize()
+    assert_same((net, float(result.loss)), plain(lambda net: functional.cross_entropy(net(X), Y, reduction="sum")))
+
+    def step(updater: ls.ParallelUpdater, batch: Any) -> None:
+        assert updater.compute_gradients(batch).summed
+        updater.apply_gradients()
+
+    stepped = model()
+    by_hand = ls.ParallelUpdater(
+        [(X, Y)],
+        torch.optim.SGD(stepped.parameters(), lr=1.0),
+        stepped,
+        devices=["cpu"],
+        num_shards=3,
+        step_fn=step,
+        loss_fn=ls.supervised(SUMS["module"]),
+    )
+    try:
+        found = by_hand.update()
+    finally:
+        by_hand.finalize()
+    wanted = trained(ls.supervised(SUMS["module"]), 3)
+    assert ls.digest(stepped) == ls.digest(wanted[0])
+    assert float(found.loss) == wanted[1]
+
+
+def test_a_criterion_that_does_not_reduce_is_refused() -> None:
+    for criterion in (nn.CrossEntropyLoss(reduction="none"), partial(functional.mse_loss, reduction="none")):
+        with pytest.raises(ValueError, match="`criterion` must reduce its loss to one element, got reduction='none'"):
+            ls.supervised(criterion)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 5])
+def test_class_weights_count_in_means(num_shards: int) -> None:
+    criterion = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS, ignore_index=1)
+    assert_same(trained(ls.supervised(criterion), num_shards), plain(lambda net: criterion(net(X), Y)))
+
+
+TOKENS = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(2))
+LABELS = torch.arange(30).view(6, 5) % 3
+LABELS[0, :] = -100
+LABELS[1, 2:] = -100
+LABELS[4, 1:] = -100
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 6])
+def test_a_mean_over_tokens_is_that_of_the_batch(num_shards: int) -> None:
+    ours = trained(ls.token_mean(), num_shards, (TOKENS, LABELS))
+    assert_same(ours, plain(lambda net: functional.cross_entropy(net(TOKENS).flatten(0, 1), LABELS.flatten())))
+
+
+class Output(dict[str, torch.Tensor]):
+    @property
+    def loss(self) -> torch.Tensor:
+        return self["loss"]
+
+
+class Tagger(nn.Module):
+    def __init__(self, *, shifted: bool) -> None:
+        super().__init__()
+        self.head = model()
+        self.shifted = shifted
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Output:
+        logits, targets = (self.head(x[:, :-1]), labels[:, 1:]) if self.shifted else (self.head(x), labels)
+        return Output(loss=functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+
+
+class TinyForCausalLM(Tagger):
+    def __init__(self) -> None:
+        super().__init__(shifted=True)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 6])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_a_model_that_returns_its_loss_is_weighted_by_the_labels_it_counts(shifted: bool, num_shards: int) -> None:
+    losses, digests = [], []
+    for shards in (1, num_shards):
+        net = TinyForCausalLM() if shifted else Tagger(shifted=False)
+        updater = ls.ParallelUpdater(
+            [{"x": TOKENS, "labels": LABELS}],
+            torch.optim.SGD(net.parameters(), lr=1.0),
+            net,
+            devices=["cpu"],
+            num_shards=shards,
+            loss_fn=ls.token_mean(),
+        )
+        try:
+            losses.append(float(updater.update().loss))
+        finally:
+            updater.finalize()
+        digests.append(net.head.weight.detach().clone())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    torch.testing.assert_close(digests[1], digests[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda net: (net(X).sum(), {}), r"must return a tensor or a lockstep.Loss, got a tuple\. To report other"),
+        (lambda _: {"accuracy": 1.0}, r"got a dict\. To report other numbers .* lockstep.Loss\(value, metrics="),
+        (lambda net: {"loss": net(X).sum()}, r"got a dict\. Pass loss_fn=lambda model, \*\*batch: model"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_the_cure(returned: Callable[[nn.Module], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        trained(lambda net, *_: returned(net), 1)
+
+
+def test_a_model_that_returns_no_loss_is_refused_in_its_own_words() -> None:
+    net = Returning()
+    updater = ls.StandardUpdater([(TOKENS, LABELS)], torch.optim.SGD(net.parameters(), lr=1.0), net)
+    try:
+        with pytest.raises(ls.ReplicaError, match="Without `loss_fn` the model must return its loss") as caught:
+            updater.update()
+    finally:
+        updater.finalize()
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, y
