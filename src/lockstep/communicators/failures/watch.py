@@ -93,9 +93,7 @@ class PeerWatch(Watch):
         store_rank: The rank whose process hosts the store; None if a launcher's process does.
     """
 
-    def __init__(
-        self, store: Store, rank: int, size: int, *, timeout: float = 60.0, store_rank: int | None = 0
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, *, timeout: float = 60, store_rank: int | None = 0) -> None:
         self.doing = START
         self._rank = rank
         self._size = size
