@@ -23,7 +23,7 @@ PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python
 
 # As many processes as CI has cores. The tests of a file share fixtures, so one process runs them all. The files
 # keep their order: the longest, which start processes, come early, and neither process waits for the other's last.
-WHOLE_SUITE = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def prepare(extra: str) -> None:
@@ -58,17 +58,16 @@ def digits(options: list[str]) -> None:
 
 
 def quick(options: list[str]) -> None:
-    """Run the checks beside the unit tests, and show what they print after the tests."""
+    """Run the checks beside the unit tests, which two processes share, and then show what the checks printed."""
     prepare("test")
-    with tempfile.TemporaryFile() as output:
-        checks = subprocess.Popen([sys.executable, __file__, "check"], stdout=output, stderr=subprocess.STDOUT)
-        tests = subprocess.run(
-            [str(PYTHON), "-m", "pytest", "-m", "unit and not slow", *options], cwd=ROOT, check=False
-        )
-        status = checks.wait()
-        output.seek(0)
-        sys.stdout.write(output.read().decode())
-    sys.exit(tests.returncode or status)
+    with tempfile.TemporaryFile() as printed:
+        checks = subprocess.Popen([sys.executable, __file__, "check"], stdout=printed, stderr=subprocess.STDOUT)
+        command = [str(PYTHON), "-m", "pytest", "-m", "unit and not slow", *(options or TWO_PROCESSES)]
+        tests = subprocess.run(command, cwd=ROOT, check=False)
+        checks.wait()
+        printed.seek(0)
+        print(printed.read().decode())
+    sys.exit(tests.returncode or checks.returncode)
 
 
 def check(_: list[str]) -> None:
@@ -89,7 +88,7 @@ def slow(options: list[str]) -> None:
 def test(options: list[str]) -> None:
     """Run all checks and tests, cheapest first; two processes share the tests unless there are options."""
     check([])
-    run("-m", "pytest", *(options or WHOLE_SUITE))
+    run("-m", "pytest", *(options or TWO_PROCESSES))
 
 
 TASKS = {"check": check, "digits": digits, "quick": quick, "slow": slow, "test": test}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.rank_pool import POOL
 from tests.support.settings import differences, environment, new_threads, process_settings, random_kernels_are_ours
-from tests.support.tiers import sort_into_tiers
+from tests.support.tiers import has_no_unit_tests, sort_into_tiers
 from tests.support.waiting import LONG
 
 # A commit passes or fails whenever and wherever it is tested: no clock judges an example, and the examples
@@ -27,6 +29,12 @@ settings.load_profile("same")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with its tiers."""
     sort_into_tiers(items)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Read no folder without unit tests where only these are asked for: it takes longer than to run many of them."""
+    only_units = config.getoption("markexpr").startswith("unit")
+    return True if only_units and has_no_unit_tests(collection_path) else None
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -60,6 +68,15 @@ def hygiene() -> Iterator[None]:
     assert not changed, f"the test left changes behind: {changed}"
 
 
+@pytest.fixture(autouse=True)
+def tier(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that starts a process without a name in its code that says so."""
+    before = _seconds_of_children()
+    yield
+    if request.node.get_closest_marker("processes") is None:
+        assert _seconds_of_children() == before, "the test started a process: name its way in tests/support/tiers.py"
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Let torch's compiler forget what it has compiled, before and after."""
@@ -75,3 +92,9 @@ def one_intra_op_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def _seconds_of_children() -> float:
+    """Return the processor time of all processes that this one has started and waited for."""
+    times = os.times()
+    return times.children_user + times.children_system

@@ -1,14 +1,16 @@
-"""The structure of the source can be taken in: small folders, and imports that stop at a package's face."""
+"""The structure can be taken in: small folders, imports that stop at a package's face, tests for each module."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import lockstep as ls
 
 SOURCE = Path(ls.__file__).parent
+TESTS = Path(__file__).parent
 MODULES_OF_A_FOLDER = 12
 
 
@@ -63,3 +65,22 @@ def test_a_deep_import_is_found() -> None:
     modules = list(imported_modules(deep))
     assert [past_the_face(("updaters", "step"), module) for module in modules] == [True, True]
     assert [past_the_face(("replicas", "pool"), modules[0]), past_the_face(("optim",), modules[1])] == [False, True]
+
+
+def rows() -> list[tuple[str, list[str]]]:
+    """Read the table of `tests/README.md`: each module with the files of its tests."""
+    found = re.findall(
+        r"^\| `(\S+)` \| (.+) \|$", (TESTS / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    return [(module, re.findall(r"`(.+?)`", files)) for module, files in found]
+
+
+def test_the_table_of_tests_names_each_module_once() -> None:
+    modules = [str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(module for module, _ in rows()) == sorted(modules)
+
+
+def test_the_table_of_tests_names_files_that_are_there() -> None:
+    missing = {(module, file) for module, files in rows() for file in files if not (TESTS / file).is_file()}
+    assert missing == set()
+    assert [module for module, files in rows() if not files] == []

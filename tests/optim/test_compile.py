@@ -7,11 +7,11 @@ import torch
 
 from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
 
-pytestmark = pytest.mark.usefixtures("fresh_compiler")
-
-
-# torch's compiler imports a module of its own that uses what torch has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    # torch's compiler imports a module of its own that uses what torch has deprecated.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+]
 
 
 def parameters() -> list[torch.nn.Parameter]:

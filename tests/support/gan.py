@@ -83,8 +83,8 @@ def gan(step: Any = None, placement: Placement = ONE, **options: Any) -> ls.Para
         for name, each in optimizers.items()
     }
     iterators = {
-        "main": ls.BatchIterator(data(), 12, shuffle=True, seed=3),
-        "further": ls.BatchIterator(data(14, seed=6), 13, shuffle=True, seed=4),
+        "main": ls.BatchIterator(data(), 12, shuffle=True, seed=3, last_batch="wrap"),
+        "further": ls.BatchIterator(data(14, seed=6), 13, shuffle=True, seed=4, last_batch="wrap"),
     }
     recipe: dict[str, Any] = {"num_shards": 5, "scheduler": schedulers, **options}
     return ls.ParallelUpdater(

@@ -38,6 +38,15 @@ def sort_into_tiers(items: Sequence[pytest.Item]) -> None:
             item.add_marker(tier)
 
 
+def has_no_unit_tests(path: Path) -> bool:
+    """Return whether all tests in a file or folder are in the tier of a folder.
+
+    >>> has_no_unit_tests(TESTS / "laws" / "test_ranks.py"), has_no_unit_tests(TESTS / "data")
+    (True, False)
+    """
+    return path.is_relative_to(TESTS) and not FOLDERS.keys().isdisjoint(path.relative_to(TESTS).parts)
+
+
 def tiers_of(item: pytest.Item, num_cases: int = 1) -> set[str]:
     """Return the names of the tiers that a test belongs to.
 
@@ -47,7 +56,7 @@ def tiers_of(item: pytest.Item, num_cases: int = 1) -> set[str]:
     """
     names = set[str]().union(*(names_reached(each) for each in _parts(item)))
     found = {tier for tier, uses in USES.items() if uses & names}
-    if item.path.is_relative_to(TESTS):
+    if has_no_unit_tests(item.path):
         found |= {FOLDERS[part] for part in item.path.relative_to(TESTS).parts if part in FOLDERS}
     if num_cases >= MANY_CASES or _drawn(item) is not None:
         found.add("tables")
@@ -71,7 +80,8 @@ def _parts(item: pytest.Item) -> Iterator[object]:
     if isinstance(item, pytest.Function):
         yield _drawn(item) or item.function
         yield dict.fromkeys(item.fixturenames)
-        yield from (definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values())
+        fixtures = [definitions[-1].func for definitions in item._fixtureinfo.name2fixturedefs.values()]
+        yield from (each for each in fixtures if each.__module__ != "tests.conftest")  # which all tests use
         yield from item.callspec.params.values() if hasattr(item, "callspec") else ()
 
 
@@ -126,6 +136,8 @@ def _reached_from(value: object) -> Iterator[object]:
         yield from filter(_is_followed, value.values())
     elif isinstance(value, COLLECTIONS):
         yield from filter(_is_followed, value)
+    else:
+        yield from filter(_is_followed, [type(value)])
 
 
 def _named_by(function: FunctionType) -> Iterator[object]:
@@ -142,6 +154,7 @@ def _named_by(function: FunctionType) -> Iterator[object]:
 
 
 def _is_followed(value: object) -> bool:
-    if isinstance(value, FunctionType | type):
-        return value.__module__.startswith("tests.")
-    return isinstance(value, (partial, classmethod, staticmethod, MethodType, property, Mapping, *COLLECTIONS))
+    """Return whether something is code of the tests, an object of a class of theirs, or may hold either."""
+    if isinstance(value, (partial, classmethod, staticmethod, MethodType, property, Mapping, *COLLECTIONS)):
+        return True
+    return (value if isinstance(value, FunctionType | type) else type(value)).__module__.startswith("tests.")

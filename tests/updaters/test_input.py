@@ -135,9 +135,9 @@ BAD_LOSSES: dict[str, tuple[Callable[[torch.Tensor], Any], type[Exception], str]
     "no tensor": (
         lambda out: out.mean().item(),
         TypeError,
-        "`loss_fn` must return a tensor or a Loss, got a float.",
+        "`loss_fn` must return a tensor or a lockstep.Loss, got a float.",
     ),
-    "nothing": (lambda _: None, TypeError, "`loss_fn` must return a tensor or a Loss, got a NoneType."),
+    "nothing": (lambda _: None, TypeError, "`loss_fn` must return a tensor or a lockstep.Loss, got a NoneType."),
     "no gradient": (
         lambda out: out.mean().detach(),
         ValueError,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean, read_means
 from lockstep.replicas import OneIntraOpThread
 from lockstep.state import check_keys
+from lockstep.trainer.ending import call_and_catch, report_failure
 from lockstep.trainer.extension import Action, Extension, FunctionExtension
 from lockstep.trainer.synchronized_progress import SynchronizedProgress
 from lockstep.triggers import Progress, Trigger, TriggerSpec, get_trigger, get_until
@@ -381,28 +380,11 @@ class Trainer:
         calls.append(("`finalize` of the updater", self.updater.finalize))
         first = error
         for what, call in calls:
-            failure = _call_and_catch(call)
+            failure = call_and_catch(call)
             if failure is not None and first is not None:
-                _report(what, failure, original=first)
+                report_failure(what, failure, original=first)
             first = first or failure
         self._initialized.clear()
         self._elapsed, self._started = self.elapsed_time, None
         if error is None and first is not None:
             raise first
-
-
-def _call_and_catch(call: Callable[[], object]) -> BaseException | None:
-    """Call a function, and return the exception that it raises, if any."""
-    try:
-        call()
-    except BaseException as failure:  # noqa: BLE001 - the caller raises or reports it
-        return failure
-    return None
-
-
-def _report(what: str, failure: BaseException, *, original: BaseException) -> None:
-    """Print to stderr that something failed while the run was ending, and add a note to the original exception."""
-    lines = traceback.format_exception(type(failure), failure, failure.__traceback__, chain=False)
-    sys.stderr.write(f"{what} raised while the run ended with {type(original).__name__}:\n{''.join(lines)}")
-    if sys.version_info >= (3, 11):
-        original.add_note(f"{what} raised, too: {lines[-1].strip()}")

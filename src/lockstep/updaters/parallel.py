@@ -47,9 +47,10 @@ class ParallelUpdater(Updater):
         model: The model. It is moved to the first device and never run itself: replicas are copies that share its
             memory. You may give several networks by name, each of which is replicated on all devices.
         models: Another name for `model`, for several networks.
-        devices: ``"auto"`` for every GPU, or else every core; or a list of device names, which may repeat.
-        num_shards: The number of shards a batch is cut into, at least 1; the result depends on it. With None each
-            device has one shard, sized by its workload, and the bits depend on the number of devices.
+        devices: ``"auto"`` for this rank's share of the machine's GPUs, or else of its cores; a number of devices per
+            rank; or a list of device names, which may repeat.
+        num_shards: The number of shards into which a batch is cut, at least 1; the result depends on it. With None
+            each device has one shard, sized by its workload, and the bits depend on the number of devices.
         workloads: The relative speeds of the devices, by which shards are assigned; equal by default. ``"auto"``
             measures the speeds of devices and processes during the first updates; it requires `num_shards`.
         loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword. It returns a

@@ -112,10 +112,10 @@ class Overlap:
         return self._early_send
 
     def end_prediction(self) -> str:
-        """Ensure that no rank waits for this one's gradients; called before every message.
+        """Ensure that no rank waits for gradients of this rank; called before every message.
 
         Returns:
-            What became of the gradients: `KEPT`, `SENT` or `SPOILED`.
+            The state of the gradients: `KEPT`, `SENT` or `SPOILED`.
         """
         prediction, send, pending = self._prediction, self._early_send, self._pending
         self._prediction = self._early_send = self._summed = None
@@ -142,7 +142,7 @@ class Overlap:
         """Return whether all ranks must compute their shares again, because some have sent theirs in vain.
 
         Args:
-            fates: What became of the gradients of each rank.
+            fates: The state of the gradients of each rank, as `end_prediction` returns it.
         """
         kept, sent = fates.count(KEPT), fates.count(SENT)
         if sent == len(fates):
