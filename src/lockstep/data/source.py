@@ -204,9 +204,8 @@ def _iterator(source: Any, name: str) -> PythonIterator[Any]:
     """Return an iterator over a source, or over what it returns if it is a function."""
     if isinstance(source, Iterable):
         return iter(source)
-    iterable = source()
     # `check_source` has seen only the function.
-    check_not_split_by_rank(iterable, name)
+    check_not_split_by_rank(iterable := source(), name)
     return iter(iterable)
 
 
