@@ -105,8 +105,8 @@ def painted(
             }
         updater = kind(
             {
-                "main": ls.BatchIterator(_samples(31, 32), 13, shuffle=True, seed=1),
-                "more": ls.BatchIterator(_samples(17, 33), 10, shuffle=True, seed=2),
+                "main": ls.BatchIterator(_samples(31, 32), 13, shuffle=True, last_batch="wrap", seed=1),
+                "more": ls.BatchIterator(_samples(17, 33), 10, shuffle=True, last_batch="wrap", seed=2),
             },
             optimizers,
             nets,

@@ -150,7 +150,7 @@ def standard(placement: Placement) -> list[str]:  # noqa: ARG001 - always one de
     log = DigestLog()
     model = build_seeded(images)
     updater = ls.StandardUpdater(
-        ls.BatchIterator(pixels(), 11, seed=4), sgd(model), model, device="cpu", loss_fn=supervised
+        ls.BatchIterator(pixels(), 11, last_batch="wrap", seed=4), sgd(model), model, device="cpu", loss_fn=supervised
     )
     try:
         run_updates(updater, log, 6)

@@ -30,7 +30,7 @@ x = torch.randn(40, 6, generator=torch.Generator().manual_seed(1))
 data = torch.utils.data.TensorDataset(x, x[:, :3].argmax(1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 updater = ls.ParallelUpdater(
-    ls.BatchIterator(data, batch_size=12, shuffle=True, seed=3), optimizer, model,
+    ls.BatchIterator(data, batch_size=12, shuffle=True, seed=3, last_batch="drop"), optimizer, model,
     devices=["cpu"], num_shards=4,
     loss_fn=ls.supervised(torch.nn.functional.cross_entropy),
 )

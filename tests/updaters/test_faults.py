@@ -291,7 +291,7 @@ model = torch.nn.Linear(2, 1)
 data = torch.utils.data.TensorDataset(torch.ones(4, 2))
 updater = ls.ParallelUpdater(
     ls.BatchIterator(data, 4), torch.optim.SGD(model.parameters(), lr=0.1), model,
-    devices=["cpu"] * 3, loss_fn=lambda model, x: model(x).mean(),
+    devices=["cpu"] * 3, num_shards=3, loss_fn=lambda model, x: model(x).mean(),
 )
 updater.update()
 """

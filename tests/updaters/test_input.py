@@ -175,7 +175,7 @@ def test_a_loss_that_cannot_be_used_is_refused_and_good_ones_go_on(case: str, de
                 before = ls.digest(updater.state_dict())
                 with pytest.raises(kind) as caught:
                     updater.update()
-                assert str(caught.value) == message
+                assert str(caught.value).startswith(message)
                 assert ls.digest(updater.state_dict()) == before
                 spoilt = False
             updater.update()

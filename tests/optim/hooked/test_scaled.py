@@ -214,7 +214,7 @@ def test_a_copy_goes_on_by_itself() -> None:
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (lambda optimizer: optimizer.loss_scaling(scale=8.0), "must be of a StaticLossScale"),
+        (lambda optimizer: optimizer.loss_scaling(scale=8.0), "must be that of a StaticLossScale"),
         (lambda optimizer: optimizer.use_fp32_update(False), "Call `loss_scaling` or `use_fp32_update`"),
     ],
 )
