@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol, TypeAlias, final, runtime_checkable
 import torch
 from torch import nn
 
-from lockstep.data.split_by_rank import refuse_split_by_rank
+from lockstep.data.split_by_rank import check_not_split_by_rank
 from lockstep.errors import OrderError, ReplayWarning
 
 Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
@@ -192,7 +192,7 @@ def check_source(source: object, name: str) -> None:
         rule = "must be a lockstep Iterator, an iterable of batches or a function that returns one"
         remedy = "`BatchIterator` makes batches of a dataset."
         raise TypeError(f"`{name}` {rule}, got a {type(source).__name__}. {remedy}")
-    refuse_split_by_rank(source, name)
+    check_not_split_by_rank(source, name)
 
 
 def _as_resumable(source: object) -> Resumable | None:
@@ -204,9 +204,9 @@ def _iterator(source: Any, name: str) -> PythonIterator[Any]:
     """Return an iterator over a source, or over what it returns if it is a function."""
     if isinstance(source, Iterable):
         return iter(source)
-    made = source()
-    refuse_split_by_rank(made, name)  # `check_source` has seen the function only
-    return iter(made)
+    # `check_source` has seen only the function.
+    check_not_split_by_rank(iterable := source(), name)
+    return iter(iterable)
 
 
 def _length(source: object) -> int | None:

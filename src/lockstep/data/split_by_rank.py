@@ -1,36 +1,36 @@
-"""Refuse sources of batches that give each rank another part of the data."""
+"""Reject sources of batches that give each rank a different part of the data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Final
 
-_PARTS: Final = ("sampler", "batch_sampler", "dataset", "base_dataloader")
-"""The attributes under which DataLoaders, and samplers around other samplers, hold what chooses samples."""
+_PART_ATTRIBUTES: Final = ("sampler", "batch_sampler", "dataset", "base_dataloader")
+"""The attributes in which DataLoaders, and samplers that wrap others, store the objects that select samples."""
 
-_COUNTS: Final = (("num_replicas", "rank"), ("num_processes", "process_index"))
-"""The attributes that tell how many processes share the samples, and which of them this one is.
+_RANK_ATTRIBUTES: Final = (("num_replicas", "rank"), ("num_processes", "process_index"))
+"""The attributes for the number of processes that share the samples, and for the index of this process.
 
-PyTorch's and Hugging Face's samplers have the first pair, the shards of Hugging Face's Accelerate the second.
+Samplers of PyTorch and Hugging Face have the first pair, the shards of Hugging Face Accelerate the second.
 """
 
 
-def refuse_split_by_rank(source: object, name: str) -> None:
-    """Refuse a source whose sampler gives this process only a part of each batch.
+def check_not_split_by_rank(source: object, name: str) -> None:
+    """Check that a source has no sampler that gives this process only a part of each batch.
 
-    Every rank has to be given whole batches, because the updater cuts them over the ranks itself.
+    Every rank needs whole batches, because the updater splits them over the ranks itself.
 
     Args:
-        source: What gives the batches, such as a DataLoader.
-        name: The name of the argument for the error message.
+        source: The source of the batches, such as a DataLoader.
+        name: The name of the argument in error messages.
 
     Raises:
-        ValueError: A `DistributedSampler`, or a sampler like it, shares the samples among several processes.
+        ValueError: If a `DistributedSampler`, or a similar sampler, splits the samples over several processes.
     """
-    for part in _chain(source):
-        for count, place in _COUNTS:
+    for part in _parts(source):
+        for count, index in _RANK_ATTRIBUTES:
             number = getattr(part, count, None)
-            if isinstance(number, int) and number > 1 and isinstance(getattr(part, place, None), int):
+            if isinstance(number, int) and number > 1 and isinstance(getattr(part, index, None), int):
                 kind = type(part).__name__
                 raise ValueError(
                     f"`{name}` must give every rank the same batches, got a {type(source).__name__} with a {kind} "
@@ -41,8 +41,8 @@ def refuse_split_by_rank(source: object, name: str) -> None:
                 )
 
 
-def _chain(source: object) -> Iterator[Any]:
-    """Yield a source and what chooses samples for it, each once."""
+def _parts(source: object) -> Iterator[Any]:
+    """Yield a source and the objects that select its samples, each once."""
     pending, seen = [source], set[int]()
     while pending:
         part = pending.pop()
@@ -50,6 +50,6 @@ def _chain(source: object) -> Iterator[Any]:
             continue
         seen.add(id(part))
         yield part
-        # Only what an object holds itself: an attribute may be computed, and a dataset's `dataset` be anything.
-        held = getattr(part, "__dict__", {})
-        pending += [held[name] for name in _PARTS if name in held]
+        # Only stored attributes, because reading a computed one could have side effects.
+        attributes = getattr(part, "__dict__", {})
+        pending += [attributes[name] for name in _PART_ATTRIBUTES if name in attributes]

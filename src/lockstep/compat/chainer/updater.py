@@ -42,14 +42,14 @@ def SerialIterator(  # noqa: N802 - Chainer's name
     shuffle: bool | None = None,
     order_sampler: OrderSampler | None = None,
 ) -> BatchIterator:
-    """Return a `lockstep.BatchIterator` with Chainer's arguments, whose last batch is filled up from the next epoch.
+    """Return a `lockstep.BatchIterator` with Chainer's arguments, whose last batch is completed from the next epoch.
 
     Args:
         dataset: The dataset, with ``len()`` and ``[index]``.
         batch_size: The number of samples per batch, at least 1.
         repeat: Whether epochs follow each other without end.
         shuffle: Whether each epoch has a random order. By default it has, unless `order_sampler` is given.
-        order_sampler: Called as ``order_sampler(order, position)`` for the order of an epoch.
+        order_sampler: A function ``order_sampler(order, position)`` that returns the order of an epoch.
 
     Raises:
         TypeError: As `lockstep.BatchIterator`.
