@@ -192,6 +192,46 @@ def test_a_model_that_returns_its_loss_is_weighted_by_the_labels_it_counts(shift
     torch.testing.assert_close(digests[1], digests[0], rtol=1e-5, atol=1e-6)
 
 
+class DoubledSum:
+    """Twice the sum of outputs, whose gradient is twice the sum of inputs: 20 in each shard of two samples."""
+
+    reduction = "sum"
+
+    def __call__(self, output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return output.sum() * 2
+
+
+def test_shards_of_a_summed_loss_are_searched_at_the_factor_that_they_are_computed_with() -> None:
+    """Under a mean the factor would be half as large, and the gradients finite."""
+    net = nn.Linear(1, 1, bias=False)
+    batch = torch.full((4, 1), 5.0), torch.zeros(4, 1)
+    updater = ls.ParallelUpdater(
+        [batch],
+        torch.optim.SGD(net.parameters(), lr=1.0),
+        net,
+        devices=["cpu"],
+        num_shards=2,
+        loss_scale=2e37,
+        loss_fn=ls.supervised(DoubledSum()),
+        on_overflow="skip",
+    )
+    try:
+        assert [found.shard for found in updater.find_nonfinite()] == [0, 1]
+        assert not updater.update().applied
+    finally:
+        updater.finalize()
+
+
+def test_a_model_without_a_loss_in_its_dict_is_refused_by_name() -> None:
+    class NoLoss(Tagger):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Output:
+            return Output(logits=self.head(x) + labels.sum())
+
+    net = NoLoss(shifted=False)
+    with pytest.raises(TypeError, match="must return its loss as `loss` where the batch is a dict, got a Output"):
+        ls.token_mean()(net, x=TOKENS, labels=LABELS)
+
+
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

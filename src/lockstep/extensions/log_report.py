@@ -53,6 +53,7 @@ class LogReport(Extension):
         self.trigger = trigger
         self.filename = filename
         self.last = tuple(last)
+        self._last_suffixes = tuple(f"/{name}" for name in last)
         self._log: list[LogEntry] = []
         self._averages: dict[str, Average] = {}
 
@@ -71,7 +72,7 @@ class LogReport(Extension):
         for name, value in trainer.observation.items():
             if self.keys is not None and name not in self.keys:
                 continue
-            if name.endswith(tuple(f"/{last}" for last in self.last)) or name in self.last:
+            if name in self.last or name.endswith(self._last_suffixes):
                 self._averages[name] = Average()
             self._averages.setdefault(name, Average()).update(value)
 

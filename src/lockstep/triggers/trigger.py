@@ -68,6 +68,9 @@ class Trigger(Stateful, ABC):
 class Never(Trigger):
     """A trigger that never fires."""
 
+    def __repr__(self) -> str:
+        return "Never()"
+
     def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - independent of the progress
         """Return False."""
         return False

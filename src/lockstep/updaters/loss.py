@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -52,7 +52,7 @@ class Supervised:
         criterion: Called as ``criterion(output, target)``.
         target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
         summed: Whether the criterion returns a sum over samples instead of a mean.
-        weighted: Whether the criterion's mean is over class weights instead of samples.
+        weighted: Whether the criterion is a cross entropy whose mean is over class weights instead of samples.
     """
 
     criterion: Callable[[Any, Any], torch.Tensor]
@@ -82,12 +82,10 @@ class Supervised:
 
     def _by_class(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
         """Return the criterion's mean with its weight, the summed class weights of the targets."""
-        criterion = self.criterion
-        if target.is_floating_point() or not isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+        if target.is_floating_point():
             return loss  # torch divides by the number of samples where targets are probabilities
-        weights = criterion.weight
-        if weights is None:
-            return loss
+        criterion = cast("nn.CrossEntropyLoss", self.criterion)  # or an NLLLoss, which has the same attributes
+        weights = cast("torch.Tensor", criterion.weight)
         counted = target[target != criterion.ignore_index]
         return Loss(loss, weight=weights.to(counted.device)[counted].sum())
 

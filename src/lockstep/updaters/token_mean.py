@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +48,7 @@ class TokenMean:
             raise ValueError(f"`target` must name a key of the batch ({', '.join(kwargs)}), got {self.target!r}.")
         labels = kwargs[self.target]
         output = model(*args, **kwargs)
-        loss = output["loss"] if isinstance(output, dict) else getattr(output, "loss", None)
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):
             raise TypeError(
                 f"The model must return its loss as `loss` where the batch is a dict, got a {type(output).__name__} "

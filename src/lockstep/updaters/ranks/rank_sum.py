@@ -39,7 +39,7 @@ class Heuristics:
 
 
 DEFAULTS: Final = Heuristics()
-"""The heuristics that updaters use; docs/communication.md has the measurements behind this choice."""
+"""The heuristics that updaters use; docs/communication-speed.md has the measurements behind this choice."""
 
 
 class RankSum:

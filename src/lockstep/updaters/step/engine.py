@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -379,7 +380,7 @@ class GradientEngine:
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
 
         scale = self.training.scale
-        attempt = Attempt(GradientRequest(request.loss_fn, inspect_shard=inspect_shard), scale, scale)
+        attempt = Attempt(replace(request, inspect_shard=inspect_shard), scale, scale)
         self.take(attempt)
         self.plan(attempt, context)
         self.compute(attempt, context)
