@@ -44,6 +44,12 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--rdzv-id", default="lockstep", help="name that is the same on all machines of one run")
     parser.add_argument("--max-restarts", type=int, default=0, help="how often to restart after a failure (default: 0)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds a rank waits for another (default: 60)")
+    parser.add_argument(
+        "--shutdown-timeout",
+        type=int,
+        metavar="SECONDS",
+        help="seconds the processes have after a signal to write their state (default: 30)",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="treat the script as the name of a module")
     parser.add_argument("script", help="path of the script, or name of the module")
     # All that follows the script belongs to it: its options must not be taken for options of this command.
@@ -64,6 +70,7 @@ def _call(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             run_id=options.rdzv_id,
             max_restarts=options.max_restarts,
             timeout=options.timeout,
+            shutdown_timeout=options.shutdown_timeout,
             as_module=options.module,
         )
     except ValueError as error:

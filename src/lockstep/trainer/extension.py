@@ -149,6 +149,37 @@ class FunctionExtension(Extension):
             self._on_error(trainer, error)
 
 
+def as_extension(extension: Extension | Action) -> Extension:
+    """Return an extension as it is, and a function of the trainer as an extension with its attributes.
+
+    Args:
+        extension: An `Extension`, or a function or another callable. Of its attributes, ``trigger``, ``priority``,
+            ``call_before_training``, ``initialize``, ``finalize`` and ``on_error`` are read, if it has them.
+
+    Raises:
+        TypeError: If it is not callable.
+
+    >>> def greet(trainer): print("epoch", trainer.updater.epoch)
+    >>> greet.trigger = (1, "epoch")
+    >>> as_extension(greet).trigger
+    (1, 'epoch')
+    """
+    if not callable(extension):
+        raise TypeError(f"`extension` must be an Extension or a function of the trainer, got {extension!r}.")
+    if isinstance(extension, Extension):
+        return extension
+    read = partial(getattr, extension)
+    return FunctionExtension(
+        extension,
+        trigger=read("trigger", FunctionExtension.trigger),
+        priority=read("priority", FunctionExtension.priority),
+        call_before_training=read("call_before_training", False),
+        initialize=read("initialize", None),
+        finalize=read("finalize", None),
+        on_error=read("on_error", None),
+    )
+
+
 def make_extension(
     *,
     name: str | None = None,

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from lockstep.errors import EndOfDataError, OrderError, StateError
+from lockstep.errors import EndOfDataError, OrderError, SignalExit
 from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean, read_means
 from lockstep.replicas import OneIntraOpThread
-from lockstep.state import check_keys
+from lockstep.snapshots import Resumption
+from lockstep.state import check_keys, load_all
+from lockstep.stopping import STOP
+from lockstep.trainer.changed_extensions import check_extensions
+from lockstep.trainer.description import describe
 from lockstep.trainer.ending import call_and_catch, report_failure
-from lockstep.trainer.extension import Action, Extension, FunctionExtension
+from lockstep.trainer.extension import Action, Extension, as_extension
+from lockstep.trainer.predicting import Predicting
+from lockstep.trainer.resuming import resume_from
 from lockstep.trainer.synchronized_progress import SynchronizedProgress
 from lockstep.triggers import Progress, Trigger, TriggerSpec, get_trigger, get_until
 from lockstep.updaters import Updater
@@ -38,7 +43,7 @@ class ExtensionEntry:
     call_before_training: bool
 
 
-class Trainer:
+class Trainer(Predicting):
     """Runs updates, and after each update the extensions whose triggers fire, until a bound is reached.
 
     One iteration::
@@ -53,9 +58,8 @@ class Trainer:
 
     Args:
         updater: The updater that runs the updates.
-        until: The end of the run: ``(bound, unit)``, such as ``(10, "epoch")`` or ``(500, "iteration")``; a
-            trigger, which ends the run when it fires first; or None for a run without end. It is called before
-            each update.
+        until: The end of the run: ``(bound, unit)``, such as ``(10, "epoch")`` or ``(500, "iteration")``; a trigger,
+            which is called before each update and ends the run when it fires first; or None for a run without end.
         out: The folder for the files of extensions; it is created when the run starts.
         extensions: Extensions to add with their default names, triggers and priorities.
 
@@ -64,6 +68,7 @@ class Trainer:
         until: The trigger that ends the run.
         out: The folder for files.
         observation: The values observed in the last update and by the extensions after it, by name.
+        resumption: The snapshot from which `run` resumed; None if it did not.
 
     With several processes, each process runs all extensions at the same iterations: triggers see the numbers of
     the whole batch and the clock of rank 0. Extensions that print or write do so on rank 0 (`is_main`).
@@ -95,9 +100,13 @@ class Trainer:
         self._elapsed = 0.0
         self._started: float | None = None
         self._synchronized = SynchronizedProgress(self) if updater.communicator.size > 1 else None
+        self.resumption: Resumption | None = None
         for extension in extensions:
             self.extend(extension)
         updater.connect_trainer(self)
+
+    def __repr__(self) -> str:
+        return describe(self.updater, self.until, self.out, self._order)
 
     @property
     def until(self) -> Trigger:
@@ -136,7 +145,7 @@ class Trainer:
         """Add an extension; arguments that you omit are the defaults of the extension.
 
         Args:
-            extension: An `Extension`, or any function of the trainer. It is not changed.
+            extension: An `Extension`, or any function of the trainer, see `as_extension`. It is not changed.
             name: The name in this trainer; a second extension of a name becomes ``name_1``, a third ``name_2``.
             trigger: The trigger that decides when it is called. For an extension that is never called, pass
                 `triggers.Never()`.
@@ -148,20 +157,17 @@ class Trainer:
             ValueError: If the trigger belongs to another extension, or is out of range.
             OrderError: If the trainer is running.
         """
-        if not callable(extension):
-            raise TypeError(f"`extension` must be an Extension or a function of the trainer, got {extension!r}.")
+        extension = as_extension(extension)
         if self._started is not None:
             raise OrderError("`extend` must not be called during a run.")
-        if not isinstance(extension, Extension):
-            extension = FunctionExtension(extension)
-        if priority is not None:
-            check_integer("priority", priority)
+        priority = extension.priority if priority is None else priority
+        check_integer("priority", priority)
         before = extension.call_before_training if call_before_training is None else call_before_training
         entry = ExtensionEntry(
             name=self._unique_name(name or extension.name),
             extension=extension,
             trigger=self._unshared_trigger(extension.trigger if trigger is None else trigger),
-            priority=extension.priority if priority is None else priority,
+            priority=priority,
             call_before_training=before,
         )
         self._entries[entry.name] = entry
@@ -208,31 +214,38 @@ class Trainer:
         as_mean(value)
         self.observation[name] = value.detach() if isinstance(value, torch.Tensor) else value
 
-    def run(self) -> None:
-        """Train until the end of the run; continue where an earlier call was interrupted.
+    def run(self, resume: Literal["auto"] | str | Path | None = None, accept: Collection[str] = ()) -> None:
+        """Train until the end of the run; continue where an earlier call was interrupted, or from a snapshot.
 
-        For a run that has ended, nothing is called. The calling thread computes with one intra-op thread during the
-        run, including extensions, so that the numbers they compute do not depend on the number of cores.
+        Args:
+            resume: ``"auto"`` for the newest whole snapshot in `out`, if there is one, unless this trainer has begun;
+                or the folder of a snapshot or of a run; or None.
+            accept: The names of fields of the recipe that may differ from those of the snapshot.
+
+        For a run that has ended, nothing is called or written. The calling thread computes with one intra-op thread
+        during the run, including extensions, so that what they compute does not depend on the number of cores.
 
         Raises:
             OrderError: If the trainer is running.
+            SnapshotError: If there are snapshots and none of them is whole.
+            StateError: If the recipe differs from that of the snapshot in a field that `accept` does not name.
             EndOfDataError: If the iterator ends before `until` is reached.
+            SignalExit: If a signal ended the run after a finished update; see `extensions.Snapshot`.
 
         An exception is raised again after `on_error` and `finalize` of each extension and `finalize` of the updater
-        were called. If one of these raises too, that error is printed to stderr and added as a note to the exception;
-        it neither replaces the exception nor prevents the other calls.
+        were called. If one of these raises too, that error is printed to stderr and added to it as a note.
         """
         if self._started is not None:
             raise OrderError("`run` must not be called during a run.")
+        if resume is not None and not (resume == "auto" and self._begun):
+            self.resumption = resume_from(self, resume, accept) or self.resumption
         self.until.initialize(self._progress)
         if self._finished():
             return
-        # Only now, because a run that has already ended must not write anything.
-        self.out.mkdir(parents=True, exist_ok=True)
+        self.out.mkdir(parents=True, exist_ok=True)  # after the check: a run that has ended must not write anything
         self._started = time.perf_counter()
         try:
-            # For the whole run and not only within updates, each of which would take longer by the changes.
-            with OneIntraOpThread():
+            with OneIntraOpThread():  # not only within updates, each of which would take longer by the changes
                 self._initialize()
                 self._finish_iteration()
                 while not self.until(self._progress):
@@ -244,12 +257,12 @@ class Trainer:
         self._close(None)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the state of the whole run: of the updater, the triggers and the extensions.
+        """Return the state of the run: of the updater, the triggers and the extensions, and what is still to come."""
+        return {"updater": self.updater.state_dict(), **self.surroundings()}
 
-        If an extension calls it, the state also contains which extensions are still to come in this iteration.
-        """
+    def surroundings(self) -> dict[str, object]:
+        """Return the state of the run without that of the updater."""
         return {
-            "updater": self.updater.state_dict(),
             "until": self.until.state_dict(),
             "triggers": {name: entry.trigger.state_dict() for name, entry in self._entries.items()},
             "extensions": {name: entry.extension.state_dict() for name, entry in self._entries.items()},
@@ -259,48 +272,43 @@ class Trainer:
             "pending": [entry.name for entry in self._pending],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state; the same extensions must have been added under the same names.
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = False) -> None:
+        """Load a saved state; all or nothing.
+
+        Extensions are matched by name. If some were added or removed since the state was saved, one warning on rank 0
+        lists them: those that were added keep the state they have, and what was saved of the others is ignored.
 
         Args:
             state: The state that `state_dict` returned; left untouched.
+            strict: Whether to refuse a state with other extensions instead.
 
         Raises:
-            StateError: If a key is missing or unknown, here or in a part. Triggers and extensions are then
-                restored, and the updater, which is loaded last, is unchanged.
+            StateError: If a key is missing or unknown, here or in a part; or if `strict` and the extensions differ.
+                Nothing has been changed then.
             OrderError: If the trainer is running.
         """
         if self._started is not None:
             raise OrderError("`load_state_dict` must not be called during a run.")
         check_keys(state, STATE_KEYS, of="Trainer")
-        check_keys(state["triggers"], self._entries, of="the triggers of Trainer")
-        check_keys(state["extensions"], self._entries, of="the extensions of Trainer")
-        unknown = {*state["pending"], state["due"]} - {None, *self._entries}
-        if unknown:
-            raise StateError(f"The state of Trainer must name its extensions as pending, got {sorted(unknown)}.")
+        # The warning comes before anything is loaded, so that nothing has changed if a filter raises it as an error.
+        check_extensions(state, self._entries, strict=strict, warn=self.is_main)
+        observation: dict[str, Observed] = {name: Mean(*pair) for name, pair in state["observation"].items()}
         # Last among what can fail.
         self._load_parts(state)
         self._elapsed = state["elapsed_time"]
-        self.observation = {name: Mean(*pair) for name, pair in state["observation"].items()}
-        self._due = None if state["due"] is None else self._entries[state["due"]]
-        self._pending = deque(self._entries[name] for name in state["pending"])
+        self.observation = observation
+        # An extension that was removed is no longer to come, even if it was when the state was saved.
+        self._due = self._entries.get(state["due"])
+        self._pending = deque(self._entries[name] for name in state["pending"] if name in self._entries)
 
     def _load_parts(self, state: Mapping[str, Any]) -> None:
-        """Load every part, the updater last; if one raises, restore those that were already loaded."""
+        """Load every part, or none."""
         parts: list[tuple[Trigger | Extension | Updater, Mapping[str, Any]]] = [(self.until, state["until"])]
-        for name, entry in self._entries.items():
-            parts.append((entry.trigger, state["triggers"][name]))
-            parts.append((entry.extension, state["extensions"][name]))
-        before = [(part, copy.deepcopy(part.state_dict())) for part, _ in parts]
-        # Last, so that it need not be restored: its state is as large as the model, and it loads all or nothing.
-        parts.append((self.updater, state["updater"]))
-        try:
-            for part, saved in parts:
-                part.load_state_dict(saved)
-        except BaseException:
-            for changed_part, saved in before:
-                changed_part.load_state_dict(saved)
-            raise
+        for name in filter(state["extensions"].__contains__, self._entries):
+            parts.append((self._entries[name].trigger, state["triggers"][name]))
+            parts.append((self._entries[name].extension, state["extensions"][name]))
+        # The updater last, so that it need not be restored: its state is as large as the model.
+        load_all([*parts, (self.updater, state["updater"])])
 
     def _unshared_trigger(self, spec: TriggerSpec) -> Trigger:
         """Return the trigger of a new extension; the second of two callers would never see it fire."""
@@ -350,7 +358,7 @@ class Trainer:
         self._pending.extend(self._order)
 
     def _finish_iteration(self) -> None:
-        """Call the extensions that are still to come in this iteration."""
+        """Call the extensions that are still to come in this iteration, then end the run if a signal asked for it."""
         while self._due is not None or self._pending:
             if self._due is None:
                 entry = self._pending.popleft()
@@ -359,6 +367,8 @@ class Trainer:
                     self._due = entry
             else:
                 self._call_due(self._due)
+        if STOP.agreed:
+            raise SignalExit(STOP.agreed)
 
     def _call_due(self, entry: ExtensionEntry) -> None:
         """Call an extension whose trigger has fired; if it raises, it stays due."""
@@ -377,8 +387,7 @@ class Trainer:
         if error is not None:
             calls += [(f"`on_error` of {each.name}", partial(each.extension.on_error, self, error)) for each in entries]
         calls += [(f"`finalize` of {each.name}", partial(each.extension.finalize, self)) for each in entries]
-        calls.append(("`finalize` of the updater", self.updater.finalize))
-        first = error
+        first, calls = error, [*calls, ("`finalize` of the updater", self.updater.finalize)]
         for what, call in calls:
             failure = call_and_catch(call)
             if failure is not None and first is not None:

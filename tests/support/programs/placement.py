@@ -244,7 +244,7 @@ def buffers_of_rank_0(patch: pytest.MonkeyPatch) -> None:
     total = rank_reduction.sum_buffers
 
     def first(communicator: Communicator, own: Any, reports: Any, slots: Any) -> Any:
-        nobody = replace(reports[0], buffers=Contribution(), buffer_weights=[0.0] * len(slots))
+        nobody = replace(reports[0], buffers=Contribution(), changed_weights=[0.0] * len(slots))
         only = [reports[0], *[nobody] * (len(reports) - 1)]
         if communicator.rank > 0:
             own.partials.clear()

@@ -8,28 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import lockstep as ls
 from lockstep import extensions as ex
+from tests.support.programs.evaluating import Decaying
 from tests.support.runs import cross_entropy, state_digest, updater_for
 from tests.support.workloads import CONVNET
-
-
-class Unmergeable:
-    """A metric of which nobody knows how two become one: a product."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
-        self.value = self.value * 0.5 + float(output.sum()) + len(target)
-
-    def compute(self) -> float:
-        return self.value
-
-    def reset(self) -> None:
-        self.value = 1.0
 
 
 class Steps:
@@ -62,7 +45,7 @@ def train(out: str) -> dict[str, Any]:
             loss_fn=cross_entropy,
         )
     )
-    trainer.extend(ex.Evaluator(ls.BatchIterator(whole, 3, repeat=False), metrics={"odd": Unmergeable()}), name="odd")
+    trainer.extend(ex.Evaluator(ls.BatchIterator(whole, 3, repeat=False), metrics={"odd": Decaying()}), name="odd")
     calls: dict[str, list[int]] = {"best": [], "time": []}
 
     def note(name: str) -> Any:

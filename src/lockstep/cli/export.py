@@ -1,0 +1,50 @@
+"""The `lockstep export` command, which writes a snapshot for other programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import SnapshotError
+from lockstep.snapshots import export_hf, export_torch
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
+
+DESCRIPTION = """
+Write the newest whole snapshot of a run, or a certain snapshot, for other programs. With --to torch, PATH is a file for
+torch.load(PATH, weights_only=True). With --to hf, PATH is a folder for from_pretrained.
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Add the parser of this command.
+
+    Args:
+        commands: The parsers of all commands. Changed in place.
+    """
+    parser = commands.add_parser("export", help="write a snapshot for other programs", description=DESCRIPTION)
+    parser.add_argument("run", type=Path, help="folder of a run or of a snapshot")
+    parser.add_argument("--to", choices=("torch", "hf"), required=True, help="the kind of files")
+    parser.add_argument("path", type=Path, help="file or folder to write")
+    parser.add_argument("--config", type=Path, help="config.json of the model, or its folder, to add (with --to hf)")
+    parser.add_argument("--model", default="main", help="name of the model, of several (with --to hf; default: main)")
+    parser.set_defaults(call=_call)
+
+
+def _call(options: argparse.Namespace) -> int:
+    """Write the files, and return the exit code."""
+    try:
+        if options.to == "torch":
+            checkpoint = export_torch(options.run, options.path)
+            written = f"{options.path}: {', '.join(checkpoint)} of update {checkpoint['iteration']}"
+        else:
+            written = str(export_hf(options.run, options.path, config=options.config, model=options.model))
+    except (SnapshotError, OSError, KeyError) as error:
+        # The text of a KeyError is the repr of its message.
+        sys.stderr.write(f"lockstep export: {error.args[0] if isinstance(error, KeyError) else error}\n")
+        return 1
+    sys.stdout.write(f"{written}\n")
+    return 0

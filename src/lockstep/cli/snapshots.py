@@ -1,0 +1,69 @@
+"""The `lockstep snapshots` command, which lists the snapshots of a run and verifies them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.errors import SnapshotError
+from lockstep.snapshots import Found, Manifest, list as list_snapshots, verify
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
+
+DESCRIPTION = """
+List the snapshots of a run. With --verify, read every byte of them, and compare it with the digests in the manifest.
+The exit code is 1 if a snapshot is damaged or if there is none.
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Add the parser of this command.
+
+    Args:
+        commands: The parsers of all commands. Changed in place.
+    """
+    parser = commands.add_parser("snapshots", help="list the snapshots of a run", description=DESCRIPTION)
+    parser.add_argument("run", type=Path, help="folder of the run, which contains the folder snapshots")
+    parser.add_argument("--verify", action="store_true", help="read and verify every byte")
+    parser.set_defaults(call=_call)
+
+
+def _call(options: argparse.Namespace) -> int:
+    """List the snapshots, and return the exit code."""
+    found = list_snapshots(options.run)
+    if not found:
+        sys.stderr.write(f"There are no snapshots in {options.run}.\n")
+        return 1
+    damaged = 0
+    for each in found:
+        text = _described(each)
+        try:
+            if each.error is not None:
+                raise each.error
+            if options.verify:
+                verify(each.path)
+                text += "  whole"
+        except SnapshotError as error:
+            damaged += 1
+            text += f"  damaged: {error}"
+        sys.stdout.write(f"{text}\n")
+    return 1 if damaged else 0
+
+
+def _described(found: Found) -> str:
+    """Return the line of a snapshot."""
+    if found.manifest is None:
+        return f"{found.path.name}  "
+    manifest: Manifest = found.manifest
+    size = sum(file.bytes for file in manifest.files.values())
+    written = datetime.fromtimestamp(found.path.stat().st_mtime, tz=timezone.utc)
+    values = "".join(f"  {name} = {value:.6g}" for name, value in manifest.metric_values.items())
+    epoch = manifest.progress.get("epoch")
+    return (
+        f"{found.path.name}  epoch {epoch}  {size / 1e6:.1f} MB  {written:%Y-%m-%d %H:%M:%S}  {manifest.training[:12]}"
+        f"  {', '.join(manifest.reasons)}{values}"
+    )

@@ -1,0 +1,322 @@
+"""Write snapshots, from which a killed run resumes with the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import time
+import warnings
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from lockstep import snapshots
+from lockstep.communicators import AgentDeadline
+from lockstep.errors import DeterminismWarning, OrderError, PeerError, SignalExit
+from lockstep.integers import check_integer
+from lockstep.metrics import as_mean, read_means
+from lockstep.stopping import STOP
+from lockstep.trainer import Extension, Trainer, reason_of, wait_for_writers, write_emergency
+from lockstep.triggers import TriggerSpec
+
+LAST: Final = -1_000_000
+"""A priority below that of any other extension, so that none is still to come when the state is saved."""
+
+Mode = Literal["max", "min"]
+
+
+class Snapshot(Extension):
+    """Writes the state of the run to ``snapshots`` in the trainer's folder, and at the end of the run once more.
+
+    `Trainer.run` resumes from it: ``trainer.run(resume="auto")``. Training waits only while the state is copied, and a
+    thread writes it. An error of the disk is a warning, and the next snapshot is tried as usual.
+
+    While the run has this extension, SIGTERM, SIGINT (Ctrl-C) and SIGUSR1 on any rank end it after the current update:
+    the state is written, and `run` raises a `SignalExit`, with which Python ends with exit code 143, 130 or 138. A
+    second SIGINT ends the process at once. If another rank is lost, a rank that survives writes the state of the last
+    finished update before `run` raises the `PeerError`.
+
+    The run also logs digests of its state, in ``digests.jsonl``. Updates that are repeated after a restart are compared
+    with it, and a difference causes a `DeterminismWarning`.
+
+    Args:
+        keep: The number of newest snapshots to keep, at least 1. While one is written, there is one more.
+        best: The name of an observed value, such as ``"validation/main/accuracy"``, by which the best snapshot is kept
+            as well. The value must be observed at the update of a snapshot, or that snapshot cannot be the best.
+        mode: Whether the largest (``"max"``) or the smallest (``"min"``) value is the best.
+        per_machine: Whether one process writes on each machine, for folders that machines do not share. By default rank
+            0 writes.
+        required: Whether three failed attempts in a row end the run.
+        trigger: The trigger of the snapshots.
+        digest_every: The number of updates between two digests in the log, at least 1; every snapshot has one too. None
+            for those of snapshots only.
+
+    Raises:
+        TypeError: If a number is not an integer.
+        ValueError: If an argument is out of range.
+
+    Determinism: the tensor files of an update are equal, byte for byte, wherever the run was computed.
+    """
+
+    priority = LAST
+
+    def __init__(
+        self,
+        keep: int = 3,
+        best: str | None = None,
+        mode: Mode = "max",
+        per_machine: bool = False,
+        required: bool = False,
+        *,
+        trigger: TriggerSpec = (1, "epoch"),
+        digest_every: int | None = 1000,
+    ) -> None:
+        check_integer("keep", keep, minimum=1)
+        if mode not in get_args(Mode):
+            raise ValueError(f"`mode` must be 'max' or 'min', got {mode!r}.")
+        if digest_every is not None:
+            check_integer("digest_every", digest_every, minimum=1)
+        self.keep, self.best, self.mode = keep, best, mode
+        self.per_machine, self.required = per_machine, required
+        self.trigger = trigger
+        self.digest_every = digest_every
+        self._writer: snapshots.RecordingWriter | None = None
+        self._writes = False
+        self._collector: snapshots.Collector | None = None
+        self._log: snapshots.DigestLog | None = None
+        self._run_id = ""
+        self._best_value: float | None = None
+        self._error: BaseException | None = None
+        self._handles_signals = False
+        self._deadline: AgentDeadline | None = None
+        self._is_missing_reported = False
+
+    def initialize(self, trainer: Trainer) -> None:
+        """Find out which ranks write, and open the folder.
+
+        Raises:
+            OrderError: If the folder holds snapshots of a run that this one does not continue.
+        """
+        self._error = None
+        self._writes = self._is_writer(trainer)
+        self._run_id = _run_id(trainer, self._run_id)
+        if self._writes:
+            self._open(trainer)
+        # Last, because `finalize` is not called if something above fails.
+        self._handles_signals = STOP.install(alone=trainer.updater.communicator.size == 1)
+        self._deadline = AgentDeadline(os.environ) if self._handles_signals else None
+
+    def _open(self, trainer: Trainer) -> None:
+        """Open the folder for writing."""
+        source = trainer.resumption
+        found = snapshots.list(trainer.out)
+        _check_folder(trainer, found, self._run_id)
+        self._collector = snapshots.Collector(
+            trainer.updater, run_id=self._run_id, parent=None if source is None else source.source
+        )
+        self._log = self._open_log(trainer, found)
+        self._best_value = None
+        for each in found:
+            if each.manifest is not None:
+                self._is_best(each.manifest.metrics)
+        self._writer = snapshots.RecordingWriter(
+            out=trainer.out,
+            run_id=self._run_id,
+            parent=None if source is None else source.source,
+            keep=self.keep,
+            best=self.best,
+            mode=self.mode,
+            required=self.required,
+            about=_about(trainer),
+        )
+
+    def collect(self, trainer: Trainer) -> None:
+        """Log the digests of what was written meanwhile, and one of this update if it is due."""
+        if self._writer is None:
+            return
+        self._log_written(self._writer)
+        if self.digest_every and trainer.updater.iteration % self.digest_every == 0:
+            self._log_record(snapshots.record_of(self._content(trainer)))
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Copy the state, and write it in the background."""
+        self._save(trainer, "interval")
+
+    def wait(self) -> None:
+        """Wait until every snapshot is durable, or has failed."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - the interface
+        """Record the error that ends the run, after most of which the state may be in the middle of an iteration."""
+        self._error = error
+
+    def finalize(self, trainer: Trainer) -> None:
+        """Write the last state unless an error of the run prevents it, and wait until every snapshot is durable.
+
+        Raises:
+            SignalExit: If a signal arrived after the last update.
+        """
+        try:
+            self._write_last(trainer)
+            lost = wait_for_writers(trainer) if isinstance(self._error, SignalExit) else self._error
+            # A rank without a writer is the only one left that has the state if the writer is the rank that is lost.
+            if isinstance(lost, PeerError) and not self._writes:
+                write_emergency(trainer, self._run_id, _about(trainer))
+            if self._error is None and STOP.received:
+                raise SignalExit(STOP.received)
+        finally:
+            if self._handles_signals:
+                self._handles_signals = False
+                STOP.uninstall()
+            if self._deadline is not None:
+                self._deadline.close()
+
+    def _write_last(self, trainer: Trainer) -> None:
+        """Write the last state if the way in which the run has ended allows it, and close the folder."""
+        writer, reason = self._writer, reason_of(self._error, trainer.updater.communicator.rank)
+        if writer is None:
+            return
+        try:
+            if reason is not None:
+                # The last one may have failed, or have been dropped because two others were being written.
+                writer.wait()
+                if writer.newest is None or writer.newest.name != snapshots.folder_name(trainer.updater.iteration):
+                    self._save(trainer, reason, must=True)
+            writer.close()
+            self._log_written(writer)
+        finally:
+            writer.close()
+            self._writer = self._log = self._collector = None
+
+    def _save(self, trainer: Trainer, reason: str, *, must: bool = False) -> None:
+        if self._writer is None:
+            return
+        # A run that is stopped in the middle of an iteration has not observed the value yet.
+        metrics = {} if self._error is not None and self.best not in trainer.observation else self._metrics(trainer)
+        reasons = [reason]
+        if self._is_best(metrics):
+            reasons.append(f"best: {self.best} = {metrics[str(self.best)]:.6g}")
+        content = self._content(trainer, surroundings=trainer.surroundings(), metrics=metrics)
+        self._writer.save(content, reasons=reasons, must=must or len(reasons) > 1)
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        """Return whether a snapshot is the best so far, and remember its value."""
+        if self.best not in metrics:
+            return False
+        value = metrics[str(self.best)]
+        best = self._best_value
+        if best is not None and not (value > best if self.mode == "max" else value < best):
+            return False
+        self._best_value = value
+        return True
+
+    def _content(self, trainer: Trainer, **options: Any) -> snapshots.Content:
+        if self._collector is None:
+            raise OrderError(f"{trainer.name_of(self)} must be initialized before it is called.")
+        return self._collector.collect(**options)
+
+    def _metrics(self, trainer: Trainer) -> dict[str, float]:
+        """Return the value by which snapshots are compared, if it was observed in this iteration."""
+        if self.best is None:
+            return {}
+        if self.best not in trainer.observation:
+            if not self._is_missing_reported:
+                self._is_missing_reported = True
+                observed = ", ".join(map(repr, sorted(trainer.observation))) or "nothing"
+                warnings.warn(
+                    f"`best` must be observed at a snapshot for it to be the best one, got {self.best!r}; at update "
+                    f"{trainer.updater.iteration} there is {observed}.",
+                    stacklevel=4,
+                )
+            return {}
+        total, weight = read_means({self.best: as_mean(trainer.observation[self.best])})[self.best]
+        value = total / weight if weight else math.nan
+        return {} if math.isnan(value) else {self.best: value}
+
+    def _log_written(self, writer: snapshots.RecordingWriter) -> None:
+        """Log the digests of the snapshots that have become durable."""
+        for record in writer.take_records():
+            self._log_record(record)
+
+    def _log_record(self, record: snapshots.Record) -> None:
+        """Log the digests of an update, and warn if it had others before."""
+        repeated = None if self._log is None else self._log.record(record)
+        if repeated is not None:
+            warnings.warn(str(repeated), DeterminismWarning, stacklevel=2)
+
+    def _is_writer(self, trainer: Trainer) -> bool:
+        """Return whether this rank writes. Every rank must call this."""
+        communicator = trainer.updater.communicator
+        leaders = snapshots.first_rank_in_folder(communicator, trainer.out)
+        elsewhere = [rank for rank, leader in enumerate(leaders) if leader != 0]
+        if elsewhere and not self.per_machine and trainer.is_main:
+            warnings.warn(
+                f"Ranks {', '.join(map(str, elsewhere))} do not share the folder {trainer.out} with rank 0, whose "
+                "machine alone has the snapshots. To have them on every machine, pass `per_machine=True`.",
+                stacklevel=3,
+            )
+        return leaders[communicator.rank] == communicator.rank if self.per_machine else trainer.is_main
+
+    def _open_log(self, trainer: Trainer, found: list[snapshots.Found]) -> snapshots.DigestLog:
+        """Open the log of digests, with what is known of updates that will be repeated."""
+        source = trainer.resumption
+        content = self._content(trainer)
+        # Without the tensors of models, which lazy modules do not have at the start; the log names them anyway.
+        recipe = {name: value for name, value in content.recipe.items() if ".model." not in f".{name}"}
+        conditions = _digest_of([recipe, content.kernel_class])
+        # A run that was interrupted in this process continues its log, too.
+        resumed_at = trainer.updater.iteration or None
+        log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at, writes=True)
+        if source is not None and source.same_kernels and not source.accepted:
+            # The digests of snapshots whose tensors are damaged are as good as those of others.
+            log.expect(_records(trainer.out, found, self._run_id))
+        return log
+
+
+def _run_id(trainer: Trainer, current: str) -> str:
+    """Return the name of the run: that of the run it continues in the same folder, or a new one, equal on all ranks."""
+    source = trainer.resumption
+    if source is not None and source.same_run:
+        current = source.run_id
+    # Rank 0 decides, because the other ranks may see other folders.
+    return trainer.updater.communicator.exchange((current or secrets.token_hex(8)).encode())[0].decode()
+
+
+def _check_folder(trainer: Trainer, found: list[snapshots.Found], run_id: str) -> None:
+    """Check that no snapshot in the folder is of another run, or of a later update with another recipe."""
+    others = [each for each in found if each.manifest is not None and each.manifest.run_id != run_id]
+    if others:
+        raise OrderError(
+            f"`out` must not hold snapshots of a run that this one does not continue, got {others[-1].path}. Continue "
+            "that run by `run(resume='auto')`, or use another folder."
+        )
+    source = trainer.resumption
+    later = [each for each in found if each.update > trainer.updater.iteration]
+    if later and source is not None and (source.accepted or not source.same_kernels):
+        raise OrderError(
+            f"`out` must not hold later snapshots of the run if it continues under other conditions, got "
+            f"{later[-1].path}. Use another folder."
+        )
+
+
+def _records(out: Path, found: list[snapshots.Found], run_id: str) -> list[snapshots.Record]:
+    """Return the digests of the snapshots of a run, including those that are damaged."""
+    manifests = [each.manifest for each in found] + snapshots.damaged_manifests(out)
+    return [snapshots.record_of(each) for each in manifests if each is not None and each.run_id == run_id]
+
+
+def _digest_of(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _about(trainer: Trainer) -> dict[str, Any]:
+    """Describe where a snapshot is written, for people."""
+    updater = trainer.updater
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "devices": [str(device) for device in updater.devices],
+        "processes": updater.communicator.size,
+    }

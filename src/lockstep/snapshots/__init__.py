@@ -1,0 +1,83 @@
+"""Snapshots of a run: whole, verified, and the same bytes for every placement."""
+
+from lockstep.snapshots.format import (
+    Content as Content,
+    Limits as Limits,
+    Manifest as Manifest,
+    Parent as Parent,
+    folder_name as folder_name,
+)
+from lockstep.snapshots.interchange import (
+    Matches as Matches,
+    export_hf as export_hf,
+    export_torch as export_torch,
+    import_accelerate as import_accelerate,
+    import_lightning as import_lightning,
+    import_torch as import_torch,
+)
+from lockstep.snapshots.reading import (
+    Found as Found,
+    Snapshot as Snapshot,
+    list_snapshots as list,  # noqa: A004 - it is called as `ls.snapshots.list`
+    load as load,
+    newest_whole as newest_whole,
+    verify as verify,
+)
+from lockstep.snapshots.run import (
+    Collector as Collector,
+    Comparison as Comparison,
+    DigestLog as DigestLog,
+    Record as Record,
+    RecordingWriter as RecordingWriter,
+    Resumption as Resumption,
+    compare_runs as compare_runs,
+    damaged_manifests as damaged_manifests,
+    find as find,
+    first_rank_in_folder as first_rank_in_folder,
+    prepare as prepare,
+    read_digest_log as read_digest_log,
+    record_of as record_of,
+    restore as restore,
+    save as save,
+    training_of as training_of,
+)
+from lockstep.snapshots.writing import Disk as Disk, SnapshotWriter as SnapshotWriter, write_beside as write_beside
+
+__all__ = [
+    "Collector",
+    "Comparison",
+    "Content",
+    "DigestLog",
+    "Disk",
+    "Found",
+    "Limits",
+    "Manifest",
+    "Matches",
+    "Parent",
+    "Record",
+    "RecordingWriter",
+    "Resumption",
+    "Snapshot",
+    "SnapshotWriter",
+    "compare_runs",
+    "damaged_manifests",
+    "export_hf",
+    "export_torch",
+    "find",
+    "first_rank_in_folder",
+    "folder_name",
+    "import_accelerate",
+    "import_lightning",
+    "import_torch",
+    "list",
+    "load",
+    "newest_whole",
+    "prepare",
+    "read_digest_log",
+    "record_of",
+    "restore",
+    "save",
+    "training_of",
+    "verify",
+    "write_beside",
+]

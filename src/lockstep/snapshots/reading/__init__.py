@@ -1,0 +1,8 @@
+"""Finding, verifying and loading snapshots."""
+
+from lockstep.snapshots.reading.listing import (
+    Found as Found,
+    list_snapshots as list_snapshots,
+    newest_whole as newest_whole,
+)
+from lockstep.snapshots.reading.snapshot import Snapshot as Snapshot, load as load, verify as verify

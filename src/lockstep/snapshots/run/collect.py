@@ -1,0 +1,121 @@
+"""Collect what a snapshot of an updater holds, without a copy: staging makes the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lockstep.communicators import kernel_class
+from lockstep.digest import Entry, combine, entries
+from lockstep.snapshots.format import Content, Manifest, Parent, without_sources
+from lockstep.snapshots.run.digest_log import Record
+from lockstep.updaters import Updater
+
+USUAL_METADATA = {"version": 1}
+"""What PyTorch stores for a module that does not say otherwise. Only other metadata is part of a snapshot."""
+
+
+class Collector:
+    """Collects the content of the snapshots of one run.
+
+    Args:
+        updater: The updater of the run.
+        run_id: The name of the run.
+        parent: The snapshot from which the run was resumed.
+    """
+
+    def __init__(self, updater: Updater, *, run_id: str, parent: Parent | None = None) -> None:
+        self._updater = updater
+        self._run_id, self._parent = run_id, parent
+        # Read once: it takes longer than a copy of a small model.
+        self._kernel_class = kernel_class(updater.devices)
+        self._recipe: dict[str, Any] | None = None
+
+    def collect(self, *, surroundings: Any = None, metrics: Mapping[str, float] | None = None) -> Content:
+        """Return the content of a snapshot of now, whose tensors are those that are being trained.
+
+        Args:
+            surroundings: The state of what belongs to the run but not to its result.
+            metrics: Numbers that describe the snapshot.
+        """
+        # After the first update, because lazy parameters have no shape before it.
+        if self._recipe is None or self._updater.iteration == 0:
+            self._recipe = self._updater.recipe_fields()
+        models, state = _split(self._updater.live_state())
+        return Content(
+            progress=_progress(self._updater, state),
+            run_id=self._run_id,
+            parent=self._parent,
+            recipe=self._recipe,
+            kernel_class=self._kernel_class,
+            models=models,
+            state=state,
+            surroundings=surroundings,
+            metrics=metrics or {},
+        )
+
+
+def training_of(content: Content) -> dict[str, Any]:
+    """Return the part of a content that the determinism guarantee covers, as `Snapshot.digest` covers it."""
+    state = without_sources(content.state, content.recipe)
+    return {"progress": content.progress, "models": content.models, "state": state}
+
+
+def record_of(state: Content | Manifest) -> Record:
+    """Return the digests of the training state of a content or of a snapshot.
+
+    Args:
+        state: The content, whose tensors are read; or the manifest of a snapshot, which has their digests.
+    """
+    if isinstance(state, Manifest):
+        found = list(entries(state.covered()))
+        digest = state.training
+    else:
+        found = list(entries(training_of(state)))
+        digest = combine(found)
+    named = {_dotted(entry): entry.about[2] for entry in found if entry.kind == "tensor"}
+    update = state.update if isinstance(state, Manifest) else state.progress["update"]
+    return Record.of(update, digest, dict(sorted(named.items())))
+
+
+def _dotted(entry: Entry) -> str:
+    return ".".join(map(str, entry.path[1:]))
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+    """Split the state of an updater into the tensors of its models and the rest."""
+    models: dict[str, dict[str, torch.Tensor]] = {}
+    rest, metadata = {}, {}
+    for name, values in state.get("models", {}).items():
+        tensors = {each: value for each, value in values.items() if isinstance(value, torch.Tensor)}
+        # Extra state of modules, and None for parameters without a shape.
+        others = (
+            {each: value for each, value in values.items() if each not in tensors} if len(tensors) < len(values) else {}
+        )
+        models[name], rest[name] = tensors, others
+        about = getattr(values, "_metadata", None) or {}
+        metadata[name] = {path: dict(each) for path, each in about.items() if each != USUAL_METADATA}
+    optimizers = {name: _in_order(each) for name, each in state.get("optimizers", {}).items()}
+    replaced = {"models": rest, "optimizers": optimizers} if models else {}
+    return models, {**state, **replaced, "metadata": metadata}
+
+
+def _in_order(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Sort the state of an optimizer by parameters: threads may have created its entries in any order."""
+    if "masters" in state and "optimizer" in state:
+        return {**state, "optimizer": _in_order(state["optimizer"])}
+    if "state" not in state or not all(type(index) is int for index in state["state"]):
+        return state
+    return {**state, "state": {index: state["state"][index] for index in sorted(state["state"])}}
+
+
+def _progress(updater: Updater, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "update": updater.iteration,
+        "applied": state.get("applied_updates"),
+        "epoch": updater.epoch,
+        "epoch_detail": updater.epoch_detail,
+        "samples": updater.samples_passed,
+    }

@@ -1,0 +1,76 @@
+"""Compare two runs by their logs of digests and the manifests of their snapshots, without reading a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.snapshots.format import Manifest
+from lockstep.snapshots.reading import list_snapshots
+from lockstep.snapshots.run.collect import record_of
+from lockstep.snapshots.run.digest_log import Record, read_digest_log
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The comparison of two runs.
+
+    Attributes:
+        common: The updates that both runs have logged, ascending.
+        equal: The last update up to which all digests are equal; None if there is none.
+        first: The first update that differs; None if all are equal.
+        differing: The tensors that differ after this update. Empty if only counters or options do.
+        recipe: The fields of the recipe that differ, if both runs have snapshots.
+        kernel_class: The properties of the kernels that differ, if both runs have snapshots.
+    """
+
+    common: tuple[int, ...]
+    equal: int | None
+    first: int | None
+    differing: tuple[str, ...]
+    recipe: tuple[str, ...]
+    kernel_class: tuple[str, ...]
+
+
+def compare_runs(first: str | Path, second: str | Path) -> Comparison:
+    """Compare the digests of two runs, update by update.
+
+    Args:
+        first: The folder of one run.
+        second: The folder of the other one.
+    """
+    outs = (Path(first), Path(second))
+    manifests = [[each.manifest for each in list_snapshots(out) if each.manifest is not None] for out in outs]
+    records = [_records(*each) for each in zip(outs, manifests, strict=True)]
+    common = tuple(sorted(records[0].keys() & records[1].keys()))
+    unequal = (update for update in common if records[0][update].digest != records[1][update].digest)
+    differs = next(unequal, None)
+    before = [update for update in common if differs is None or update < differs]
+    differing = [] if differs is None else records[0][differs].differing(records[1][differs])
+    recipe, kernels = _conditions(*manifests)
+    return Comparison(
+        common=common,
+        equal=before[-1] if before else None,
+        first=differs,
+        differing=tuple(differing),
+        recipe=recipe,
+        kernel_class=kernels,
+    )
+
+
+def _records(out: Path, manifests: list[Manifest]) -> dict[int, Record]:
+    """Return what is known of a run by update."""
+    # A manifest has whole digests of the same state, so that either will do; the log has more updates.
+    return {**{each.update: record_of(each) for each in manifests}, **read_digest_log(out)}
+
+
+def _conditions(first: list[Manifest], second: list[Manifest]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the fields of recipe and kernels in which the newest snapshots of two runs differ."""
+    if not (first and second):
+        return (), ()
+    one, other = first[-1], second[-1]
+    return _differing(one.recipe, other.recipe), _differing(one.kernel_class, other.kernel_class)
+
+
+def _differing(one: dict[str, object], other: dict[str, object]) -> tuple[str, ...]:
+    return tuple(name for name in {**one, **other} if one.get(name) != other.get(name))

@@ -1,0 +1,186 @@
+"""Log digests of the training state, and check updates that are repeated after a restart against them.
+
+The file ``digests.jsonl`` has a header with the names of the tensors, and a line per logged update::
+
+    {"conditions": "9f2c...", "tensors": ["models.main.0.weight", ...]}
+    {"update": 1200, "digest": "54a945c5...", "tensors": "1f00c37b..."}
+
+`digest` is that of a snapshot of the update. `tensors` has the first 8 hexadecimal digits of the SHA-256 of each of the
+tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+FILENAME: Final = "digests.jsonl"
+DIGITS: Final = 8
+"""The hexadecimal digits by which a line represents a tensor. The digest represents all bits."""
+
+
+class Record(NamedTuple):
+    """The digests of one update.
+
+    Attributes:
+        update: The number of updates.
+        digest: The digest of the training state.
+        tensors: The first digits of the SHA-256 of each tensor, by name.
+    """
+
+    update: int
+    digest: str
+    tensors: Mapping[str, str]
+
+    @classmethod
+    def of(cls, update: int, digest: str, tensors: Mapping[str, str]) -> Record:
+        """Return a record of whole digests."""
+        return cls(update, digest, {name: each[:DIGITS] for name, each in tensors.items()})
+
+    def differing(self, other: Record) -> list[str]:
+        """List the tensors that only one of two records has, or that differ, in the order of this one."""
+        names = {**self.tensors, **other.tensors}
+        return [name for name in names if self.tensors.get(name) != other.tensors.get(name)]
+
+
+class Repeated(NamedTuple):
+    """An update that was repeated after a restart with another result.
+
+    Attributes:
+        before: The record of the first time.
+        again: The record of the second time.
+    """
+
+    before: Record
+    again: Record
+
+    def __str__(self) -> str:
+        differing = self.before.differing(self.again)
+        where = "every tensor is equal, but counters or options differ"
+        if differing:
+            name = differing[0]
+            old, new = (each.tensors.get(name, "nothing") for each in self)
+            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            where = f"the tensor {name!r}{more} differs (SHA-256 {old}..., now {new}...)"
+        return (
+            f"Update {self.again.update} was repeated after a restart with another result: {where}. The hardware made "
+            "an error, or the result depends on something that is neither saved nor seeded."
+        )
+
+
+class DigestLog:
+    """The digests of a run, in memory and in its file.
+
+    Args:
+        out: The folder of the run.
+        conditions: A digest of the recipe and the kernels, on which the bits depend.
+        resumed_at: The update from which the run continues; None if it starts anew, with a new log.
+        writes: Whether this process writes the file.
+    """
+
+    def __init__(self, out: Path, *, conditions: str, resumed_at: int | None, writes: bool) -> None:
+        self._path = out / FILENAME
+        self._conditions = conditions
+        self._header: tuple[str, tuple[str, ...]] | None = None
+        self._records: dict[int, Record] = {}
+        self._writes = writes
+        found = [] if resumed_at is None else _read(self._path)
+        # Under other conditions other bits are right.
+        kept = [each for each in found if each[0] == conditions or each[1].update <= (resumed_at or 0)]
+        self._records = {record.update: record for _, record in kept}
+        if writes:
+            self._rewrite(kept)
+
+    def expect(self, records: Iterable[Record]) -> None:
+        """Add records from elsewhere, such as snapshots written just before a kill, unless the log has them.
+
+        Args:
+            records: The records, made under the conditions of this run.
+        """
+        for each in records:
+            if each.update not in self._records:
+                self.record(each)
+
+    def record(self, record: Record) -> Repeated | None:
+        """Log an update, unless the log has it with the same digest.
+
+        Args:
+            record: The digests of the update.
+
+        Returns:
+            The difference, if the log has the update with another digest.
+        """
+        before = self._records.get(record.update)
+        if before is not None and before.digest == record.digest:
+            return None
+        self._records[record.update] = record
+        self._append(self._conditions, record)
+        if before is None:
+            return None
+        # What follows a difference differs too, so that only the first one is reported.
+        self._records = {update: each for update, each in self._records.items() if update <= record.update}
+        return Repeated(before, record)
+
+    def _rewrite(self, kept: list[tuple[str, Record]]) -> None:
+        """Write the file without the lines that do not count any more, and without one that was cut."""
+        if not kept and not self._path.exists():
+            return
+        new = Path(f"{self._path}.new")
+        lines: list[bytes] = []
+        for conditions, record in kept:
+            lines += self._lines(conditions, record)
+        new.write_bytes(b"".join(lines))
+        # Replaced in one step, so that a process that is killed here leaves the old file or the new one.
+        new.replace(self._path)
+
+    def _append(self, conditions: str, record: Record) -> None:
+        if self._writes:
+            # In one call, so that a process that is killed leaves whole lines and at most one that was cut.
+            with self._path.open("ab", buffering=0) as file:
+                file.write(b"".join(self._lines(conditions, record)))
+
+    def _lines(self, conditions: str, record: Record) -> list[bytes]:
+        """Return the line of a record, with a header before it if the last one does not fit."""
+        lines: list[dict[str, Any]] = []
+        header = (conditions, tuple(record.tensors))
+        if header != self._header:
+            lines.append({"conditions": conditions, "tensors": list(record.tensors)})
+            self._header = header
+        digits = "".join(record.tensors.values())
+        lines.append({"update": record.update, "digest": record.digest, "tensors": digits})
+        return [json.dumps(each).encode() + b"\n" for each in lines]
+
+
+def read_digest_log(out: Path) -> dict[int, Record]:
+    """Read the digests of a run by update; of an update that is logged twice, the last one.
+
+    Args:
+        out: The folder of the run.
+    """
+    return {record.update: record for _, record in _read(out / FILENAME)}
+
+
+def _read(path: Path) -> list[tuple[str, Record]]:
+    """Read the records of a file with their conditions. Lines that cannot be read end the log."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return []
+    found: list[tuple[str, Record]] = []
+    conditions, names = "", list[str]()
+    for line in text.splitlines():
+        try:
+            values = json.loads(line)
+            if "update" not in values:
+                conditions, names = values["conditions"], values["tensors"]
+                continue
+            digits = values["tensors"]
+            pieces = [digits[start : start + DIGITS] for start in range(0, len(digits), DIGITS)]
+            record = Record(int(values["update"]), str(values["digest"]), dict(zip(names, pieces, strict=True)))
+        except (ValueError, KeyError, TypeError):
+            # A line that was cut when the process was killed.
+            break
+        found.append((conditions, record))
+    return found

@@ -1,0 +1,196 @@
+"""Requests by signals to stop a run, which end it after the current update.
+
+A handler only records the signal. The run looks at the record where its state is that of a finished update: between two
+updates, between the batches of an evaluation, and while it waits for data. Work in a handler itself could meet a lock
+that the interrupted code holds, or weights of which only some have moved.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, Final, TypeVar
+
+import torch.utils.data
+
+from lockstep.errors import SignalExit
+
+T = TypeVar("T")
+
+SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR1")
+"""The names of the signals that end a run after the current update. Windows has no SIGUSR1."""
+
+
+class StopRequest:
+    """The request to stop the run of this process.
+
+    Attributes:
+        received: The number of the first signal that this process has received; 0 for none.
+        agreed: The number of the signal that all ranks know of, at the same point of their runs; 0 for none.
+        alone: Whether this process is the whole run, so that what it has received is agreed.
+        waits: Whether the main thread waits for data; a signal then raises at once. An attribute, because it is set in
+            every update.
+        holds_interrupts: Whether SIGINT only leads to a record, so that no code needs to defer it.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.agreed = 0
+        self.alone = True
+        self.holds_interrupts = False
+        self.waits = False
+        self._interrupted = False
+        self._depth = 0
+        self._process = 0
+        self._previous: dict[int, Any] = {}
+        # Shared with forked processes, so that workers know when the run that shields them has ended.
+        self._is_over: mmap.mmap | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether signals are handled."""
+        return self._depth > 0
+
+    def install(self, *, alone: bool) -> bool:
+        """Handle signals until `uninstall` is called as often as this method has returned True.
+
+        Signals that are ignored stay ignored, and so do handlers that Python did not set.
+
+        Args:
+            alone: Whether this process is the whole run.
+
+        Returns:
+            Whether signals are handled. Only the main thread can do that.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        self._depth += 1
+        if self._depth > 1:
+            return True
+        self.received = self.agreed = 0
+        self._interrupted = self.waits = False
+        self.alone, self._process, self._is_over = alone, os.getpid(), mmap.mmap(-1, 1)
+        self._previous = {}
+        for name in SIGNALS:
+            number = getattr(signal, name, None)
+            if number is None or signal.getsignal(number) in {None, signal.SIG_IGN}:
+                continue
+            # Recorded first: a signal may arrive as soon as the handler is set.
+            self._previous[number] = signal.getsignal(number)
+            signal.signal(number, self.handle)
+        # A handler of the user may raise, which must not happen while weights move.
+        self.holds_interrupts = self._previous.get(signal.SIGINT) is signal.default_int_handler
+        return True
+
+    def uninstall(self) -> None:
+        """Restore the handlers from before `install`."""
+        self._depth -= 1
+        if self._depth:
+            return
+        for number, previous in self._previous.items():
+            # A handler that was set during the run stays.
+            if signal.getsignal(number) == self.handle:
+                signal.signal(number, previous)
+        self.received = self.agreed = 0
+        self.holds_interrupts = False
+        if self._is_over is not None:
+            self._is_over[0] = 1
+            self._is_over = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Record a signal, and call the handler that was there before.
+
+        A second SIGINT ends the process at once.
+
+        Args:
+            number: The number of the signal.
+            frame: The frame that was interrupted.
+
+        Raises:
+            SignalExit: If this process waits for data, which may take any time.
+        """
+        if os.getpid() != self._process:
+            self._handle_in_child(number)
+            return
+        if number == signal.SIGINT and self._interrupted:
+            _end_by(number)
+        self._interrupted |= number == signal.SIGINT
+        self.received = self.received or number
+        if self.alone:
+            self.agreed = self.received
+        previous = self._previous.get(number)
+        if callable(previous) and previous is not signal.default_int_handler:
+            previous(number, frame)
+        if self.waits:
+            self.end_wait()
+
+    def end_wait(self) -> None:
+        """End a wait for data because of a signal.
+
+        Raises:
+            SignalExit: In every case.
+        """
+        self.waits = False
+        raise SignalExit(self.received or self.agreed)
+
+    def interruptible(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches; a signal raises while one of them is waited for.
+
+        Args:
+            batches: The batches.
+
+        Raises:
+            SignalExit: If there is a signal.
+        """
+        iterator = iter(batches)
+        while True:
+            self.waits = True
+            try:
+                # After the line above, so that no signal is missed in between.
+                if self.received or self.agreed:
+                    self.end_wait()
+                batch = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self.waits = False
+            yield batch
+
+    def _handle_in_child(self, number: int) -> None:
+        """Handle a signal in a forked process: workers that load data ignore it as long as the run needs them."""
+        if torch.utils.data.get_worker_info() is None or self._is_over is None or self._is_over[0]:
+            _end_by(number)
+
+
+STOP: Final = StopRequest()
+"""The request of this process. There is only one, because signals are sent to processes."""
+
+
+def shield_worker(worker: int) -> None:  # noqa: ARG001 - PyTorch passes it
+    """Ignore signals in a worker process until the run that needs it ends.
+
+    A worker that was not forked does not know when the run ends, and ignores them until it is killed.
+
+    Args:
+        worker: The number of the worker.
+    """
+    for name in SIGNALS:
+        number = getattr(signal, name, None)
+        if number is None:
+            continue
+        handler = signal.getsignal(number)
+        if handler in {signal.SIG_DFL, signal.default_int_handler}:
+            signal.signal(number, signal.SIG_IGN)
+        elif handler == STOP.handle:
+            # Set again, because the worker's loop has set a handler of PyTorch's in C, of which Python does not know.
+            signal.signal(number, handler)
+
+
+def _end_by(number: int) -> None:
+    """End this process at once, as a signal does that is not handled."""
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)

@@ -1,0 +1,73 @@
+"""The snapshot at the end of a run, which a signal or the loss of another rank may have ended."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from lockstep import snapshots
+from lockstep.errors import PeerError, SignalExit, SnapshotError, SnapshotWarning
+from lockstep.trainer.trainer import Trainer
+
+
+def reason_of(error: BaseException | None, rank: int) -> str | None:
+    """Return why the end of a run is a snapshot.
+
+    Args:
+        error: The exception that ends the run, if there is one.
+        rank: The rank of this process.
+
+    Returns:
+        The reason for the manifest; None if the state may be in the middle of something, so that it is not written.
+    """
+    if error is None:
+        return "end of the run"
+    if isinstance(error, SignalExit):
+        return f"signal {error.name}"
+    # The exchange that failed comes before anything changes, so that the state is that of the last finished update.
+    return f"emergency snapshot of rank {rank}" if isinstance(error, PeerError) else None
+
+
+def write_emergency(trainer: Trainer, run_id: str, about: dict[str, Any]) -> None:
+    """Write the state of the last finished update on a rank that writes no other snapshots.
+
+    Args:
+        trainer: The trainer, whose run ends because another rank is lost.
+        run_id: The name of the run.
+        about: JSON values about the machine.
+    """
+    updater, source = trainer.updater, trainer.resumption
+    if updater.iteration == (0 if source is None else source.update):
+        return
+    parent = None if source is None else source.source
+    reason = f"emergency snapshot of rank {updater.communicator.rank}"
+    try:
+        content = snapshots.Collector(updater, run_id=run_id, parent=parent).collect(
+            surroundings=trainer.surroundings()
+        )
+        snapshots.write_beside(trainer.out, content, reasons=[reason], about=about)
+    except (OSError, SnapshotError) as failure:
+        # The loss of the rank stays the error that ends this process.
+        message = f"The emergency snapshot of update {updater.iteration} could not be written: {failure}"
+        warnings.warn(message, SnapshotWarning, stacklevel=3)
+
+
+def wait_for_writers(trainer: Trainer) -> PeerError | None:
+    """Wait until every rank has come here, so that no rank ends while another one still writes.
+
+    A launcher takes the first process that ends for a failure, and ends the others.
+
+    Args:
+        trainer: The trainer, whose run ends because of a signal.
+
+    Returns:
+        The error if a rank has not come.
+    """
+    communicator = trainer.updater.communicator
+    if communicator.size == 1:
+        return None
+    try:
+        communicator.exchange(b"")
+    except PeerError as error:
+        return error
+    return None

@@ -1,0 +1,132 @@
+"""A signal ends a run after a finished update, with a snapshot and the right exit code, and the run resumes exactly."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+import lockstep as ls
+from tests.support.interrupting import (
+    INTERVAL,
+    UPDATES,
+    await_points,
+    check_ended,
+    ending,
+    lockstep_run,
+    newest,
+    resume,
+    start,
+)
+from tests.support.processes import children
+
+SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1"]
+CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
+LAST_FINISHED = {"sample": 1, "loss": 1, "step": 1, "batch": 0, "evaluation": 0, "extension": 0}
+"""How many updates more than at the point are finished when the run ends; samples are loaded during an update."""
+MOMENTS = [
+    (point, update, name)
+    for name in SIGNALS
+    for point in LAST_FINISHED
+    for update in range(1, UPDATES)
+    if point != "batch" or update < UPDATES - 1
+]
+SAMPLE = random.Random(18).sample(MOMENTS, 4)  # noqa: S311 - a choice of tests
+MANY = [each for each in random.Random(1).sample(MOMENTS, 100) if each not in SAMPLE]  # noqa: S311 - as above
+
+
+@pytest.mark.parametrize(
+    ("point", "update", "name"), [*SAMPLE, *(pytest.param(*each, marks=pytest.mark.slow) for each in MANY)]
+)
+def test_moments(tmp_path: Path, point: str, update: int, name: str) -> None:
+    iterable = "1" if point == "batch" else ""
+    with start(tmp_path, [f"{point}:{update}"], ITERABLE=iterable) as process:
+        assert await_points(process).processes == {f"{point}:{update}": process.pid}
+        process.send_signal(getattr(signal, name))
+        code, _, errors = ending(process)
+    assert code == CODES[name], errors
+    finished = update + LAST_FINISHED[point]
+    update_of_snapshot, reasons = newest(tmp_path)
+    assert update_of_snapshot == finished
+    # The snapshot of the interval is as good.
+    assert reasons == (f"signal {name}",) or (reasons == ("interval",) and finished % INTERVAL == 0)
+    check_ended(tmp_path, resume(tmp_path, ITERABLE=iterable), resumed_from=finished, iterable=iterable)
+
+
+@pytest.mark.parametrize("point", ["writing:*", "loss:9"])
+def test_second_interrupt_ends_at_once_and_harms_no_snapshot(tmp_path: Path, point: str) -> None:
+    with start(tmp_path, [point], HOLD="1") as process:
+        assert set(await_points(process).processes) == {point}
+        # The system merges signals that are not handled yet, so there may be more than two.
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        code, _, _ = ending(process)
+    # The point would have held the process for longer than the test waits, and then the code would have been 130.
+    assert code == -signal.SIGINT
+    assert [each.update for each in ls.snapshots.list(tmp_path)] == ([4, 8] if point == "loss:9" else [])
+    check_ended(tmp_path, resume(tmp_path), resumed_from=None)
+
+
+def test_workers_are_shielded(tmp_path: Path) -> None:
+    with start(tmp_path, ["loss:5"], WORKERS="2") as process:
+        await_points(process)
+        workers = children(process.pid)
+        assert len(workers) == 2
+        # A scheduler sends the signal to every process.
+        for each in [*workers, process.pid]:
+            os.kill(each, signal.SIGTERM)
+        code, _, errors = ending(process)
+    assert code == 143, errors
+    assert newest(tmp_path) == (6, ("signal SIGTERM",)), errors
+    assert not any(Path(f"/proc/{each}").exists() for each in workers)
+    check_ended(tmp_path, resume(tmp_path), resumed_from=6)
+
+
+@pytest.mark.parametrize(
+    ("point", "finished"), [("rank1.loss:5", 6), pytest.param("rank0.evaluation:6", 6, marks=pytest.mark.slow)]
+)
+def test_one_rank_suffices(tmp_path: Path, point: str, finished: int) -> None:
+    with start(tmp_path, [point], launcher=lockstep_run("-n", "2")) as process:
+        reached = await_points(process)
+        os.kill(reached.processes[point], signal.SIGTERM)
+        code, _, errors = ending(process)
+    assert code == 143, errors
+    assert newest(tmp_path) == (finished, ("signal SIGTERM",))
+    check_ended(tmp_path, resume(tmp_path), resumed_from=finished)
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", *(pytest.param(each, marks=pytest.mark.slow) for each in SIGNALS[:2])])
+def test_the_agent_passes_signals_on(tmp_path: Path, name: str) -> None:
+    with start(tmp_path, ["rank0.step:5", "rank1.loss:5"], launcher=lockstep_run("-n", "2")) as process:
+        await_points(process, 1)
+        process.send_signal(getattr(signal, name))
+        code, _, errors = ending(process)
+    assert code == CODES[name], errors
+    update, reasons = newest(tmp_path)
+    assert reasons == (f"signal {name}",)
+    check_ended(tmp_path, resume(tmp_path), resumed_from=update)
+
+
+def test_a_killed_agent_leaves_time_to_write(tmp_path: Path) -> None:
+    with start(tmp_path, ["rank0.writing:*"], launcher=lockstep_run("-n", "1", "--shutdown-timeout", "60")) as process:
+        reached = await_points(process)
+        process.kill()
+        ending(process)
+        worker = reached.processes["rank0.writing:*"]
+        while Path(f"/proc/{worker}").exists():
+            signal.sigtimedwait([], 0.05)
+    update, reasons = newest(tmp_path)
+    assert reasons == ("signal SIGTERM",)
+    check_ended(tmp_path, resume(tmp_path), resumed_from=update)
+
+
+def test_exit_codes() -> None:
+    exits = [ls.SignalExit(getattr(signal, name)) for name in SIGNALS]
+    assert [each.code for each in exits] == [143, 130, 138]
+    assert [each.name for each in exits] == SIGNALS
+    assert str(exits[0]) == "The run was ended by SIGTERM."

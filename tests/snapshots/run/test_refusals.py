@@ -1,0 +1,258 @@
+"""A run resumes only with the recipe of its snapshot; what differs is named with both values, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lockstep as ls
+from lockstep.snapshots.run import recipe as recipes
+from tests.support.resuming import vectors
+
+
+def updater(**changes: Any) -> ls.ParallelUpdater:
+    """Build a run of which each part can be changed alone."""
+    torch.manual_seed(changes.pop("weights", 1))
+    width, dtype = changes.pop("width", 8), changes.pop("dtype", torch.float32)
+    model = nn.Sequential(nn.Linear(6, width), changes.pop("activation", nn.ReLU()), nn.Linear(width, 3)).to(dtype)
+    if changes.pop("tied", False):
+        model[0].bias = nn.Parameter(torch.zeros(8))
+        model.add_module("extra", nn.Module())
+        model.extra.bias = model[0].bias
+    build = changes.pop("optimizer", lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+    optimizer = build(model.parameters())
+    schedule = changes.pop("schedule", lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 30))
+    data = {"batch_size": 8, "shuffle": True, "seed": 3, **changes.pop("data", {})}
+    batches = ls.BatchIterator(vectors(changes.pop("num_samples", 50)), **data)
+    options: dict[str, Any] = {"num_shards": 4, "loss_scale": ls.DynamicLossScale(8.0, interval=5), "devices": 1}
+    options |= {"loss_fn": loss, "scheduler": schedule(optimizer)} | changes
+    return ls.ParallelUpdater(batches, optimizer, model, **options)
+
+
+def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(x.to(model[0].weight.dtype)).float(), target)  # type: ignore[index,union-attr,arg-type]
+
+
+def other_loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return loss(model, x, target)
+
+
+def sgd(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.SGD(parameters, **{"lr": 0.1, "momentum": 0.9, **options})
+
+
+def identity(order: list[int], position: int) -> list[int]:  # noqa: ARG001 - called with both
+    return order
+
+
+CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
+    "num_shards": ({"num_shards": 2}, 4, 2),
+    "seed": ({"seed": 9}, 0, 9),
+    "accumulate": ({"accumulate": 2}, 1, 2),
+    "split": ({"split": "strided"}, "contiguous", "strided"),
+    "reduction": ({"reduction": "sum"}, "mean", "sum"),
+    "precision": ({"precision": "bf16"}, "fp32", "bf16"),
+    "buffers": ({"buffers": "first"}, "mean", "first"),
+    "batch_dim": ({"batch_dim": 1}, 0, 1),
+    "carried": ({"carried": ls.Carried(torch.zeros(1, 8, 4))}, None, {"carried": "float32 [1, 8, 4]"}),
+    "on_overflow": ({"on_overflow": "skip"}, "retry", "skip"),
+    "max_tries": ({"max_tries": 7}, 20, 7),
+    "on_exhausted": ({"on_exhausted": "raise"}, "skip", "raise"),
+    "auto_new_epoch": ({"auto_new_epoch": False}, True, False),
+    "loss_scale": ({"loss_scale": ls.RampLossScale(8.0)}, "DynamicLossScale", "RampLossScale"),
+    "loss_scale.interval": ({"loss_scale": ls.DynamicLossScale(8.0, interval=6)}, 5, 6),
+    "batch_size": ({"data": {"batch_size": 10}}, 8, 10),
+    "shuffle": ({"data": {"shuffle": False}}, True, False),
+    "last_batch": ({"data": {"last_batch": "drop"}}, "short", "drop"),
+    "data_seed": ({"data": {"seed": 4}}, 3, 4),
+    "sampler": ({"data": {"order_sampler": identity, "shuffle": False}}, False, True),
+    "sample_streams": ({"data": {"sample_streams": False}}, True, False),
+    "num_samples": ({"num_samples": 49}, 50, 49),
+    "iterator": ({}, "BatchIterator", "IterableBatches"),
+    "model.0.weight": ({"width": 9}, "float32 [8, 6]", "float32 [9, 6]"),
+    "model.2.bias": ({"dtype": torch.float64}, "float32 [3]", "float64 [3]"),
+    "model.extra.bias": ({"tied": True}, "nothing", "tied to 0.bias"),
+    "optimizer": ({"optimizer": torch.optim.Adam}, "SGD", "Adam"),
+    "optimizer.lr": ({"optimizer": sgd(lr=0.2)}, 0.1, 0.2),
+    "optimizer.momentum": ({"optimizer": sgd(momentum=0.8)}, 0.9, 0.8),
+    "optimizer.foreach": ({"optimizer": sgd(foreach=False)}, None, False),
+    "optimizer.fused": ({"optimizer": sgd(fused=True)}, None, True),
+    "scheduler": ({"schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 30)}, "CosineAnnealingLR", "StepLR"),
+    "scheduler.T_max": ({"schedule": lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 40)}, 30, 40),
+}
+ACCOMPANIED = {
+    # Changes that cannot be made alone.
+    "carried": {"carried.dim", "carried.each_epoch", "carried.initial"},
+    "sampler": {"shuffle"},
+    "loss_scale": {"loss_scale.growth", "loss_scale.backoff", "loss_scale.interval", "loss_scale.minimum"}
+    | {"loss_scale.maximum", "loss_scale.uncounted"},
+    "iterator": {"num_samples", "data_seed", "sampler", "batch_size", "shuffle", "last_batch", "sample_streams"}
+    | {"batches_of"},
+    "model.0.weight": {"model.0.bias", "model.2.weight"},
+    "model.2.bias": {"model.0.weight", "model.0.bias", "model.2.weight"},
+    "optimizer": {"scheduler.base_lrs"},
+    "optimizer.lr": {"scheduler.base_lrs"},
+    "scheduler": {"scheduler.T_max", "scheduler.eta_min", "scheduler.step_size", "scheduler.gamma"},
+}
+
+
+def changed(field: str) -> ls.ParallelUpdater:
+    changes = CHANGES[field][0]
+    made = updater(weights=2, **changes)
+    if field == "iterator":
+        made.finalize()
+        batches = ls.IterableBatches([torch.zeros(8, 6)])
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        optimizer = sgd()(model.parameters())
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+        scale = ls.DynamicLossScale(8.0, interval=5)
+        options: dict[str, Any] = {"num_shards": 4, "loss_scale": scale, "devices": 1, "loss_fn": loss}
+        return ls.ParallelUpdater(batches, optimizer, model, scheduler=schedule, **options)
+    return made
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = updater()
+    for _ in range(3):
+        made.update()
+    path = tmp_path_factory.mktemp("saved") / "snapshot"
+    ls.snapshots.save(made, path)
+    made.finalize()
+    return path
+
+
+@pytest.mark.parametrize("field", CHANGES)
+def test_a_changed_field_is_refused_with_both_values(field: str, saved: Path) -> None:
+    made = changed(field)
+    before = ls.digest(made.state_dict())
+    with pytest.raises(ls.StateError, match="Cannot resume from") as raised:
+        ls.snapshots.restore(made, saved)
+    _, old, new = CHANGES[field]
+    assert f"{field} is {new!r} here and {old!r} in the snapshot" in str(raised.value)
+    assert "accept=(" in str(raised.value)
+    assert ls.digest(made.state_dict()) == before
+    differing = recipes.compare_fields(ls.snapshots.load(saved).recipe, made.recipe_fields())
+    alone = {each.name for each in differing} - {field}
+    assert {each for each in alone if not each.startswith("optimizer.")} == ACCOMPANIED.get(field, set())
+
+
+def carrying(initial: torch.Tensor, dim: int = 1, *, each_epoch: bool = True) -> dict[str, object]:
+    made = updater(carried=ls.Carried(initial, dim, each_epoch))
+    made.finalize()
+    return made.recipe_fields()
+
+
+@pytest.mark.parametrize(
+    ("build", "names"),
+    [
+        (lambda: carrying(torch.zeros(8, 8)), set()),
+        (lambda: carrying(torch.zeros(8, 8), -1), set()),
+        (lambda: carrying(torch.zeros(8, 8), 0), {"carried.dim"}),
+        (lambda: carrying(torch.ones(8, 8)), {"carried.initial"}),
+        (lambda: carrying(torch.zeros(8, 8, dtype=torch.float64)), {"carried", "carried.initial"}),
+        (lambda: carrying(torch.zeros(8, 8), each_epoch=False), {"carried.each_epoch", "carried.initial"}),
+    ],
+)
+def test_what_is_carried_is_compared(build: Callable[[], dict[str, object]], names: set[str]) -> None:
+    saved = carrying(torch.zeros(8, 8))
+    assert {each.name for each in recipes.compare_fields(saved, build())} == names
+
+
+def test_initial_values_do_not_matter_where_the_run_does_not_return_to_them() -> None:
+    forever = carrying(torch.zeros(8, 8), each_epoch=False)
+    assert recipes.compare_fields(forever, carrying(torch.ones(8, 8), each_epoch=False)) == []
+
+
+@pytest.mark.parametrize("options", [{"max_skipped": 5}, {"flat_gradients": True}], ids=str)
+def test_arguments_that_change_no_bit_may_differ(options: dict[str, Any], saved: Path) -> None:
+    made = updater(**options)
+    ls.snapshots.restore(made, saved)
+    assert made.iteration == 3
+
+
+def test_one_error_names_all_fields(saved: Path) -> None:
+    made = updater(accumulate=2, data={"batch_size": 10}, num_shards=2)
+    with pytest.raises(ls.StateError) as raised:
+        ls.snapshots.restore(made, saved)
+    for text in ("accumulate is 2 here and 1", "batch_size is 10 here and 8", "num_shards is 2 here and 4"):
+        assert text in str(raised.value)
+    assert "accept=('num_shards', 'accumulate', 'batch_size')" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "num_shards",
+        "seed",
+        "accumulate",
+        "batch_size",
+        "data_seed",
+        "last_batch",
+        "num_samples",
+        "loss_scale.interval",
+        "optimizer.momentum",
+        "scheduler.T_max",
+    ],
+)
+def test_an_accepted_field_keeps_the_value_of_the_run(field: str, saved: Path) -> None:
+    made = changed(field)
+    found = ls.snapshots.restore(made, saved, accept=(field,))
+    assert found.accepted == (field,)
+    assert made.iteration == 3
+    assert ls.digest(made.get_all_models()["main"]) == ls.digest(ls.snapshots.load(saved).model())
+    values = {
+        "optimizer.momentum": made.get_optimizer("main").param_groups[0]["momentum"],
+        "scheduler.T_max": made.state_dict()["schedulers"]["main"]["T_max"],
+        "loss_scale.interval": made.state_dict()["loss_scale"]["interval"],
+        "data_seed": made.state_dict()["iterators"]["main"]["seed"],
+        "seed": made.state_dict()["seed"],
+    }
+    if field in values:
+        assert values[field] == CHANGES[field][2]
+    made.update()
+    made.finalize()
+
+
+def test_unknown_fields_are_refused(saved: Path) -> None:
+    made = updater()
+    with pytest.raises(
+        ValueError, match=r"`accept` must be a collection of fields of the recipe, got .*batchsize.* batch_size"
+    ):
+        ls.snapshots.restore(made, saved, accept=("batchsize",))
+
+
+def test_a_run_without_snapshots_is_refused_by_the_name_of_the_argument(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+    with pytest.raises(ls.SnapshotError, match="`path` must name a snapshot or a run that has one, got"):
+        ls.snapshots.restore(updater(), tmp_path)
+
+
+def test_other_code_is_a_warning(saved: Path) -> None:
+    made = updater(loss_fn=other_loss)
+    with pytest.warns(ls.DeterminismWarning, match="code.loss_fn is 'other_loss' here and 'loss' in the snapshot"):
+        ls.snapshots.restore(made, saved)
+    assert made.iteration == 3
+
+
+def test_an_option_that_is_new_is_a_warning(saved: Path) -> None:
+    made = updater()
+    own = made.recipe_fields()
+    earlier = {name: value for name, value in own.items() if name != "optimizer.fused"}
+    with pytest.warns(ls.DeterminismWarning, match="optimizer.fused is None here and 'nothing' in the snapshot"):
+        assert recipes.check_recipe(saved, earlier, own, ()) == []
+
+
+def test_other_kernels_suspend_the_guarantee(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    made = updater()
+    with pytest.warns(ls.DeterminismWarning, match=r"\$MKL_CBWR is 'COMPATIBLE' here.*guarantee is suspended"):
+        found = ls.snapshots.restore(made, saved)
+    assert not found.same_kernels
+    assert made.iteration == 3

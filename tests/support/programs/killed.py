@@ -1,0 +1,44 @@
+"""Train until killed; `python killed.py OUT DEVICES UPDATES SOURCE` continues from the newest snapshot."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lockstep as ls
+from tests.support.resuming import images
+
+
+def batches_of(source: str) -> Any:
+    """Return batches of images: ours, or those of a loader with processes that saves its own position."""
+    if source == "iterator":
+        return ls.BatchIterator(images(), 12, shuffle=True, seed=3, last_batch="drop")
+    from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415 - only this source needs it
+
+    return StatefulDataLoader(images(), 12, shuffle=True, drop_last=True, num_workers=2)
+
+
+def main(out: str, devices: int, updates: int, source: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3)
+    )
+    optimizer = ls.CorrectedMomentumSGD(model.parameters(), lr=0.05, momentum=0.9)
+    loss = ls.supervised(functional.cross_entropy)
+    places = ["cpu"] * devices
+    updater = ls.ParallelUpdater(batches_of(source), optimizer, model, devices=places, num_shards=4, loss_fn=loss)
+    trainer = ls.Trainer(updater, (updates, "update"), out=out)
+    trainer.extend(ls.extensions.LogReport(trigger=(10, "update")))
+    # Within an epoch of 4 batches, so that a position in it must be saved.
+    trainer.extend(ls.extensions.Snapshot(keep=10_000), trigger=(10, "update"))
+    trainer.run(resume="auto")
+    start = 0 if trainer.resumption is None else trainer.resumption.update
+    sys.stdout.write(f"{start} {ls.digest(model)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
