@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+import lockstep as ls
 from lockstep.extensions import Evaluator, LogReport
 from lockstep.metrics import Accuracy, Average
 from lockstep.trainer import Trainer
@@ -18,15 +18,6 @@ from lockstep.triggers import MaxValue
 from tests.support.plain_updaters import LoopUpdater
 
 cross_entropy = torch.nn.functional.cross_entropy
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """What a loss function may return instead of a mean."""
-
-    value: torch.Tensor
-    weight: Any = None
-    metrics: dict[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 class ForwardBackward:
@@ -153,8 +144,8 @@ def test_the_number_of_threads_changes_no_bit() -> None:
 
 
 def test_a_loss_may_bring_its_weight_and_metrics() -> None:
-    def loss_fn(_model: torch.nn.Module, x: torch.Tensor, _t: torch.Tensor) -> Weighted:
-        return Weighted(torch.tensor([float(len(x))]), torch.tensor(2), {"share": (len(x), 10)})
+    def loss_fn(_model: torch.nn.Module, x: torch.Tensor, _t: torch.Tensor) -> ls.Loss:
+        return ls.Loss(torch.tensor([float(len(x))]), torch.tensor(2), {"share": (len(x), 10)})
 
     found = Evaluator(batches(), loss_fn=loss_fn, model=net()).evaluate()
     assert found == {"loss": (4 + 4 + 3) / 3, "share": 11 / 30}
@@ -320,9 +311,14 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
             "if there is no `converter`, got str",
         ),
         (
-            lambda: Evaluator([()], {"x": Average()}).evaluate(net()),
+            lambda: Evaluator([{"x": (torch.zeros(2, 4), None)}], {"x": Average()}).evaluate(net()),
             TypeError,
-            "must hold a tensor whose first",
+            "if there is no `converter`, got dict that holds a NoneType",
+        ),
+        (
+            lambda: Evaluator([()], {"x": Average()}).evaluate(net()),
+            ValueError,
+            "`batch` must hold at least one tensor",
         ),
         (
             lambda: Evaluator([torch.zeros(2, 4)], {"x": Average()}).evaluate(net()),
@@ -338,6 +334,18 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
             lambda: Evaluator(batches(), loss_fn=lambda model, x, _: model(x)).evaluate(net()),
             ValueError,
             r"must return a loss of one element, got shape \(4, 3\)",
+        ),
+        (
+            lambda: Evaluator(batches(), loss_fn=lambda model, x, t, carried: (model, x, t, carried)).evaluate(net()),
+            ls.ReplicaError,
+            "`loss_fn` must not require `carried` in an evaluation, which .* Give it a default",
+        ),
+        (  # the error of the model, not of the call
+            lambda: Evaluator(batches(), loss_fn=lambda model, x, carried: supervised(model, *x, carried)).evaluate(
+                net()
+            ),
+            ls.ReplicaError,
+            r"supervised\(\) takes 3 positional arguments but 6 were given",
         ),
     ],
 )

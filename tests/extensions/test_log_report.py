@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from lockstep.errors import StateError
 from lockstep.extensions import LogReport
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
+from tests.support import zygote
 from tests.support.plain_updaters import CountingUpdater
 
 
@@ -137,7 +137,7 @@ Trainer(updater, None, sys.argv[1], extensions=[LogReport(trigger=(1, "iteration
 def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     arguments = [sys.executable, "-c", ENDLESS, str(tmp_path), str(Path(__file__).parents[2])]
-    with subprocess.Popen(arguments) as process:
+    with zygote.Popen(arguments) as process:
         deadline = time.monotonic() + 120
         while (not path.exists() or path.stat().st_size < 50_000) and time.monotonic() < deadline:
             time.sleep(0.02)

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import lockstep as ls
-from lockstep.precision import first_gradient
+from lockstep.precision import initial_gradient
 from tests.support.small_updater import updater_of
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -18,7 +18,7 @@ HALVES = [torch.float16, torch.bfloat16]
 def test_nothing_of_a_factor_is_lost(factor: float, dtype: torch.dtype, on_device: bool) -> None:
     loss = torch.zeros((), dtype=dtype)
     given_as = torch.tensor(factor, dtype=torch.float64) if on_device else factor
-    first, rest = first_gradient(loss, given_as)
+    first, rest = initial_gradient(loss, given_as)
     begins = 1.0 if first is None else first.item()
     multiplies = 1.0 if rest is None else float(rest)
     assert begins * multiplies == factor
@@ -27,9 +27,9 @@ def test_nothing_of_a_factor_is_lost(factor: float, dtype: torch.dtype, on_devic
 
 
 def test_a_loss_in_full_precision_begins_with_the_factor_itself() -> None:
-    first, rest = first_gradient(torch.zeros(1), 257.0)
+    first, rest = initial_gradient(torch.zeros(1), 257.0)
     assert (first.item(), first.shape, rest) == (257.0, (1,), None)
-    assert first_gradient(torch.zeros(()), 1.0) == (None, None)
+    assert initial_gradient(torch.zeros(()), 1.0) == (None, None)
 
 
 def weighted(model: nn.Module, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> ls.Loss:

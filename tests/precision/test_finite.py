@@ -12,7 +12,7 @@ from lockstep.precision import (
     first_nonfinite,
     nonfinite_flag,
     nonfinite_flags,
-    resolved,
+    resolve_conj_neg,
     unscale_,
     unscale_and_check_,
 )
@@ -49,7 +49,7 @@ NONFINITE = {
 
 
 def divided(tensors: list[torch.Tensor], factor: float | torch.Tensor) -> tuple[list[torch.Tensor], float]:
-    ours = [resolved(tensor.clone()) for tensor in tensors]
+    ours = [resolve_conj_neg(tensor.clone()) for tensor in tensors]
     return ours, unscale_(ours, factor).item()
 
 
@@ -101,7 +101,7 @@ def test_division_is_rounded_once(make: Callable[[float], float | torch.Tensor],
     tensors.append(torch.tensor([[0.0, 5.0]]).to_sparse())
     ours, flag = divided(tensors, make(factor))
     assert flag == 0.0
-    looked = [resolved(tensor.clone()) for tensor in tensors]
+    looked = [resolve_conj_neg(tensor.clone()) for tensor in tensors]
     assert unscale_and_check_(looked, make(factor))
     assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in zip(looked, ours, strict=True))
     for quotient, tensor in zip(ours[:-1], tensors[:-1], strict=True):
@@ -151,7 +151,7 @@ def test_a_gpu_says_the_same(name: str) -> None:
         pytest.skip("needs a CUDA device")
     tensors = [tensor for family in (FINITE, NONFINITE) for key, tensor in family.items() if key == name]
     for tensor in tensors:
-        here, there = resolved(tensor.clone()), resolved(tensor.cuda())
+        here, there = resolve_conj_neg(tensor.clone()), resolve_conj_neg(tensor.cuda())
         assert nonfinite_flags([here]).tolist() == nonfinite_flags([there]).tolist()
         assert unscale_([here], 3.0).item() == unscale_([there], 3.0).item()
 

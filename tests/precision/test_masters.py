@@ -293,7 +293,7 @@ def test_going_back_keeps_what_is_remembered_in_the_parameters_format() -> None:
     masters = MasterWeights(optimizer)
     run(masters, model, range(1))
     assert optimizer.state[model.first]["exp_avg"].dtype == torch.float32
-    masters.dissolve()
+    masters.remove()
     assert optimizer.state[model.first]["exp_avg"].dtype == torch.float16
     assert optimizer.state[model.last]["step"].dtype == torch.float32
     put_gradients(list(model.parameters()), 1)

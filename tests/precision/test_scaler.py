@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -403,3 +404,58 @@ def test_a_scheduler_sees_the_steps_taken_on_masters() -> None:
         scaler.update()
         scheduler.step()
     assert masters.of(weight).item() == 1 - 2.0**-10 - 2.0**-11
+
+
+def test_a_scaler_that_is_not_enabled_changes_nothing() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaler = LossScaler(1024.0, enabled=False)
+    loss = (weight * torch.inf).sum()
+    assert scaler.scale(loss) is loss
+    assert not scaler.is_enabled()
+    assert scaler.factor == 1.0
+    weight.grad = torch.ones(1)
+    scaler.unscale_(optimizer)
+    scaler.unscale_(optimizer)
+    assert scaler.step(optimizer, lambda: 3.0) == 3.0
+    scaler.update()
+    assert weight.item() == 0.5
+    assert scaler.state_dict() == {}
+    scaler.load_state_dict({"anything": 1})
+
+
+def test_a_new_scale_replaces_the_factor_and_keeps_the_rest() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scaler = LossScaler(DynamicLossScale(factor=8.0, interval=3))
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    before = scaler.loss_scale
+    scaler.update(torch.tensor(64.0))
+    assert scaler.loss_scale == replace(before, factor=64.0)
+    scaler.update(16.0)
+    assert scaler.factor == 16.0
+    with pytest.raises(ValueError, match="factor"):
+        scaler.update(-1.0)
+    assert scaler.factor == 16.0
+
+
+def test_arguments_reach_the_step_and_a_closure_is_refused() -> None:
+    class Told(torch.optim.SGD):
+        def step(self, closure: Any = None, *, told: str = "") -> Any:
+            super().step(closure)
+            return told
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = Told([weight], lr=0.5)
+    scaler = LossScaler(4.0)
+    scaler.scale(weight.sum()).backward()
+    with pytest.raises(ValueError, match="`closure` must not be given"):
+        scaler.step(optimizer, lambda: 1.0)
+    with pytest.raises(ValueError, match="`closure` must not be given"):
+        scaler.step(optimizer, closure=lambda: 1.0)
+    assert scaler.step(optimizer, None, told="yes") == "yes"
+    assert weight.item() == 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import torch
 from lockstep.errors import StateError
 from lockstep.metrics import Mean, Observed
 from lockstep.triggers import (
+    AllOf,
+    AnyOf,
     BestValue,
     EarlyStopping,
     Interval,
@@ -33,6 +36,11 @@ from tests.support.plain_updaters import CountingUpdater, Place
 
 NAN = math.nan
 
+
+def early(**options: Any) -> EarlyStopping:
+    return EarlyStopping("x", **{"patience": 2, "check_trigger": (1, "iteration"), "max_trigger": None, **options})
+
+
 # build, updates per epoch, observed values (None: not observed) or the number of updates, answers
 TABLE: list[tuple[Callable[[], Trigger], float, Sequence[Observed | None], str]] = [
     (lambda: Interval(1, "iteration"), 5, [None] * 5, "11111"),
@@ -49,6 +57,29 @@ TABLE: list[tuple[Callable[[], Trigger], float, Sequence[Observed | None], str]]
     (lambda: ManualSchedule([0.3, 0.5], "epoch"), 2, [None] * 3, "100"),
     (Once, 4, [None] * 3, "100"),
     (lambda: Time(10), 4, [None] * 9, "001001001"),
+    (
+        lambda: early(min_delta=0.5),
+        4,
+        [3.0, 2.6, 2.5, 2.4, 1.9],
+        "00100",
+    ),
+    # One tenth of 2.0 is 0.2: from 2.0 only a mean below 1.8 improves.
+    (lambda: early(min_delta=0.1, relative=True), 4, [2.0, 1.9, 1.75, 1.6], "0000"),
+    (lambda: early(min_delta=0.1, relative=True), 4, [2.0, 1.9, 1.85, 1.6], "0010"),
+    (lambda: early(min_delta=0.1, relative=True, mode="max"), 4, [-2.0, -1.9, -1.7, -1.6, -1.6], "00001"),
+    (lambda: early(stop_at=1.0, patience=9), 4, [2.0, 1.5, 1.0, 1.5, 0.5], "00101"),
+    (lambda: early(stop_at=0.9, patience=9, mode="max"), 4, [0.5, 0.95, 0.8], "010"),
+    (lambda: early(diverge_at=4.0, patience=9), 4, [2.0, 4.0, 4.5, 1.0], "0010"),
+    (lambda: early(diverge_at=0.1, patience=9, mode="max"), 4, [0.5, 0.1, 0.05], "001"),
+    (lambda: early(patience=9), 4, [1.0, NAN, math.inf], "000"),
+    (lambda: early(patience=9, check_finite=True), 4, [1.0, NAN, math.inf, 1.0], "0110"),
+    (lambda: early(min_epochs=2, patience=1), 2, [1.0, 1.0, 1.0, 1.0, 0.5, 0.5], "000101"),
+    (lambda: early(min_epochs=1.5, stop_at=9.0), 2, [1.0, 1.0, 1.0], "001"),
+    (lambda: Interval(2, "iteration") & Interval(3, "iteration"), 4, [None] * 7, "0000010"),
+    (lambda: Interval(2, "iteration") | Interval(3, "iteration"), 4, [None] * 7, "0111010"),
+    (lambda: Until(2, "epoch") & early(patience=1), 2, [1.0, 1.0, 1.0, 0.5, 0.5], "00001"),
+    # Each of them sees every update, whatever the others return.
+    (lambda: AllOf(Never(), Once()) | AnyOf(Interval(4, "iteration"), Once()), 4, [None] * 5, "10010"),
     (Never, 4, [None] * 3, "000"),
     (lambda: Until(2, "epoch"), 2, [None] * 6, "000111"),
     (lambda: Latch(Interval(2, "iteration")), 4, [None] * 5, "01111"),
@@ -370,3 +401,61 @@ def test_a_nested_state_that_does_not_fit_changes_nothing() -> None:
     with pytest.raises(StateError, match="Interval must hold 'previous'"):
         trigger.load_state_dict(state)
     assert (trigger.best, trigger.count) == (None, 0)
+
+
+@pytest.mark.parametrize("options", [{"min_delta": -1.0}, {"min_delta": NAN}, {"min_epochs": -1}])
+def test_early_stopping_refuses_numbers_below_zero(options: dict[str, float]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"`{name}` must be at least 0, got"):
+        EarlyStopping(**options)
+
+
+def test_a_run_that_diverged_continues_with_another_threshold() -> None:
+    trigger = early(diverge_at=1.0)
+    place = Place(CountingUpdater(4), {})
+    place.advance({"x": 2.0})
+    assert trigger(place)
+    wider = early(diverge_at=3.0)
+    wider.load_state_dict(trigger.state_dict())
+    assert (trigger.stays_fired(place), wider.stays_fired(place)) == (True, False)
+
+
+def test_combined_triggers_refuse_pairs_and_the_same_trigger_twice() -> None:
+    with pytest.raises(
+        TypeError, match=r"`triggers` must be Trigger objects, got \(1, 'epoch'\). Use triggers.Interval"
+    ):
+        AnyOf(Once(), (1, "epoch"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unsupported operand"):
+        Once() & (1, "epoch")  # type: ignore[operator]
+    once = Once()
+    for triggers in ((), (once, once)):
+        with pytest.raises(ValueError, match="`triggers` must be at least one trigger, and none of them twice"):
+            AllOf(*triggers)
+
+
+def test_combined_triggers_restore_all_or_nothing() -> None:
+    trigger = AllOf(Interval(1, "iteration"), Once())
+    before = trigger.state_dict()
+    with pytest.raises(StateError):
+        trigger.load_state_dict({"0": {"previous": 3}, "1": {}})
+    assert trigger.state_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("trigger", "text"),
+    [
+        (Interval(2, "epoch") & Once(), "AllOf((2, 'epoch'), Once())"),
+        (MaxValue("x") | Never(), "AnyOf(MaxValue('x', trigger=(1, 'epoch')), Never())"),
+        (EarlyStopping("x"), "EarlyStopping('x', patience=3, mode='min')"),
+        (get_trigger(math.isnan), "isnan"),  # type: ignore[arg-type]
+    ],
+)
+def test_triggers_are_described(trigger: Trigger, text: str) -> None:
+    assert repr(trigger) == text
+
+
+def test_combined_triggers_are_finished_as_their_parts_are() -> None:
+    fired = Once()
+    fired(Place(CountingUpdater(4), {}))
+    assert ((fired & Never()).finished, (fired | Never()).finished, AnyOf(fired).finished) == (True, False, True)
+    assert ((fired & Never()).stays_fired(Place(CountingUpdater(4), {}))) is False

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, cast, runtime_checkable
 
-import torch
+from torch import nn
 
-from lockstep import nest
-from lockstep.communicators import Communicator
-from lockstep.data import Iterator as LockstepIterator, Samples, collate
-from lockstep.extensions.batch_distribution import SKIPPED, BatchDistribution, distribute_batches
-from lockstep.metrics import Average, Mean, Metric, Observed, Observers, collecting
-from lockstep.replicas import OneIntraOpThread
+from lockstep.communicators import Communicator, LocalCommunicator
+from lockstep.data import Iterator as LockstepIterator, check_not_split_by_rank
+from lockstep.extensions.evaluation import Evaluation, Recipe
+from lockstep.integers import check_integer
+from lockstep.metrics import (
+    IgniteMetric,
+    Metric,
+    Observed,
+    OwnMetric,
+    ShardMetric,
+    TorchMetric,
+    flatten_value,
+    is_collection,
+    is_ignite,
+    is_torchmetric,
+)
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Converter, Loss
+from lockstep.updaters import Converter, ForwardEngine, LossFunction, Updater
 
 
 @runtime_checkable
@@ -38,39 +47,53 @@ class Repeating(Protocol):
 class Evaluator(Extension):
     """Runs a model on one pass of an iterator and observes its metrics and its loss.
 
-    The model is in evaluation mode, without gradients. Afterwards the mode of every module and the default CPU
-    generator are restored. Samples are weighted equally: a short last batch has less weight. Values are observed
-    under names such as ``validation/main/accuracy``: the name under which the evaluator was added, the name of the
-    model, and the name of the metric. Values that the loss function or a module reports (see `lockstep.report`)
-    are observed too, as in ``validation/main/predictor/accuracy``.
+    Evaluation uses all devices and ranks of the run, in its precision. Every rank is given the same batches, each of
+    which is cut into shards as in training. The model is in evaluation mode, without gradients; afterwards the mode of
+    every module, the buffers and the random generators are as before.
+
+    Samples count as they do for the updater: a loss is weighted by the samples of its shard or by the weight of the
+    `Loss`, so that a short last batch has less weight. Values are observed under names such as
+    ``validation/main/accuracy``: the name under which the evaluator was added, the name of the model, and the name of
+    the metric. Values that the loss function or a module reports (see `lockstep.report`) are observed too.
 
     A batch is a tensor, a tuple or a dict of tensors, which is passed to the loss function as a single argument,
     as positional or as keyword arguments; any other batch, such as a list of samples, is converted first.
     A tuple is ``(*inputs, target)``, a dict contains the inputs and the target by their names.
 
-    The processes of a run evaluate together, each on a part of the batches, if all metrics can be merged (see
-    `lockstep.metrics.Mergeable`); otherwise each process evaluates all batches. The numbers are the same in both
-    cases, and on every process.
+    Metrics may be those of `lockstep.metrics`, torchmetrics or ignite, or your own. Each rank updates a metric with its
+    own shards, and the states are merged: counts as a whole, sums of floating-point numbers and lists of values shard
+    by shard. If it is not known how to merge the states of a metric, the outputs and targets of all shards are sent to
+    every rank instead, which updates the metric with them in order. In all cases the numbers are the same as with one
+    process, and on every rank.
+
+    A value with several entries is observed as ``<metric>/class0``, ``<metric>/class1`` and so on, a matrix as
+    ``<metric>/class0/class0``, and a dict as ``<metric>/<key>``. `results` has the values as the metrics returned them.
 
     Args:
         iterator: An iterable that yields the batches of one pass. It is reset first if it has ``reset``;
             otherwise it must be possible to iterate over it again, as with a list or a DataLoader.
-        metrics: The metrics by name: objects with update, compute and reset, called as
-            ``update(output, target)``.
+        metrics: The metrics by name: objects with update, compute and reset, called as ``update(output, target)``; or a
+            `MetricCollection` of torchmetrics, which has names of its own.
         loss_fn: A function ``loss_fn(model, *batch)`` that returns a mean loss over the batch, or a `Loss` with
             its weight and metrics. The metrics above then use the output of its last run of the model.
+        output: A function of the output of the model that returns what metrics see of it, such as
+            ``lambda out: out.logits``. By default metrics get the output itself.
         model: The model; by default the updater's model named `model_name`.
         model_name: The name of one of the updater's models, which is also the middle part of the observed names.
         name: The default name of the evaluator for `Trainer.extend`.
-        converter: A function ``converter(samples, device)`` that returns the batch of a sequence of samples; by
-            default `collate` for the batches of a `BatchIterator`.
-        target: The key of the target if a batch is a dict.
+        converter: A function ``converter(samples, device)`` that returns the tensors of a sequence of samples; by
+            default that of the updater for the batches of a `BatchIterator`.
+        target: The key of the target if a batch is a dict; by default that of a loss function made by `supervised` or
+            `token_mean`.
+        num_shards: The number of shards per batch, at least 1; by default that of the updater. With 1 whole batches are
+            distributed over the devices, which is faster if a batch fits on each.
 
     Raises:
-        ValueError: If there is neither a metric nor a loss, two values share a name, or the iterator never ends.
+        ValueError: If there is neither a metric nor a loss, two values share a name, the iterator never ends, or its
+            sampler gives each rank other samples.
         TypeError: If a metric lacks one of its three methods.
 
-    Determinism: it computes with one intra-op thread, so the numbers do not depend on the number of cores.
+    Determinism: the bits depend on the batches, the model and the number of shards, and not on devices and ranks.
     """
 
     trigger: TriggerSpec = (1, "epoch")
@@ -79,26 +102,39 @@ class Evaluator(Extension):
     def __init__(
         self,
         iterator: Iterable[Any],
-        metrics: Mapping[str, Metric] | None = None,
+        metrics: Mapping[str, Metric] | nn.Module | None = None,
         *,
-        loss_fn: Callable[..., torch.Tensor | Loss] | None = None,
-        model: torch.nn.Module | None = None,
+        loss_fn: LossFunction | None = None,
+        output: Callable[[Any], Any] | None = None,
+        model: nn.Module | None = None,
         model_name: str = "main",
         name: str = "validation",
         converter: Converter | None = None,
         target: str | None = None,
+        num_shards: int | None = None,
     ) -> None:
-        _check_metrics(metrics or {}, loss_fn)
-        self.metrics = dict(metrics or {})
+        found = {} if metrics is None else {"": metrics} if is_collection(metrics) else metrics
+        _check_metrics(found, loss_fn)
         if isinstance(iterator, Repeating) and iterator.repeat:
             raise ValueError("`iterator` must end after one pass, got one that repeats. Create it with repeat=False.")
+        check_not_split_by_rank(iterator, "iterator")
+        if num_shards is not None:
+            check_integer("num_shards", num_shards, minimum=1)
+        self.metrics: dict[str, Metric] = dict(cast("Mapping[str, Metric]", found))
         self.iterator = iterator
         self.loss_fn = loss_fn
+        self.output = output
         self.model = model
         self.model_name = model_name
         self.converter = converter
-        self.target = target
+        self.target = getattr(loss_fn, "target", None) if target is None else target
+        self.num_shards = num_shards
+        self.results: dict[str, Any] = {}
+        """The values of the last evaluation by name, as the metrics returned them."""
         self._name = name
+        self._shard_metrics = {name: _shard_metric(metric) for name, metric in self.metrics.items()}
+        self._own_engine: ForwardEngine | None = None
+        self._warned: set[str] = set()
 
     @property
     def name(self) -> str:
@@ -107,15 +143,15 @@ class Evaluator(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         """Evaluate the model, and observe the values."""
-        model = self._model_of(trainer) if self.model is None else self.model
+        engine, network_of = self._engine_of(trainer.updater)
         prefix = f"{trainer.name_of(self)}/{self.model_name}"
-        for name, value in self.evaluate(model, communicator=trainer.updater.communicator).items():
+        for name, value in self._evaluate(engine, network_of).items():
             trainer.observe(f"{prefix}/{name}", value)
 
     def evaluate(
-        self, model: torch.nn.Module | None = None, *, communicator: Communicator | None = None
+        self, model: nn.Module | None = None, *, communicator: Communicator | None = None
     ) -> dict[str, Observed]:
-        """Run the model on one pass of the iterator.
+        """Run the model on one pass of the iterator, on the device of its parameters and in their precision.
 
         Args:
             model: The model; by default that of the constructor.
@@ -130,135 +166,83 @@ class Evaluator(Extension):
         Raises:
             ValueError: If there is no model, or the iterator yields no batch.
             TypeError: If a batch has an unknown form.
+            ReplicaError: If the model or the loss function raised; the original error is the cause.
+            SignalExit: If a signal ends the run in the meantime; the evaluation is repeated when the run resumes.
         """
         model = self.model if model is None else model
         if model is None:
             raise ValueError("`model` must be given here or to the constructor, got None.")
-        for metric in self.metrics.values():
-            metric.reset()
-        distribution = distribute_batches(communicator, self.metrics)
-        averages: dict[str, Average] = {}
-        observers = Observers({"": model})
-        with evaluation_mode(model), record_outputs(model) as outputs:
-            measured: list[dict[str, Mean]] = []
-            num_batches = 0
-            for batch in distribution.select(self._batches(distribution)):
-                num_batches += 1
-                if batch is not SKIPPED:
-                    measured.append(self._measure(model, batch, outputs, observers))
-            if num_batches == 0:
-                raise ValueError("`iterator` must yield at least one batch, got none. A generator yields only once.")
-            for means in distribution.gather(measured):
-                for name, mean in means.items():
-                    averages.setdefault(name, Average()).update(mean)
-            distribution.merge(self.metrics)
-            losses = {name: average.compute() for name, average in averages.items()}
-            return {**losses, **{name: metric.compute() for name, metric in self.metrics.items()}}
+        joined = LocalCommunicator() if communicator is None else communicator
+        engine = ForwardEngine.of_model(model, joined, num_shards=self.num_shards)
+        try:
+            return self._evaluate(engine, _itself)
+        finally:
+            engine.release()
 
-    def _model_of(self, trainer: Trainer) -> torch.nn.Module:
-        """Return the model of the trainer's updater that is to be evaluated."""
-        models = trainer.updater.get_all_models()
-        if self.model_name not in models:
-            raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
-        return models[self.model_name]
+    def finalize(self, trainer: Trainer) -> None:  # noqa: ARG002 - part of the interface
+        """Stop the threads of a model that is not the updater's."""
+        if self._own_engine is not None:
+            self._own_engine.release()
+            # The next run may have another updater, with other devices, ranks and another precision.
+            self._own_engine = None
 
-    def _batches(self, distribution: BatchDistribution) -> Iterator[Any]:
-        """Return an iterator over one pass, whose workers load only the batches of this rank."""
-        if isinstance(self.iterator, Resettable):
-            self.iterator.reset()
-        if isinstance(self.iterator, LockstepIterator):
-            self.iterator.read_only(distribution.wanted)
-        return iter(self.iterator)
+    def _engine_of(self, updater: Updater) -> tuple[ForwardEngine, Callable[[nn.Module], nn.Module]]:
+        """Return what runs the model, and a function that finds the network to evaluate in a replica."""
+        parts, models = updater.parts, updater.get_all_models()
+        model = self.model
+        if model is None:
+            if self.model_name not in models:
+                raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
+            model = models[self.model_name]
+            if parts is not None:
+                engine = ForwardEngine.of_updater(parts, num_shards=self.num_shards)
+                return engine, parts.networks.selector(self.model_name)
+        if self._own_engine is None or self._own_engine.replicas.model is not model:
+            if parts is None:
+                engine = ForwardEngine.of_model(model, updater.communicator, num_shards=self.num_shards)
+            else:
+                engine = ForwardEngine.of_updater(parts, num_shards=self.num_shards, model=model)
+            self._own_engine = engine
+        return self._own_engine, _itself
 
-    def _measure(self, model: torch.nn.Module, batch: Any, outputs: list[Any], observers: Observers) -> dict[str, Mean]:
-        """Update the metrics with one batch, and return its loss and all other values returned or reported."""
-        # A loss function that does not run the model must not leave the metrics the output of the previous batch.
-        outputs.clear()
-        args, kwargs, num_samples = self._arguments(batch, _device_of(model))
-        means: dict[str, Mean] = {}
-        with collecting(observers, num_samples) as reports:
-            if self.loss_fn is not None:
-                means = _loss_means(self.loss_fn(model, *args, **kwargs), num_samples)
-            if self.metrics:
-                args, kwargs, target = self._split(args, kwargs)
-                output = outputs[-1] if outputs else model(*args, **kwargs)
-                for metric in self.metrics.values():
-                    metric.update(output, target)
-        reported = {name: Mean(*pair) for name, pair in reports.pairs.items()}
-        # The first `means` sets the order of the names, the last one the precedence of values.
-        return means | reported | means
+    def _evaluate(self, engine: ForwardEngine, network_of: Callable[[nn.Module], nn.Module]) -> dict[str, Observed]:
+        """Evaluate one pass on the devices and ranks of an engine."""
+        recipe = Recipe(self._shard_metrics, self.loss_fn, self.output, self.converter, self.target)
 
-    def _arguments(self, batch: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-        """Return the positional and keyword arguments of a batch on the device, and its number of samples."""
-        if isinstance(batch, Samples):
-            batch = (self.converter or collate)(batch, device)
-        elif not _consists_of_tensors(batch, lists=self.converter is None):
-            if self.converter is None:
-                rule = "must yield tensors, or tuples or dicts of tensors, if there is no `converter`"
-                raise TypeError(f"`iterator` {rule}, got {type(batch).__name__}.")
-            batch = self.converter(batch, device)
-        tensors = nest.tensors(batch)
-        if not tensors or tensors[0].ndim == 0:
-            raise TypeError(f"A batch must hold a tensor whose first dimension counts the samples, got {batch!r}.")
-        moved = nest.map_tensors(lambda each: each.to(device), batch)
-        if isinstance(moved, Mapping):
-            return (), dict(moved), len(tensors[0])
-        return tuple(moved) if isinstance(moved, (tuple, list)) else (moved,), {}, len(tensors[0])
+        def batches() -> Iterable[Any]:
+            if isinstance(self.iterator, Resettable):
+                self.iterator.reset()
+            if isinstance(self.iterator, LockstepIterator):
+                # Workers load only the samples of this rank.
+                self.iterator.load_only(engine.own_samples)
+            return self.iterator
 
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Split the arguments of a batch into the inputs and the target."""
-        if self.target is not None and self.target in kwargs:
-            inputs = dict(kwargs)
-            target = inputs.pop(self.target)
-            return (), inputs, target
-        if len(args) < 2:  # noqa: PLR2004 - an input and the target
-            got = f"keys {sorted(kwargs)}" if kwargs else f"{len(args)} tensor"
-            raise TypeError(f"A batch must be (*inputs, target), or a dict with the key `target`, got {got}.")
-        return args[:-1], {}, args[-1]
+        means, self.results = Evaluation(engine, recipe, network_of).run(batches)
+        values: dict[str, Observed] = dict(means)
+        for name, value in self.results.items():
+            values.update(self._numbers(name, value))
+        return values
+
+    def _numbers(self, name: str, value: Any) -> dict[str, Observed]:
+        """Return the numbers in the value of a metric by name; none, with a warning, if it cannot be observed."""
+        try:
+            return flatten_value(name, value)
+        except (TypeError, ValueError) as error:
+            if name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(
+                    f"The value of metric {name!r} is not observed, because {error}. Read it from "
+                    "`Evaluator.results`, or use a metric with fewer values.",
+                    stacklevel=2,
+                )
+            return {}
 
 
-@contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Set a model to evaluation mode, without gradients and on one intra-op thread, within a ``with`` block.
-
-    Afterwards the mode of each module, the number of threads and the default CPU generator are restored, also
-    after an error.
-
-    Args:
-        model: The model to evaluate.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    # Iterating over a DataLoader draws a seed from the default generator: training must not depend on evaluations.
-    generator = torch.get_rng_state()
-    try:
-        model.eval()
-        with OneIntraOpThread(), torch.no_grad():
-            yield
-    finally:
-        # One by one, because train() would also set the children of a frozen part to training mode.
-        for module, training in modes:
-            module.training = training
-        torch.set_rng_state(generator)
+def _itself(replica: nn.Module) -> nn.Module:
+    return replica
 
 
-@contextmanager
-def record_outputs(model: torch.nn.Module) -> Iterator[list[Any]]:
-    """Record the outputs of a model, so that the loss function's run of it can be used for the metrics too.
-
-    Args:
-        model: The model, which has a forward hook within the ``with`` block.
-    """
-    outputs: list[Any] = []
-
-    def record(_module: torch.nn.Module, _inputs: Any, output: Any) -> None:
-        outputs.append(output)
-
-    with ExitStack() as stack:
-        stack.callback(model.register_forward_hook(record).remove)
-        yield outputs
-
-
-def _check_metrics(metrics: Mapping[str, Metric], loss_fn: object) -> None:
+def _check_metrics(metrics: object, loss_fn: object) -> None:
     """Check that there is something to evaluate, and that every metric has the required methods."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"`metrics` must be a dict of metrics by name, got a {type(metrics).__name__}.")
@@ -273,27 +257,8 @@ def _check_metrics(metrics: Mapping[str, Metric], loss_fn: object) -> None:
             raise TypeError(f"`metrics` must have update, compute and reset, got {type(metric).__name__} as {name!r}.")
 
 
-def _loss_means(loss: torch.Tensor | Loss, num_samples: int) -> dict[str, Mean]:
-    """Return the loss of a batch and the metrics of the loss function as means."""
-    loss = Loss(loss) if isinstance(loss, torch.Tensor) else loss
-    value = loss.value
-    if value.numel() != 1:
-        raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
-    weight = num_samples if loss.weight is None else loss.weight
-    pairs = {name: Mean(total, share) for name, (total, share) in loss.metrics.items()}
-    return {"loss": Mean(value.reshape(()) * weight, weight), **pairs}
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    """Return the device of the first parameter or buffer of a model."""
-    first = next(chain(model.parameters(), model.buffers()), None)
-    return torch.device("cpu") if first is None else first.device
-
-
-def _consists_of_tensors(batch: Any, *, lists: bool) -> bool:
-    """Return whether a batch consists of tensors; without ``lists``, a list counts as a list of samples."""
-    if isinstance(batch, Mapping):
-        return all(_consists_of_tensors(value, lists=lists) for value in batch.values())
-    if isinstance(batch, tuple) or (lists and isinstance(batch, list)):
-        return all(_consists_of_tensors(value, lists=lists) for value in batch)
-    return isinstance(batch, torch.Tensor)
+def _shard_metric(metric: Metric) -> ShardMetric:
+    """Return what updates a metric with shards, by the library that it comes from."""
+    if is_torchmetric(metric):
+        return TorchMetric(metric)
+    return IgniteMetric(metric) if is_ignite(metric) else OwnMetric(metric)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lockstep.metrics import Average
+from lockstep.metrics import IntervalMeans
 from lockstep.state import check_keys
 from lockstep.trainer import Extension, Trainer
 from lockstep.triggers import TriggerSpec
@@ -35,8 +35,15 @@ class LogReport(Extension):
         keys: The names to log; by default all.
         trigger: The trigger that ends an interval.
         filename: The file name, relative to the trainer's folder.
+        sums: The names of values for which an entry holds the sum over the interval instead of the mean, such as
+            ``"skipped"``, the number of updates that were skipped because their gradient was not finite. The other
+            values of such an update do not count in the means.
         last: The names of values for which an entry holds the last one of the interval instead of the mean, such as
-            learning rates. A name also stands for every name that ends with ``"/"`` and that name.
+            learning rates. Here and in `sums`, a name also stands for every name that ends with ``"/"`` and that name.
+
+    Raises:
+        NonFiniteError: At the end of an interval, if `max_skipped` updates in a row were skipped and only a device
+            knew.
 
     Determinism: the means depend only on the values (see `metrics.Average`); ``elapsed_time`` is read from a clock.
     """
@@ -48,14 +55,15 @@ class LogReport(Extension):
         filename: str = "log.jsonl",
         *,
         last: Sequence[str] = ("lr",),
+        sums: Sequence[str] = ("skipped",),
     ) -> None:
         self.keys = None if keys is None else tuple(keys)
         self.trigger = trigger
         self.filename = filename
         self.last = tuple(last)
-        self._last_suffixes = tuple(f"/{name}" for name in last)
+        self.sums = tuple(sums)
         self._log: list[LogEntry] = []
-        self._averages: dict[str, Average] = {}
+        self._means = IntervalMeans(last=last, sums=sums)
 
     @property
     def log(self) -> list[LogEntry]:
@@ -69,28 +77,25 @@ class LogReport(Extension):
 
     def collect(self, trainer: Trainer) -> None:
         """Add the observation of one update to the averages; nothing is read from the device."""
-        for name, value in trainer.observation.items():
-            if self.keys is not None and name not in self.keys:
-                continue
-            if name in self.last or name.endswith(self._last_suffixes):
-                self._averages[name] = Average()
-            self._averages.setdefault(name, Average()).update(value)
+        self._means.update(trainer.observation, self.keys)
 
     def __call__(self, trainer: Trainer) -> None:
         """End the interval: compute the means and write a line."""
+        # Before anything is written: if this ends the run and you continue it, the entry is made then.
+        trainer.updater.last_skipped()
         entry: LogEntry = {
             "epoch": trainer.updater.epoch,
             "iteration": trainer.updater.iteration,
             "epoch_detail": trainer.updater.epoch_detail,
             "elapsed_time": trainer.elapsed_time,
         }
-        entry.update({name: average.compute() for name, average in self._averages.items()})
+        entry.update(self._means.compute())
         if trainer.is_main:
             # Unbuffered, so that the line is written in one call: a killed process leaves it complete or not at all.
             with (trainer.out / self.filename).open("ab", buffering=0) as file:
                 file.write(_line(entry))
         self._log.append(entry)
-        self._averages.clear()
+        self._means.clear()
 
     def initialize(self, trainer: Trainer) -> None:
         """Rewrite the file from the entries in memory."""
@@ -105,17 +110,13 @@ class LogReport(Extension):
 
     def state_dict(self) -> dict[str, object]:
         """Return the entries so far, and the averages of the current interval."""
-        averages = {name: average.state_dict() for name, average in self._averages.items()}
-        return {"log": [dict(entry) for entry in self._log], "averages": averages}
+        return {"log": [dict(entry) for entry in self._log], "averages": self._means.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state."""
         check_keys(state, ("log", "averages"), of="LogReport")
-        # Everything is built before the first attribute is set, so that an error changes nothing.
-        averages = {name: Average() for name in state["averages"]}
-        for name, average in averages.items():
-            average.load_state_dict(state["averages"][name])
-        self._averages = averages
+        # First, because it can fail: an error must change nothing.
+        self._means.load_state_dict(state["averages"])
         self._log = [dict(entry) for entry in state["log"]]
 
 

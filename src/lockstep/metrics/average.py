@@ -74,6 +74,10 @@ class Average(Stateful):
         total, weight = self._sums()
         return total / weight if weight else math.nan
 
+    def total(self) -> float:
+        """Return the sum of the values times their weights. Synchronizes with the device."""
+        return self._sums()[0]
+
     def reset(self) -> None:
         """Discard all values."""
         self._total, self._weight = 0.0, 0.0

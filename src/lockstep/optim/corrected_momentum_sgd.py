@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import ForeachOptimizer, scalar
+from lockstep.optim.hooked import scalar
 from lockstep.optim.momentum import add_weight_decay, check_fused_support, fused_momentum_step, momentum_step
+from lockstep.optim.momentum_optimizer import MomentumOptimizer
 
 
-class CorrectedMomentumSGD(ForeachOptimizer):
+class CorrectedMomentumSGD(MomentumOptimizer):
     """Momentum SGD whose velocity is not affected by a change of the learning rate.
 
     With weight w, velocity u, gradient g (plus λ·w with a weight decay λ), learning rate η and momentum m::
@@ -37,6 +38,10 @@ class CorrectedMomentumSGD(ForeachOptimizer):
         momentum: The momentum m, in [0, 1).
         weight_decay: The weight decay λ, at least 0. λ·w is added to the gradient before the velocity is
             updated, as in ``torch.optim.SGD``; `SGDW` keeps the decay out of the velocity.
+        dampening: The share of each gradient but the first, in [0, 1], that does not enter the velocity; as in
+            ``torch.optim.SGD``, it has no effect without momentum.
+        nesterov: Whether the weights move along the velocity that the next step would have with the same gradient.
+        maximize: Whether the weights move along the gradient instead of against it.
         missing_grad: What happens to a parameter without a gradient: "skip" leaves it unchanged, "zero"
             applies momentum to it.
         frozen: Whether the parameters are left unchanged.
@@ -68,6 +73,9 @@ class CorrectedMomentumSGD(ForeachOptimizer):
         momentum: float = 0.9,
         *,
         weight_decay: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
         missing_grad: str = "skip",
         frozen: bool = False,
         fused: bool = False,
@@ -76,6 +84,9 @@ class CorrectedMomentumSGD(ForeachOptimizer):
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
+            "dampening": dampening,
+            "nesterov": nesterov,
+            "maximize": maximize,
             "missing_grad": missing_grad,
             "frozen": frozen,
             "fused": fused,
@@ -102,13 +113,15 @@ class CorrectedMomentumSGD(ForeachOptimizer):
             del self.param_groups[-1]
             raise
 
-    def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+    def _advance_rows(self, group: dict[str, Any], *lists: list[Tensor], dampening: float) -> None:
         weights, velocities, grads = lists
-        lr, momentum, decay = scalar(group["lr"]), group["momentum"], group["weight_decay"]
+        decay = group["weight_decay"]
+        numbers = {"lr": scalar(group["lr"]), "momentum": group["momentum"]}
+        options = {"dampening": dampening, "nesterov": group["nesterov"]}
         if group["fused"]:
-            fused_momentum_step(*lists, lr=lr, momentum=momentum, weight_decay=decay)
+            fused_momentum_step(weights, velocities, grads, **numbers, weight_decay=decay, **options)
         else:
-            momentum_step(weights, velocities, add_weight_decay(weights, grads, decay), lr=lr, momentum=momentum)
+            momentum_step(weights, velocities, add_weight_decay(weights, grads, decay), **numbers, **options)
 
     def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
         # Minus zeros, so that the first velocity keeps the signed zeros of the gradient; see `momentum_step`.

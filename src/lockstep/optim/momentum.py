@@ -19,6 +19,8 @@ def momentum_step(
     *,
     lr: float | Tensor,
     momentum: float,
+    dampening: float = 0.0,
+    nesterov: bool = False,
 ) -> None:
     """Apply one step of momentum SGD whose velocity does not contain the learning rate.
 
@@ -42,6 +44,8 @@ def momentum_step(
         lr: The learning rate η, at least 0. If it is a tensor, `torch.compile` does not compile again when
             its value changes.
         momentum: The momentum m in [0, 1): the fraction of the velocity that is kept in each step.
+        dampening: The share of the gradient, in [0, 1], that does not enter the velocity.
+        nesterov: Whether the weights move by η·(g + m·u) instead of η·u.
 
     Determinism: elementwise, so equal inputs yield equal bits on devices with the same rounding, however the
     tensors are split.
@@ -58,8 +62,21 @@ def momentum_step(
     if not weights:
         return
     _decay(velocities, momentum)
-    torch._foreach_add_(velocities, grads)
-    add_scaled_(weights, velocities, -lr)
+    _add_dampened_(velocities, grads, dampening)
+    if not nesterov:
+        add_scaled_(weights, velocities, -lr)
+        return
+    directions = [_materialized(grad).clone() for grad in grads]
+    add_scaled_(directions, velocities, momentum)
+    add_scaled_(weights, directions, -lr)
+
+
+def _add_dampened_(velocities: list[Tensor], grads: list[Tensor], dampening: float) -> None:
+    """Add the gradients to the velocities, without the share that dampening leaves out."""
+    if dampening == 0:
+        torch._foreach_add_(velocities, grads)
+    else:
+        add_scaled_(velocities, grads, 1 - dampening)
 
 
 @torch.no_grad()
@@ -71,6 +88,8 @@ def fused_momentum_step(
     lr: float | Tensor,
     momentum: float,
     weight_decay: float = 0.0,
+    dampening: float = 0.0,
+    nesterov: bool = False,
 ) -> None:
     """Apply `momentum_step` in one pass over memory, with torch's fused kernel.
 
@@ -86,6 +105,8 @@ def fused_momentum_step(
         lr: The learning rate η, at least 0.
         momentum: The momentum m, in [0, 1).
         weight_decay: The weight decay λ, at least 0; λ·w is added to the gradient first, see `add_weight_decay`.
+        dampening: The share of the gradient that does not enter the velocity, see `momentum_step`.
+        nesterov: Whether the weights move by η·(g + m·u), see `momentum_step`.
 
     Raises:
         ValueError: If the tensors are in half precision on a CPU.
@@ -105,12 +126,13 @@ def fused_momentum_step(
     if torch.compiler.is_compiling():
         # The compiler fuses on its own, and would treat the kernel's numbers as constants.
         grads = add_weight_decay(weights, grads, weight_decay)
-        momentum_step(weights, velocities, grads, lr=lr, momentum=momentum)
+        momentum_step(weights, velocities, grads, lr=lr, momentum=momentum, dampening=dampening, nesterov=nesterov)
         return
     if momentum == 0:
         # Without momentum the kernel takes no velocities; they must still hold what `momentum_step` would leave.
         torch._foreach_copy_(velocities, add_weight_decay(weights, grads, weight_decay))
     numbers: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+    numbers |= {"dampening": dampening, "nesterov": nesterov}
     if all(map(_all_contiguous, weights, velocities, grads)):
         _run_fused_kernel(weights, velocities, grads, **numbers)
         return
@@ -131,6 +153,8 @@ def _run_fused_kernel(
     lr: float | Tensor,
     momentum: float,
     weight_decay: float,
+    dampening: float,
+    nesterov: bool,
 ) -> None:
     """Run torch's fused kernel on dense tensors that have the strides of their weights."""
     torch._fused_sgd_(
@@ -140,8 +164,8 @@ def _run_fused_kernel(
         weight_decay=weight_decay,
         momentum=momentum,
         lr=lr,
-        dampening=0.0,
-        nesterov=False,
+        dampening=dampening,
+        nesterov=nesterov,
         maximize=False,
         is_first_step=False,
     )
@@ -208,6 +232,8 @@ def lr_momentum_step(
     *,
     lr: float | Tensor,
     momentum: float,
+    dampening: float = 0.0,
+    lookahead: float = 0.0,
 ) -> None:
     """Apply one step of momentum SGD whose velocity contains the learning rate.
 
@@ -228,6 +254,8 @@ def lr_momentum_step(
         grads: The gradients; left untouched.
         lr: The learning rate η, at least 0.
         momentum: The momentum m, at least 0: the fraction of the velocity that is kept in each step.
+        dampening: The share of the gradient, in [0, 1], that does not enter the velocity.
+        lookahead: The momentum of Nesterov's rule, by which the weights move by m·v + η·g instead of v; 0 for v.
 
     Determinism: elementwise, so equal inputs yield equal bits on devices with the same rounding, however the
     tensors are split.
@@ -243,12 +271,24 @@ def lr_momentum_step(
     """
     if not weights:
         return
-    add_to_lr_velocity(velocities, grads, lr=lr, momentum=momentum)
-    torch._foreach_sub_(weights, velocities)
+    add_to_lr_velocity(velocities, grads, lr=lr, momentum=momentum, dampening=dampening)
+    if lookahead == 0:
+        torch._foreach_sub_(weights, velocities)
+        return
+    directions = [velocity * lookahead for velocity in velocities]
+    add_scaled_(directions, grads, lr)
+    torch._foreach_sub_(weights, directions)
 
 
 @torch.no_grad()
-def add_to_lr_velocity(velocities: list[Tensor], grads: list[Tensor], *, lr: float | Tensor, momentum: float) -> None:
+def add_to_lr_velocity(
+    velocities: list[Tensor],
+    grads: list[Tensor],
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    dampening: float = 0.0,
+) -> None:
     """Apply the first half of `lr_momentum_step`, v ← m·v + η·g, and leave the weights unchanged.
 
     Args:
@@ -256,9 +296,11 @@ def add_to_lr_velocity(velocities: list[Tensor], grads: list[Tensor], *, lr: flo
         grads: The gradients; left untouched.
         lr: The learning rate η, at least 0.
         momentum: The momentum m, at least 0.
+        dampening: The share of the gradient, in [0, 1], that does not enter the velocity.
     """
     _decay(velocities, momentum)
-    add_scaled_(velocities, grads, lr)
+    # Not multiplied by 1 - 0: a rate in a tensor must stay the same tensor for the compiler.
+    add_scaled_(velocities, grads, lr if dampening == 0 else lr * (1 - dampening))
 
 
 def _decay(velocities: list[Tensor], momentum: float) -> None:

@@ -8,11 +8,12 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import ForeachOptimizer, scalar
+from lockstep.optim.hooked import scalar
 from lockstep.optim.momentum import add_to_lr_velocity, add_weight_decay, lr_momentum_step
+from lockstep.optim.momentum_optimizer import MomentumOptimizer
 
 
-class MomentumSGD(ForeachOptimizer):
+class MomentumSGD(MomentumOptimizer):
     """Momentum SGD whose velocity contains the learning rate.
 
     With weight w, velocity v, gradient g (plus λ·w with a weight decay λ), learning rate η and momentum m::
@@ -36,6 +37,10 @@ class MomentumSGD(ForeachOptimizer):
         momentum: The momentum m, in [0, 1).
         weight_decay: The weight decay λ, at least 0. λ·w is added to the gradient before the velocity is
             updated, as in ``torch.optim.SGD``; `SGDW` keeps the decay out of the velocity.
+        dampening: The share of each gradient but the first, in [0, 1], that does not enter the velocity; as in
+            ``torch.optim.SGD``, it has no effect without momentum.
+        nesterov: Whether the weights move along the velocity that the next step would have with the same gradient.
+        maximize: Whether the weights move along the gradient instead of against it.
         correction: Whether the velocity is rescaled when η changes.
         missing_grad: What happens to a parameter without a gradient: "skip" leaves it unchanged, "zero"
             applies momentum to it.
@@ -68,6 +73,9 @@ class MomentumSGD(ForeachOptimizer):
         momentum: float = 0.9,
         *,
         weight_decay: float = 0.0,
+        dampening: float = 0.0,
+        nesterov: bool = False,
+        maximize: bool = False,
         correction: bool = False,
         missing_grad: str = "skip",
         frozen: bool = False,
@@ -76,6 +84,9 @@ class MomentumSGD(ForeachOptimizer):
             "lr": lr,
             "momentum": momentum,
             "weight_decay": weight_decay,
+            "dampening": dampening,
+            "nesterov": nesterov,
+            "maximize": maximize,
             "correction": correction,
             "missing_grad": missing_grad,
             "frozen": frozen,
@@ -91,11 +102,19 @@ class MomentumSGD(ForeachOptimizer):
         if options["correction"] and isinstance(options["lr"], Tensor):
             raise TypeError("`lr` must be a plain number with `correction`, got a tensor.")
 
-    def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+    def _advance_rows(self, group: dict[str, Any], *lists: list[Tensor], dampening: float) -> None:
         weights, velocities, grads = lists
         step: Any = self._corrected_step if group["correction"] else lr_momentum_step
         grads = add_weight_decay(weights, grads, self._coupled_decay(group))
-        step(weights, velocities, grads, lr=scalar(group["lr"]), momentum=group["momentum"])
+        lookahead = group["momentum"] if group.get("nesterov") else 0.0
+        options = {"dampening": dampening, "lookahead": lookahead}
+        step(weights, velocities, grads, lr=scalar(group["lr"]), momentum=group["momentum"], **options)
+
+    def _velocity(self, buffer: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+        # Torch's buffer does not contain the rate: v = η·u. With a rate of 0 the velocity is that for 1, see above.
+        lr = group["lr"] or 1.0
+        state: dict[str, Any] = {"velocity": buffer * lr}
+        return {**state, "velocity_lr": lr} if group["correction"] else state
 
     def _coupled_decay(self, group: Mapping[str, Any]) -> float:
         """Return the weight decay that passes through the velocity."""
@@ -117,6 +136,7 @@ class MomentumSGD(ForeachOptimizer):
         *,
         lr: float,
         momentum: float,
+        **options: float,
     ) -> None:
         """Apply a step, grouped by the rate inside the velocities, which differs where steps were skipped."""
         rows_by_lr: dict[float, list[tuple[Tensor, Tensor, Tensor]]] = {}
@@ -127,9 +147,12 @@ class MomentumSGD(ForeachOptimizer):
         for old_lr, rows in rows_by_lr.items():
             some_weights, some_velocities, some_grads = map(list, zip(*rows, strict=True))
             if lr == 0:
-                add_to_lr_velocity(some_velocities, some_grads, lr=old_lr, momentum=momentum)
+                add_to_lr_velocity(
+                    some_velocities, some_grads, lr=old_lr, momentum=momentum, dampening=options["dampening"]
+                )
                 continue
             # The quotient comes first: it is exactly 1 while the rate is constant, and changes no bit then.
-            lr_momentum_step(some_weights, some_velocities, some_grads, lr=lr, momentum=momentum * (lr / old_lr))
+            rescaled = momentum * (lr / old_lr)
+            lr_momentum_step(some_weights, some_velocities, some_grads, lr=lr, momentum=rescaled, **options)
             for weight in some_weights:
                 self.state[weight]["velocity_lr"] = lr

@@ -108,6 +108,10 @@ class SGDW(MomentumSGD):
             )
         super()._check_options(options)
 
+    def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state itself: the decay of torch's SGD is in its buffers, and that of this optimizer is not."""
+        return state_dict
+
     def _coupled_decay(self, group: Mapping[str, Any]) -> float:  # noqa: ARG002 - none in any group
         """Return 0: no decay passes through the velocity."""
         return 0.0

@@ -1,14 +1,14 @@
 """Mixed precision: loss scales, the check for non-finite gradients, master weights, and autocast."""
 
-from lockstep.precision.backward import first_gradient as first_gradient, multiply_ as multiply_
+from lockstep.precision.backward import initial_gradient as initial_gradient, multiply_ as multiply_
 from lockstep.precision.finite import (
     divide_ as divide_,
     first_flagged as first_flagged,
     first_nonfinite as first_nonfinite,
     nonfinite_flag as nonfinite_flag,
     nonfinite_flags as nonfinite_flags,
-    resolved as resolved,
-    sent as sent,
+    resolve_conj_neg as resolve_conj_neg,
+    to_device as to_device,
     unscale_ as unscale_,
     unscale_and_check_ as unscale_and_check_,
 )

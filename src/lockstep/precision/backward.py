@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.precision.finite import sent
+from lockstep.precision.finite import to_device
 from lockstep.precision.masters import HALF_PRECISION
 
 
-def first_gradient(loss: Tensor, factor: float | Tensor) -> tuple[Tensor | None, float | Tensor | None]:
+def initial_gradient(loss: Tensor, factor: float | Tensor) -> tuple[Tensor | None, float | Tensor | None]:
     """Return the gradient with which backward starts, to compute the gradient of factor times loss.
 
     Half precision holds few numbers: in bfloat16 a first gradient of 257 would become 256. For a loss in half
@@ -28,14 +28,14 @@ def first_gradient(loss: Tensor, factor: float | Tensor) -> tuple[Tensor | None,
 
     Determinism: nothing is rounded but the factor, to the format of the loss unless that is half precision.
 
-    >>> first_gradient(torch.tensor(0.5, dtype=torch.bfloat16), 257.0)
+    >>> initial_gradient(torch.tensor(0.5, dtype=torch.bfloat16), 257.0)
     (tensor(256., dtype=torch.bfloat16), 1.00390625)
     """
     rest: float | Tensor | None = None
     if loss.dtype in HALF_PRECISION:
         factor, rest = _split(factor)
     if isinstance(factor, Tensor):
-        return sent(factor, loss.device).to(loss.dtype).reshape(loss.shape), rest
+        return to_device(factor, loss.device).to(loss.dtype).reshape(loss.shape), rest
     # None saves the creation of a tensor in the usual case.
     if factor == 1.0 and loss.dim() == 0:
         return None, rest
@@ -47,11 +47,11 @@ def multiply_(gradients: Sequence[Tensor | None], rest: float | Tensor) -> None:
 
     Args:
         gradients: The gradients, or None for missing ones. Changed in place.
-        rest: The rest of the factor, as `first_gradient` returned it.
+        rest: The rest of the factor, as `initial_gradient` returned it.
     """
     for gradient in gradients:
         if gradient is not None:
-            gradient.mul_(sent(rest, gradient.device) if isinstance(rest, Tensor) else rest)
+            gradient.mul_(to_device(rest, gradient.device) if isinstance(rest, Tensor) else rest)
 
 
 def _split(factor: float | Tensor) -> tuple[float | Tensor, float | Tensor | None]:

@@ -35,7 +35,7 @@ def unscale_(gradients: Sequence[Tensor], factor: float | Tensor) -> Tensor:
     done in one pass over the memory.
 
     Args:
-        gradients: The gradients, as `resolved` returns them. Changed in place.
+        gradients: The gradients, as `resolve_conj_neg` returns them. Changed in place.
         factor: The factor, which must be positive: a number, or a 0-d float64 tensor on any device.
 
     Returns:
@@ -94,7 +94,7 @@ def divide_(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
     """
     if isinstance(factor, Tensor):
         for (device, dtype), values in _group(map(_elements, gradients)).items():
-            _divide_on_device_(values, sent(factor, device), dtype)
+            _divide_on_device_(values, to_device(factor, device), dtype)
     elif factor != 1.0:
         for values in _group(map(_elements, gradients)).values():
             torch._foreach_div_(values, factor)
@@ -117,7 +117,7 @@ def nonfinite_flag(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Check without waiting whether gradients are finite.
 
     Args:
-        gradients: The gradients, as `resolved` returns them. They are not changed.
+        gradients: The gradients, as `resolve_conj_neg` returns them. They are not changed.
         device: The device of the result.
 
     Returns:
@@ -133,7 +133,7 @@ def nonfinite_flags(gradients: Sequence[Tensor]) -> Tensor:
     """Check without waiting which gradients are finite.
 
     Args:
-        gradients: At least one gradient, as `resolved` returns them, all on one device. They are not changed.
+        gradients: At least one gradient, as `resolve_conj_neg` returns them, all on one device. They are not changed.
 
     Returns:
         One flag per gradient that is 1 if an element is not finite, else 0: float32, on their device.
@@ -170,7 +170,7 @@ def first_nonfinite(tensors: Mapping[str, Tensor | None]) -> str | None:
     >>> first_nonfinite({"a": torch.ones(2), "b": torch.tensor([1.0, float("nan")])})
     'b'
     """
-    present = {name: resolved(tensor) for name, tensor in tensors.items() if tensor is not None}
+    present = {name: resolve_conj_neg(tensor) for name, tensor in tensors.items() if tensor is not None}
     return first_flagged(list(present), nonfinite_flags(list(present.values()))) if present else None
 
 
@@ -193,14 +193,14 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is not None:
-            gradient = resolved(parameter.grad)
+            gradient = resolve_conj_neg(parameter.grad)
             if gradient is not parameter.grad:
                 parameter.grad = gradient
             found.append(gradient)
     return found
 
 
-def resolved(gradient: Tensor) -> Tensor:
+def resolve_conj_neg(gradient: Tensor) -> Tensor:
     """Return a tensor with its elements in memory as they are, not merely marked as conjugate or negative.
 
     Args:
@@ -210,7 +210,7 @@ def resolved(gradient: Tensor) -> Tensor:
     return gradient.resolve_conj().resolve_neg() if marked else gradient
 
 
-def sent(number: Tensor, device: torch.device) -> Tensor:
+def to_device(number: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device. Only a copy to the CPU waits.
 
     Args:
@@ -229,7 +229,7 @@ def _check_and_multiply_(groups: TensorGroups, inverse: float, device: torch.dev
         flag = torch.zeros((), dtype=torch.float32, device=there)
         factor = torch.full((), inverse, dtype=torch.float32, device=there)
         torch._amp_foreach_non_finite_check_and_unscale_(values, flag, factor)
-        flags.append(sent(flag, device))
+        flags.append(to_device(flag, device))
     if len(flags) == 1:
         return flags[0]
     return torch.stack(flags).amax() if flags else torch.zeros((), dtype=torch.float32, device=device)

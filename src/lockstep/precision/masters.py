@@ -121,7 +121,7 @@ class MasterWeights:
         """
         if closure is not None and asks_for_closure(self._optimizer):
             self.refresh()
-            with self.in_place():
+            with self.replacing_parameters():
                 return self._optimizer.step(partial(self._gradients_at_masters, closure))
         loss = None
         if closure is not None:
@@ -129,8 +129,8 @@ class MasterWeights:
             # parameters, while the optimizer reads those of the master weights.
             with torch.enable_grad():
                 loss = closure()
-        self.take_gradients()
-        with self.in_place():
+        self.copy_gradients()
+        with self.replacing_parameters():
             returned = self._optimizer.step()
         return returned if closure is None else loss
 
@@ -143,10 +143,10 @@ class MasterWeights:
         self._optimizer.zero_grad(set_to_none)
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
+    def copy_gradients(self) -> None:
         """Copy the gradient of each parameter to its master weight, in float32.
 
-        Within `in_place` this does nothing, because the master weights have gradients already.
+        Within `replacing_parameters` this does nothing, because the master weights have gradients already.
         """
         if self._active:
             return
@@ -154,8 +154,8 @@ class MasterWeights:
         for parameter, master in self._masters.items():
             master.grad = _gradient_for(master, parameter)
 
-    def receiver(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the tensor whose ``grad`` a step within `in_place` reads: the master weight if there is one.
+    def gradient_target(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return the tensor whose ``grad`` the optimizer reads in a step: the master weight if there is one.
 
         Args:
             parameter: A parameter of the optimizer.
@@ -163,11 +163,11 @@ class MasterWeights:
         return self._masters.get(parameter, parameter)
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that a step would use, after `take_gradients`."""
+        """Return the gradients that a step would use, after `copy_gradients`."""
         return gradients_of(self._masters.get(parameter, parameter) for parameter in parameters_of(self._optimizer))
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def replacing_parameters(self) -> Iterator[None]:
         """Return a context in which the master weights replace the parameters, which are updated at its end.
 
         If the block raises, the parameters are not changed, and the master weights are reset to them at the next
@@ -189,7 +189,7 @@ class MasterWeights:
     def refresh(self) -> None:
         """Create master weights for new parameters, and update the others where a parameter was written to.
 
-        Within `in_place` this does nothing, because the optimizer holds the master weights themselves.
+        Within `replacing_parameters` this does nothing, because the optimizer holds the master weights themselves.
         """
         if self._active:
             return
@@ -217,7 +217,7 @@ class MasterWeights:
             for parameter in self._masters:
                 self._cast_state(parameter, torch.float32)
 
-    def dissolve(self) -> None:
+    def remove(self) -> None:
         """Remove the master weights, so that the optimizer updates the parameters, with its state in their format."""
         for parameter in self._masters:
             self._cast_state(parameter, parameter.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.precision.finite import sent
+from lockstep.precision.finite import to_device
 from lockstep.precision.scales import LossScale
 
 
@@ -32,7 +32,7 @@ class MovingScale:
         """The factor of a scale that never changes; None for any other."""
 
     @property
-    def policy(self) -> type[LossScale]:
+    def scale_class(self) -> type[LossScale]:
         """The class of the loss scale."""
         return type(self._scale)
 
@@ -57,7 +57,7 @@ class MovingScale:
             factor = torch.full((), self._scale.factor, dtype=torch.float64, device=device)
             self._moving = {"factor": factor, **self._scale.moving_on(device)}
         elif self._moving["factor"].device != device:
-            self._moving = {name: sent(value, device) for name, value in self._moving.items()}
+            self._moving = {name: to_device(value, device) for name, value in self._moving.items()}
         return self._moving["factor"]
 
     def after(self, nonfinite: Tensor, *, given: MovingScale | None = None) -> MovingScale:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lockstep import nest
 from lockstep.errors import OrderError, StateError
-from lockstep.precision.finite import gradients_of, nonfinite_flag, sent, unscale_
+from lockstep.precision.finite import gradients_of, nonfinite_flag, to_device, unscale_
 from lockstep.precision.masters import HALF_PRECISION, MasterWeights, parameters_of
 from lockstep.precision.moving import MovingScale
 from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_scale
@@ -73,6 +73,8 @@ class LossScaler:
     Args:
         scale: A `LossScale`, or a number for a static one; by default a `DynamicLossScale`. Whatever the scale, a
             step is skipped if a gradient is not finite.
+        enabled: Whether anything is scaled and checked. If False, `scale` returns the loss itself, `step` runs the step
+            of the optimizer, and the other methods do nothing.
 
     Raises:
         TypeError: If `scale` is not one of these.
@@ -96,7 +98,8 @@ class LossScaler:
     (0.5, 4.0)
     """
 
-    def __init__(self, scale: LossScale | float | None = None) -> None:
+    def __init__(self, scale: LossScale | float | None = None, *, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._scale = MovingScale(DynamicLossScale() if scale is None else parse_loss_scale(scale))
         self._device = torch.device("cpu")
         self._formats: set[torch.dtype] = set()
@@ -109,8 +112,12 @@ class LossScaler:
 
     @property
     def factor(self) -> float:
-        """The factor of the next loss. Reading it waits for the device."""
-        return self.loss_scale.factor
+        """The factor of the next loss, 1 if the scaler is not enabled. Reading it waits for the device."""
+        return self.loss_scale.factor if self._enabled else 1.0
+
+    def is_enabled(self) -> bool:
+        """Return whether anything is scaled and checked."""
+        return self._enabled
 
     @staticmethod
     def skips_on_device(optimizer: Steppable) -> bool:
@@ -141,6 +148,8 @@ class LossScaler:
         Raises:
             TypeError: If `loss` holds no tensor.
         """
+        if not self._enabled:
+            return loss
         if not nest.tensors(loss):
             raise TypeError(f"`loss` must be a tensor or hold tensors, got a {type(loss).__name__} without tensors.")
         return cast("Losses", nest.map_tensors(self._scaled, loss))
@@ -162,6 +171,8 @@ class LossScaler:
         Raises:
             OrderError: If the gradients have been divided since the last call of `update`.
         """
+        if not self._enabled:
+            return
         if id(optimizer) in self._checked:
             raise OrderError(
                 "`unscale_` must be called at most once, and before `step`, between two calls of `update`."
@@ -171,7 +182,7 @@ class LossScaler:
             gradients = gradients_of(parameters_of(_inner(optimizer)))
         else:
             # The division is in float32: in half precision it would lose the small gradients that the scale has saved.
-            masters.take_gradients()
+            masters.copy_gradients()
             gradients = masters.gradients()
         nonfinite = unscale_(gradients, self._divisor())
         self._checked[id(optimizer)] = _CheckedOptimizer(optimizer, nonfinite, masters)
@@ -190,18 +201,29 @@ class LossScaler:
             return checked.nonfinite
         return nonfinite_flag(gradients_of(parameters_of(_inner(optimizer))), self._device)
 
-    def step(self, optimizer: Steppable) -> Any:
+    def step(self, optimizer: Steppable, *args: Any, **kwargs: Any) -> Any:
         """Run a step of an optimizer if its gradients are finite, after dividing them unless `unscale_` has.
 
         Args:
             optimizer: The optimizer.
+            *args: Further arguments of the step of the optimizer.
+            **kwargs: Further keyword arguments of the step, except a closure.
 
         Returns:
             What the step of the optimizer returned, or None if the step was skipped.
 
         Raises:
+            ValueError: If a closure is given, whose gradients would be neither divided nor checked.
             OrderError: If `step` has been called for this optimizer since the last call of `update`.
         """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        closure = kwargs.get("closure", args[0] if args else None)
+        if closure is not None:
+            raise ValueError(
+                "`closure` must not be given to a scaler that is enabled, which divides and checks the gradients "
+                "before the step. Compute them before, or pass LossScaler(enabled=False)."
+            )
         if id(optimizer) not in self._checked:
             self.unscale_(optimizer)
         checked = self._checked[id(optimizer)]
@@ -217,26 +239,34 @@ class LossScaler:
             return None
         with (
             skipped_if(inner, checked.nonfinite) if on_device else nullcontext(),
-            nullcontext() if checked.masters is None else checked.masters.in_place(),
+            nullcontext() if checked.masters is None else checked.masters.replacing_parameters(),
         ):
-            return inner.step()
+            return inner.step(*args, **kwargs)
 
-    def update(self, *, nonfinite: Tensor | None = None) -> None:
+    def update(self, new_scale: float | Tensor | None = None, *, nonfinite: Tensor | None = None) -> None:
         """Adjust the scale for the next loss; it is lowered if a gradient of any optimizer was not finite.
 
         Args:
+            new_scale: The factor to set instead, a number or a tensor of one element. What else the scale counts, such
+                as finite steps, stays. Reading the scale waits for the device.
             nonfinite: A flag to use instead of those that `step` and `unscale_` found: 0-d, above 0 to lower the
                 scale.
 
         Raises:
-            OrderError: If no gradients have been checked since the last call, and `nonfinite` is None.
+            OrderError: If no gradients have been checked since the last call, and there is no argument.
+            ValueError: If `new_scale` is out of range.
         """
-        if nonfinite is None:
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            self._scale = MovingScale(replace(self.loss_scale, factor=float(new_scale)))
+        elif nonfinite is None:
             if not self._checked:
                 raise OrderError("`update` must follow `step` or `unscale_`, and be called once after them.")
             flags = [checked.nonfinite for checked in self._checked.values()]
             nonfinite = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        self._scale = self._scale.after(sent(nonfinite, self._device))
+        if new_scale is None:
+            self._scale = self._scale.after(to_device(cast("Tensor", nonfinite), self._device))
         for checked in self._checked.values():
             if checked.masters is not None:
                 checked.masters.drop_gradients()
@@ -244,7 +274,9 @@ class LossScaler:
         self._formats.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the class and the fields of the scale, after waiting for the device."""
+        """Return the class and the fields of the scale, after waiting for the device; nothing if not enabled."""
+        if not self._enabled:
+            return {}
         scale = self.loss_scale
         return {"policy": type(scale).__name__, "scale": scale.state_dict()}
 
@@ -252,11 +284,13 @@ class LossScaler:
         """Load a saved scale.
 
         Args:
-            state: A state that `state_dict` returned.
+            state: A state that `state_dict` returned. It is ignored if the scaler is not enabled.
 
         Raises:
             StateError: If keys are missing or unknown, or the state is that of another class of scale.
         """
+        if not self._enabled:
+            return
         self._scale = MovingScale(self.restored(state))
         self._checked.clear()
 

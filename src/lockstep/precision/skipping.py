@@ -78,5 +78,5 @@ def _lacks_velocity(optimizer: SGD, masters: MasterWeights | None) -> bool:
         for group in optimizer.param_groups
         if group["momentum"] != 0
         for parameter in group["params"]
-        if parameter.grad is not None or (masters and masters.receiver(parameter).grad is not None)
+        if parameter.grad is not None or (masters and masters.gradient_target(parameter).grad is not None)
     )

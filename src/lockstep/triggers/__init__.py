@@ -8,5 +8,11 @@ from lockstep.triggers.once import Once as Once
 from lockstep.triggers.position import Unit as Unit, position as position
 from lockstep.triggers.spec import TriggerSpec as TriggerSpec, get_trigger as get_trigger
 from lockstep.triggers.time import Time as Time
-from lockstep.triggers.trigger import Never as Never, Progress as Progress, Trigger as Trigger
+from lockstep.triggers.trigger import (
+    AllOf as AllOf,
+    AnyOf as AnyOf,
+    Never as Never,
+    Progress as Progress,
+    Trigger as Trigger,
+)
 from lockstep.triggers.until import Latch as Latch, Until as Until, get_until as get_until

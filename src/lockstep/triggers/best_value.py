@@ -32,6 +32,9 @@ class BestValue(Trigger):
         self._average = Average()
         self._best: float | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.key!r}, trigger={self._trigger!r})"
+
     @property
     def best(self) -> float | None:
         """The best mean so far, or None before the first."""

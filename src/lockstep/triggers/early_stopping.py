@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Literal
 
 from lockstep.metrics import Average
+from lockstep.triggers.position import reached
 from lockstep.triggers.spec import TriggerSpec, get_trigger
 from lockstep.triggers.trigger import Progress, Trigger
 
@@ -14,8 +16,9 @@ class EarlyStopping(Trigger):
     """Fires when an observed value has not improved for several checks, or when a limit is reached.
 
     Each check considers the mean since the last check, weighting samples equally. A mean that is strictly
-    better than the best so far becomes the best, and resets the count of checks without improvement. Otherwise,
-    and for NaN, the count is incremented. The trigger fires at a check that finds the count at `patience` or more.
+    better than the best so far, by more than `min_delta`, becomes the best, and resets the count of checks without
+    improvement. Otherwise, and for NaN, the count is incremented. The trigger fires at a check that finds the count
+    at `patience` or more, or the mean beyond one of the thresholds.
 
     As in Chainer, the value must be observed at the time of a check. A check at which it is not gives a warning
     and is skipped, and the values so far count towards the next check. A run that is resumed with a later limit
@@ -28,12 +31,20 @@ class EarlyStopping(Trigger):
             name that contains ``accuracy``, otherwise ``"min"``.
         check_trigger: The trigger of the checks; it must fire at updates at which the value is observed.
         max_trigger: The trigger of the limit, or None for no limit.
+        min_delta: The change from the best mean that counts as an improvement if it is exceeded, at least 0.
+        relative: Whether `min_delta` is a fraction of the magnitude of the best mean instead of a difference.
+        stop_at: The mean at which to stop because it is good enough, or None.
+        diverge_at: The mean beyond which to stop because the run diverges, or None.
+        check_finite: Whether to stop at a mean that is infinite or NaN.
+        min_epochs: The number of epochs before which only the limit ends the run, at least 0.
 
     Raises:
-        ValueError: If the patience or the mode is out of range.
+        ValueError: If a number or the mode is out of range.
+
+    >>> stopping = EarlyStopping("validation/main/loss", patience=5, min_delta=0.01, relative=True, min_epochs=3)
     """
 
-    _saved = ("best", "count", "average", "check_trigger", "max_trigger")
+    _saved = ("best", "mean", "count", "average", "check_trigger", "max_trigger")
 
     def __init__(
         self,
@@ -43,19 +54,38 @@ class EarlyStopping(Trigger):
         mode: Literal["auto", "min", "max"] = "auto",
         check_trigger: TriggerSpec = (1, "epoch"),
         max_trigger: TriggerSpec = (100, "epoch"),
+        min_delta: float = 0.0,
+        relative: bool = False,
+        stop_at: float | None = None,
+        diverge_at: float | None = None,
+        check_finite: bool = False,
+        min_epochs: float = 0,
     ) -> None:
         if patience < 1:
             raise ValueError(f"`patience` must be at least 1, got {patience}.")
         if mode not in ("auto", "min", "max"):
             raise ValueError(f"`mode` must be one of 'auto', 'min', 'max', got {mode!r}.")
+        for argument, number in (("min_delta", min_delta), ("min_epochs", min_epochs)):
+            if not number >= 0:
+                raise ValueError(f"`{argument}` must be at least 0, got {number}.")
         self.monitor = monitor
         self.patience = patience
         self.mode = ("max" if "accuracy" in monitor else "min") if mode == "auto" else mode
         self._check_trigger = get_trigger(check_trigger)
         self._max_trigger = get_trigger(max_trigger)
+        self.min_delta = min_delta
+        self.relative = relative
+        self.stop_at = stop_at
+        self.diverge_at = diverge_at
+        self.check_finite = check_finite
+        self.min_epochs = min_epochs
         self._average = Average()
         self._best: float | None = None
+        self._mean: float | None = None
         self._count = 0
+
+    def __repr__(self) -> str:
+        return f"EarlyStopping({self.monitor!r}, patience={self.patience}, mode={self.mode!r})"
 
     @property
     def best(self) -> float | None:
@@ -71,9 +101,9 @@ class EarlyStopping(Trigger):
         """Add the observed value, check it if a check is due, and return whether to stop."""
         if self.monitor in progress.observation:
             self._average.update(progress.observation[self.monitor])
-        out_of_patience = self._check_trigger(progress) and self._check(observed=self.monitor in progress.observation)
+        stops = self._check_trigger(progress) and self._check(progress)
         # First in the `or`, so that it is called every time: a trigger must see all updates.
-        return self._max_trigger(progress) or out_of_patience
+        return self._max_trigger(progress) or stops
 
     def initialize(self, progress: Progress) -> None:
         """Start the triggers of the checks and of the limit."""
@@ -81,28 +111,46 @@ class EarlyStopping(Trigger):
         self._max_trigger.initialize(progress)
 
     def stays_fired(self, progress: Progress) -> bool:
-        """Return whether the patience is exhausted or the limit is reached."""
-        return self._count >= self.patience or self._max_trigger.stays_fired(progress)
+        """Return whether the last check stops the run with the current options, or the limit is reached."""
+        return self._stops(progress) or self._max_trigger.stays_fired(progress)
 
-    def _check(self, *, observed: bool) -> bool:
-        """Compare the mean since the last check with the best, and return whether the patience is exhausted."""
-        if not observed:
+    def _check(self, progress: Progress) -> bool:
+        """Compare the mean since the last check with the best, and return whether to stop."""
+        if self.monitor not in progress.observation:
             warnings.warn(
                 f"{self.monitor!r} was not observed at this check for early stopping, which is skipped.",
                 stacklevel=3,
             )
             return False
-        mean = self._average.compute()
+        self._mean = self._average.compute()
         self._average.reset()
-        if self._improves(mean):
-            self._best, self._count = mean, 0
+        if self._improves(self._mean):
+            self._best, self._count = self._mean, 0
         else:
             self._count += 1
-        return self._count >= self.patience
+        return self._stops(progress)
+
+    def _stops(self, progress: Progress) -> bool:
+        """Return whether the patience is exhausted, or the last mean is beyond a threshold."""
+        if not reached(progress.updater.epoch_detail, self.min_epochs):
+            return False
+        return self._count >= self.patience or (self._mean is not None and self._is_beyond(self._mean))
+
+    def _is_beyond(self, mean: float) -> bool:
+        """Return whether a mean is good enough, diverges, or is not finite and must be."""
+        if self.check_finite and not math.isfinite(mean):
+            return True
+        # With the sign of the mode, larger is better. Comparisons with NaN are false.
+        sign = 1.0 if self.mode == "max" else -1.0
+        is_good = self.stop_at is not None and sign * mean >= sign * self.stop_at
+        return is_good or (self.diverge_at is not None and sign * mean < sign * self.diverge_at)
 
     def _improves(self, mean: float) -> bool:
-        """Return whether a mean is strictly better than the best so far."""
+        """Return whether a mean is better than the best so far by more than the smallest change that counts."""
         # Compared with an infinity at first, so that a first mean of NaN is no improvement either.
-        if self.mode == "max":
-            return mean > (float("-inf") if self._best is None else self._best)
-        return mean < (float("inf") if self._best is None else self._best)
+        best = self._best
+        if best is None:
+            return mean > float("-inf") if self.mode == "max" else mean < float("inf")
+        # With a change of 0, the comparison is that of the means themselves.
+        delta = self.min_delta * abs(best) if self.relative else self.min_delta
+        return mean > best + delta if self.mode == "max" else mean < best - delta

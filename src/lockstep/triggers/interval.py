@@ -13,8 +13,8 @@ class Interval(Trigger):
     If several periods pass without a call, it fires once; and an epoch need not be a whole number of updates.
 
     Args:
-        period: The period p, above 0: an integer for iterations, any number for epochs or seconds.
-        unit: The unit of the period: ``"iteration"`` (also called ``"update"``), ``"epoch"`` or ``"second"``.
+        period: The period p, above 0: a whole number of iterations, or any number of epochs, samples or seconds.
+        unit: The unit of the period: ``"iteration"`` (or ``"update"``), ``"epoch"``, ``"sample"`` or ``"second"``.
 
     Raises:
         ValueError: If the period or the unit is out of range.
@@ -34,6 +34,9 @@ class Interval(Trigger):
         self.period = period
         self.unit: Unit = unit
         self._previous: float | None = None
+
+    def __repr__(self) -> str:
+        return repr((self.period, self.unit))
 
     def __call__(self, progress: Progress) -> bool:
         """Return whether a period was completed since the last call."""

@@ -15,7 +15,7 @@ class ManualSchedule(Trigger):
 
     Args:
         points: One point or a sequence of points in any order, each above 0.
-        unit: The unit of the points: ``"iteration"`` (also called ``"update"``), ``"epoch"`` or ``"second"``.
+        unit: The unit of the points: ``"iteration"`` (or ``"update"``), ``"epoch"``, ``"sample"`` or ``"second"``.
 
     Raises:
         ValueError: If there is no point, one is out of range, or the unit is unknown.

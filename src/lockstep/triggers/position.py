@@ -7,8 +7,9 @@ from typing import Literal, TypeAlias, get_args
 
 from lockstep.triggers.trigger import Progress
 
-Unit: TypeAlias = Literal["iteration", "update", "epoch", "second"]
-"""``"iteration"`` and ``"update"`` both count updates; ``"second"`` is the elapsed time of the run."""
+Unit: TypeAlias = Literal["iteration", "update", "epoch", "sample", "second"]
+"""``"iteration"`` and ``"update"`` both count updates; ``"sample"`` counts samples over all epochs; ``"second"`` is the
+elapsed time of the run."""
 
 
 def check_unit(unit: str) -> None:
@@ -24,13 +25,25 @@ def check_unit(unit: str) -> None:
 def position(progress: Progress, unit: Unit) -> float:
     """Return the position of a run in a unit.
 
-    Determinism: iterations and epochs are equal on all processes of a run. Seconds are not: do not let
+    Raises:
+        ValueError: If the unit is ``"sample"`` and the iterator does not count samples.
+
+    Determinism: iterations, epochs and samples are equal on all processes of a run. Seconds are not: do not let
     anything that all processes must do together depend on them.
     """
     if unit == "epoch":
         return progress.updater.epoch_detail
     if unit == "second":
         return progress.elapsed_time
+    if unit == "sample":
+        passed = progress.updater.samples_passed
+        if passed is None:
+            kind = type(progress.updater.get_iterator("main")).__name__
+            raise ValueError(
+                f"`unit` must not be 'sample' for an iterator that counts batches, got a {kind}. Use 'iteration' or "
+                "'epoch', or a lockstep.BatchIterator."
+            )
+        return passed
     return progress.updater.iteration
 
 

@@ -22,6 +22,9 @@ class FunctionTrigger(Trigger):
     def __init__(self, function: Callable[[Progress], bool]) -> None:
         self.function = function
 
+    def __repr__(self) -> str:
+        return getattr(self.function, "__qualname__", repr(self.function))
+
     def __call__(self, progress: Progress) -> bool:
         """Return the result of the function."""
         return self.function(progress)

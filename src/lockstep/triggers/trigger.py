@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from lockstep.metrics import Observed
-from lockstep.state import Stateful
+from lockstep.state import Stateful, check_keys, load_all
 from lockstep.updaters import Updater
 
 
@@ -30,8 +30,18 @@ class Progress(Protocol):
 class Trigger(Stateful, ABC):
     """Decides whether to act now; called once after each update, or less often.
 
-    Subclass it if the decision depends on earlier calls, so that the state is saved.
+    Subclass it if the decision depends on earlier calls, so that the state is saved. Two triggers can be combined:
+    ``a & b`` is `AllOf`, and ``a | b`` is `AnyOf`.
     """
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def __and__(self, other: object) -> AllOf:
+        return AllOf(self, other) if isinstance(other, Trigger) else NotImplemented
+
+    def __or__(self, other: object) -> AnyOf:
+        return AnyOf(self, other) if isinstance(other, Trigger) else NotImplemented
 
     @abstractmethod
     def __call__(self, progress: Progress) -> bool:
@@ -68,9 +78,6 @@ class Trigger(Stateful, ABC):
 class Never(Trigger):
     """A trigger that never fires."""
 
-    def __repr__(self) -> str:
-        return "Never()"
-
     def __call__(self, progress: Progress) -> bool:  # noqa: ARG002 - independent of the progress
         """Return False."""
         return False
@@ -78,3 +85,85 @@ class Never(Trigger):
     def stays_fired(self, progress: Progress) -> bool:  # noqa: ARG002 - as above
         """Return False."""
         return False
+
+
+class Combined(Trigger):
+    """The base class of triggers that call several others, each of them every time, because each must see all updates.
+
+    Args:
+        *triggers: The triggers, at least one, none of them twice.
+
+    Raises:
+        TypeError: If one is not a trigger.
+        ValueError: If there is none, or one is given twice.
+    """
+
+    def __init__(self, *triggers: Trigger) -> None:
+        for trigger in triggers:
+            if not isinstance(trigger, Trigger):
+                raise TypeError(
+                    f'`triggers` must be Trigger objects, got {trigger!r}. Use triggers.Interval(1, "epoch") or '
+                    'triggers.Until(1, "epoch") instead of a pair.'
+                )
+        if not triggers or len(set(map(id, triggers))) < len(triggers):
+            raise ValueError(f"`triggers` must be at least one trigger, and none of them twice, got {triggers!r}.")
+        self.triggers = triggers
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(map(repr, self.triggers))})"
+
+    def initialize(self, progress: Progress) -> None:
+        """Initialize all triggers."""
+        for trigger in self.triggers:
+            trigger.initialize(progress)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state of each trigger."""
+        return {str(index): trigger.state_dict() for index, trigger in enumerate(self.triggers)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state."""
+        check_keys(state, map(str, range(len(self.triggers))), of=type(self).__name__)
+        load_all([(trigger, state[str(index)]) for index, trigger in enumerate(self.triggers)])
+
+
+class AllOf(Combined):
+    """Fires when all of several triggers fire at the same call.
+
+    >>> AllOf(Never(), Never())
+    AllOf(Never(), Never())
+    """
+
+    def __call__(self, progress: Progress) -> bool:
+        """Call all triggers, and return whether all have fired."""
+        # First all of them: `all` would leave out those after the first that does not fire.
+        fired = [trigger(progress) for trigger in self.triggers]
+        return all(fired)
+
+    @property
+    def finished(self) -> bool:
+        """Whether one of the triggers can never fire again."""
+        return any(trigger.finished for trigger in self.triggers)
+
+    def stays_fired(self, progress: Progress) -> bool:
+        """Return whether all triggers stay fired."""
+        return all(trigger.stays_fired(progress) for trigger in self.triggers)
+
+
+class AnyOf(Combined):
+    """Fires when at least one of several triggers fires."""
+
+    def __call__(self, progress: Progress) -> bool:
+        """Call all triggers, and return whether one has fired."""
+        # First all of them, for the same reason.
+        fired = [trigger(progress) for trigger in self.triggers]
+        return any(fired)
+
+    @property
+    def finished(self) -> bool:
+        """Whether none of the triggers can ever fire again."""
+        return all(trigger.finished for trigger in self.triggers)
+
+    def stays_fired(self, progress: Progress) -> bool:
+        """Return whether one of the triggers stays fired."""
+        return any(trigger.stays_fired(progress) for trigger in self.triggers)

@@ -19,7 +19,7 @@ class Until(Trigger):
 
     Args:
         bound: The position at which the run ends, at least 0.
-        unit: The unit of the bound: ``"iteration"`` (also called ``"update"``), ``"epoch"`` or ``"second"``.
+        unit: The unit of the bound: ``"iteration"`` (or ``"update"``), ``"epoch"``, ``"sample"`` or ``"second"``.
 
     Raises:
         ValueError: If the bound or the unit is out of range.

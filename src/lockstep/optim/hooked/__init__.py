@@ -4,4 +4,8 @@ from lockstep.optim.hooked.foreach import ForeachOptimizer as ForeachOptimizer
 from lockstep.optim.hooked.hook_list import HookList as HookList
 from lockstep.optim.hooked.load_hooks import without_pre_hooks as without_pre_hooks
 from lockstep.optim.hooked.optimizer import HookedOptimizer as HookedOptimizer
-from lockstep.optim.hooked.options import check_lr_size as check_lr_size, scalar as scalar
+from lockstep.optim.hooked.options import (
+    check_lr_size as check_lr_size,
+    scalar as scalar,
+    unknown_options as unknown_options,
+)

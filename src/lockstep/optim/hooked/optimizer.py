@@ -115,8 +115,8 @@ class HookedOptimizer(ScaledOptimizer):
             self._move(advance or self.advance)
         else:
             # Hooks and arithmetic must see the master weights, whose gradients are those of the parameters.
-            self._masters.take_gradients()
-            with self._masters.in_place():
+            self._masters.copy_gradients()
+            with self._masters.replacing_parameters():
                 self._move(advance or self.advance)
         return loss
 
@@ -290,7 +290,7 @@ class HookedOptimizer(ScaledOptimizer):
             StateError: If something is missing, unknown or has another shape, or the state comes from other hooks,
                 another kind of loss scale, or an optimizer with master weights where this one has none.
         """
-        state_dict = run_load_pre_hooks(self, state_dict)
+        state_dict = self._converted(run_load_pre_hooks(self, state_dict))
         # Everything is checked before the first change. Only a hook can raise after that: hooks go first, and are
         # rolled back.
         self._check_state_dict(state_dict)
@@ -318,6 +318,10 @@ class HookedOptimizer(ScaledOptimizer):
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """Check that the options of a group are in range."""
         check_options(options)
+
+    def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a state of this optimizer for one of another kind that it can load."""
+        return state_dict
 
     def _check_group(self, group: int | None) -> None:
         """Check that the index of a group exists."""

@@ -113,7 +113,7 @@ class ScaledOptimizer(Optimizer, HasMasters):
         if flag and self._masters is None:
             self._masters = MasterWeights(self)
         elif not flag and self._masters is not None:
-            self._masters.dissolve()
+            self._masters.remove()
             self._masters = None
 
     @property

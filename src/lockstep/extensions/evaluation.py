@@ -1,0 +1,309 @@
+"""One pass over the batches of an evaluation: run the shards of this rank, and merge what all ranks have measured."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from lockstep import nest
+from lockstep.metrics import Average, Mean, Observers, ShardKey, ShardMetric
+from lockstep.nest import call_arguments
+from lockstep.precision import HALF_PRECISION
+from lockstep.prediction import (
+    NO_OUTPUT,
+    RankExchange,
+    as_cuttable,
+    evaluation_mode,
+    in_held_precision,
+    recording_outputs,
+    windows,
+)
+from lockstep.stopping import STOP
+from lockstep.updaters import (
+    Converter,
+    ForwardEngine,
+    Loss,
+    LossFunction,
+    ShardReport,
+    ShardResult,
+    UpdateResult,
+    check_loss,
+    is_summed,
+    loss_weight,
+)
+
+Outcome: TypeAlias = "tuple[ShardKey, Any, Any]"
+"""A shard with the output of the model and the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardArguments:
+    """The tensors of a shard as arguments.
+
+    Attributes:
+        args: The positional arguments of the loss function.
+        kwargs: The keyword arguments of the loss function.
+        inputs: The positional arguments of the model, if there are metrics.
+        named_inputs: The keyword arguments of the model.
+        target: The target, if there are metrics.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Any, ...] = ()
+    named_inputs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What an evaluation computes, wherever it runs; each attribute is the argument of `Evaluator` with its name."""
+
+    metrics: Mapping[str, ShardMetric]
+    loss_fn: LossFunction | None
+    output: Callable[[Any], Any] | None
+    converter: Converter | None
+    target: str | None
+
+
+class Evaluation:
+    """One pass over the batches of an evaluation.
+
+    Args:
+        engine: Runs the shards of this rank.
+        recipe: What is computed.
+        network_of: Returns the network to evaluate, given a replica of the engine's model.
+    """
+
+    def __init__(self, engine: ForwardEngine, recipe: Recipe, network_of: Callable[[nn.Module], nn.Module]) -> None:
+        self._engine = engine
+        self._recipe = recipe
+        self._network_of = network_of
+        self._exchange = RankExchange(engine.communicator)
+        self._alone = engine.communicator.size == 1
+        metrics = recipe.metrics.values()
+        self._gathered = [] if self._alone else [each for each in metrics if each.rule == "gather"]
+        self._local = [each for each in metrics if each not in self._gathered]
+        self._networks: list[nn.Module] = []
+        self._outputs: list[Any] = []
+        self._observers: list[Observers] = []
+        self._reports: list[tuple[int, ShardReport]] = []
+        self._num_batches = 0
+
+    def run(self, batches: Callable[[], Iterable[Any]]) -> tuple[dict[str, Mean | float], dict[str, Any]]:
+        """Evaluate all batches.
+
+        Args:
+            batches: Returns the batches of one pass.
+
+        Returns:
+            The means of the loss and of all reported values by name, and the values of the metrics.
+        """
+        engine = self._engine
+        with self._exchange.reporting_errors():
+            # Before the mode of the model changes, because replicas of another mode would have to be created anew.
+            replicas = engine.prepare()
+            self._networks = list(map(self._network_of, replicas))
+            self._observers = [Observers({"": network}) for network in self._networks]
+            for metric in self._recipe.metrics.values():
+                metric.move(engine.replicas.devices[0])
+                metric.reset()
+            with evaluation_mode(engine.replicas.model, replicas), recording_outputs(self._networks) as self._outputs:
+                for window in windows(map(self._seen, self._until_stopped(batches())), engine.batches_per_run):
+                    self._run_window(window)
+                if self._num_batches == 0:
+                    raise ValueError(
+                        "`iterator` must yield at least one batch, got none. A generator yields only once."
+                    )
+                return self._merged()
+
+    def _until_stopped(self, batches: Iterable[Any]) -> Iterable[Any]:
+        """Return batches that raise if a signal ends the run."""
+        # A rank that evaluates for itself cannot leave the evaluation before the other ranks know of the signal.
+        return STOP.interruptible(batches) if not self._alone or STOP.alone or STOP.agreed else batches
+
+    def _seen(self, batch: Any) -> Any:
+        """Return a batch in the form that is cut into shards, and record it for the other ranks."""
+        batch = as_cuttable(batch, self._recipe.converter, self._engine.replicas.devices[0], name="iterator")
+        self._exchange.see(batch)
+        return batch
+
+    def _run_window(self, window: Sequence[Any]) -> None:
+        """Evaluate the shards of some batches that belong to this rank."""
+        first = self._num_batches
+        self._num_batches += len(window)
+        results = self._engine.run(
+            window,
+            self._compute,
+            self._observers,
+            first=first,
+            converter=self._recipe.converter,
+            arguments=self._arguments,
+        )
+        outcomes: list[Outcome] = []
+        for result in results:
+            batch = first + result.shard.batch
+            returned, output = result.returned
+            report = self._report(result, returned)
+            if report is not None:
+                self._reports.append((batch, report))
+            outcomes.append(((batch, result.shard.index), output, result.given.target))
+        self._update(self._local, outcomes)
+        if self._gathered:
+            by_rank = self._exchange.gather(nest.map_tensors(torch.Tensor.cpu, outcomes))
+            # In the order of shards, which is that of an evaluation by one process.
+            self._update(self._gathered, sorted((each for rank in by_rank for each in rank), key=_key_of))
+
+    def _arguments(self, tensors: Any) -> ShardArguments:
+        """Return the tensors of a shard as arguments of the loss function and of the model."""
+        args, kwargs = call_arguments(tensors)
+        if not self._recipe.metrics:
+            return ShardArguments(args, kwargs)
+        target = self._recipe.target
+        if target is not None and target in kwargs:
+            inputs = dict(kwargs)
+            return ShardArguments(args, kwargs, (), inputs, inputs.pop(target))
+        if len(args) < len(("input", "target")):
+            got = f"keys {sorted(kwargs)}" if kwargs else f"{len(args)} tensor"
+            raise TypeError(f"A batch must be (*inputs, target), or a dict with the key `target`, got {got}.")
+        return ShardArguments(args, kwargs, args[:-1], {}, args[-1])
+
+    def _compute(self, place: int, given: ShardArguments) -> tuple[Any, Any]:
+        """Return what the loss function returns for a shard, and what metrics see of the model's output."""
+        recipe, network = self._recipe, self._networks[place]
+        # A loss function that does not run the model must not leave the metrics the output of the previous shard.
+        self._outputs[place] = NO_OUTPUT
+        returned = None if recipe.loss_fn is None else _call(recipe.loss_fn, network, given)
+        if not recipe.metrics:
+            self._outputs[place] = NO_OUTPUT
+            return returned, None
+        output = self._outputs[place]
+        if output is NO_OUTPUT:
+            inputs, named_inputs = in_held_precision((given.inputs, given.named_inputs), self._engine.precision)
+            output = network(*inputs, **named_inputs)
+        self._outputs[place] = NO_OUTPUT
+        output = output if recipe.output is None else recipe.output(output)
+        # Metrics compute in float32, which holds every value of the narrower formats.
+        return returned, nest.map_tensors(_in_float32, output)
+
+    def _report(self, result: ShardResult, returned: Any) -> ShardReport | None:
+        """Return what a shard measured, or None for a shard of weight 0, which takes no part as in an update."""
+        shard, num_samples, reports = result.shard, len(result.shard.samples), dict(result.reports)
+        if self._recipe.loss_fn is None:
+            return ShardReport(shard.index, num_samples, torch.zeros((), device="cpu"), reports)
+        loss: Loss = check_loss(returned, training=False)
+        weight = loss_weight(loss, num_samples)
+        # The name "loss" belongs to the loss itself.
+        reports.pop("loss", None)
+        metrics = {name: (total, share) for name, (total, share) in loss.metrics.items()}
+        return ShardReport(shard.index, weight, loss.value, metrics | reports | metrics) if weight > 0 else None
+
+    def _update(self, metrics: Sequence[ShardMetric], outcomes: Sequence[Outcome]) -> None:
+        """Update metrics with shards in order."""
+        device = self._engine.replicas.devices[0]
+        for key, output, target in outcomes if metrics else ():
+            here = nest.map_tensors(lambda each: each.to(device), (output, target))
+            for metric in metrics:
+                try:
+                    metric.add(key, *here)
+                except Exception as error:
+                    if self._recipe.output is not None or isinstance(output, torch.Tensor):
+                        raise
+                    raise TypeError(
+                        f"`output` must pick what metrics see of the output of the model, which is a "
+                        f"{type(output).__name__}; without it, {type(metric.metric).__name__} raised "
+                        f"{type(error).__name__}: {error}. Pass Evaluator(..., output=lambda out: out.logits) or the "
+                        "like."
+                    ) from error
+
+    def _merged(self) -> tuple[dict[str, Mean | float], dict[str, Any]]:
+        """Merge the reports and the metrics of all ranks."""
+        own: dict[str, Any] = {}
+        if not self._alone:
+            own["reports"] = [(batch, _on_cpu(report)) for batch, report in self._reports]
+        own["parts"] = {
+            name: metric.parts()
+            for name, metric in self._recipe.metrics.items()
+            # A single process has counted everything in the metric itself.
+            if not (self._alone and metric.rule == "count")
+        }
+        by_rank = self._exchange.gather(own)
+        if not self._alone:
+            everything = [entry for each in by_rank for entry in each["reports"]]
+            self._reports = sorted(everything, key=lambda entry: (entry[0], entry[1].shard))
+        for name in own["parts"]:
+            self._recipe.metrics[name].merge([each["parts"][name] for each in by_rank])
+        return self._means(), {name: metric.compute() for name, metric in self._recipe.metrics.items()}
+
+    def _means(self) -> dict[str, Mean | float]:
+        """Return the means over all batches, of which each counts as in an update."""
+        averages: dict[str, Average] = {}
+        loss_fn = self._recipe.loss_fn
+        summed = loss_fn is not None and is_summed(loss_fn)
+        if loss_fn is not None:
+            averages["loss"] = Average()
+        for _, entries in groupby(self._reports, key=lambda entry: entry[0]):
+            result = UpdateResult(
+                applied=True,
+                tries=1,
+                loss_scale=1.0,
+                nonfinite=None,
+                reports=[report for _, report in entries],
+                summed=summed,
+            )
+            for name, mean in (result.metrics if loss_fn is None else result.loss_and_metrics()).items():
+                averages.setdefault(name, Average()).update(mean)
+        return {name: average.compute() for name, average in averages.items()}
+
+
+def _call(loss_fn: LossFunction, network: nn.Module, given: ShardArguments) -> Any:
+    """Return what a loss function returns for a shard.
+
+    Raises:
+        TypeError: If it requires `carried`, which only updates pass.
+    """
+    kwargs = dict(given.kwargs)
+    try:
+        return loss_fn(network, *given.args, **kwargs)
+    except TypeError as error:
+        if not _lacks_carried(loss_fn, (network, *given.args), kwargs):
+            raise
+        raise TypeError(
+            "`loss_fn` must not require `carried` in an evaluation, which carries no values from batch to batch. Give "
+            "it a default, as in loss_fn(model, inputs, target, carried=None)."
+        ) from error
+
+
+def _lacks_carried(loss_fn: LossFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of a loss function fails for the sole reason that `carried` is missing."""
+    try:
+        signature = inspect.signature(loss_fn)
+        if "carried" in kwargs or "carried" not in signature.parameters:
+            return False
+        signature.bind(*args, **kwargs, carried=None)
+    except (TypeError, ValueError):  # bound by position, other arguments missing, or no signature
+        return False
+    return signature.parameters["carried"].default is inspect.Parameter.empty
+
+
+def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALF_PRECISION else tensor
+
+
+def _key_of(outcome: Outcome) -> ShardKey:
+    return outcome[0]
+
+
+def _on_cpu(report: ShardReport) -> ShardReport:
+    """Return a report whose tensors are on the CPU, so that it can be sent."""
+    metrics = {
+        name: tuple(each.cpu() if isinstance(each, torch.Tensor) else each for each in pair)
+        for name, pair in report.metrics.items()
+    }
+    return ShardReport(report.shard, report.weight, report.loss.cpu(), metrics)  # type: ignore[arg-type]  # pairs

@@ -1,0 +1,211 @@
+"""The interface of loggers, and what all of them have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from lockstep.digest import digest
+from lockstep.metrics import IntervalMeans
+from lockstep.state import check_keys
+from lockstep.trainer import READER, Extension, Trainer
+from lockstep.triggers import TriggerSpec
+
+EPOCH: Final = "epoch"
+"""The name of the value that every entry contains, the number of epochs including the fraction of the current one."""
+
+
+class Logger(Extension):
+    """The base class of extensions that write observed values over updates, the step of every curve.
+
+    When the trigger fires, the mean of each value since the last entry is written, see `LogReport`. A value that was
+    not observed in the last update, such as that of an evaluation, is written at the update at which it was. The rest
+    of an interval is written when the run ends without an error.
+
+    The configuration of the run is written once: your hyperparameters, the recipe (`Updater.recipe_fields`) and its
+    SHA-256. At the end follows the digest of each model.
+
+    A run that is resumed continues the curves. Updates that it repeats are not written again, because they are equal
+    by the determinism guarantee. Where that does not hold, after a resume with fields that `accept` names or with other
+    kernels, the entries after the snapshot are replaced. A run that starts anew starts a new log. With several
+    processes, rank 0 writes.
+
+    A subclass defines `open`, `configure`, `write`, `summarize` and `close`, which are called on rank 0 only.
+
+    Args:
+        keys: The names to log; by default all.
+        trigger: The trigger that ends an interval.
+        hyperparameters: Numbers, strings and other values for the configuration, by name.
+        last: The names of values of which the last one of an interval is written instead of the mean.
+        sums: The names of values of which the sum over an interval is written instead of the mean. Here and in `last`,
+            a name also stands for every name that ends with ``"/"`` and that name.
+
+    Determinism: the values are equal on all placements. Nothing that a logger does changes the run.
+    """
+
+    # After the extensions that observe, and before those that save.
+    priority = READER - 1
+
+    def __init__(
+        self,
+        *,
+        keys: Sequence[str] | None = None,
+        trigger: TriggerSpec = (1, "epoch"),
+        hyperparameters: Mapping[str, Any] | None = None,
+        last: Sequence[str] = ("lr",),
+        sums: Sequence[str] = ("skipped",),
+    ) -> None:
+        self.keys = None if keys is None else tuple(keys)
+        self.trigger = trigger
+        self.hyperparameters = dict(hyperparameters or {})
+        self._means = IntervalMeans(last=last, sums=sums)
+        self._observed_at: dict[str, tuple[int, float]] = {}
+        self._last_written = 0
+        self._is_open = False
+        self._failed = False
+
+    @abstractmethod
+    def open(self, trainer: Trainer, *, keep: float) -> int:
+        """Open the log for a run that starts or resumes.
+
+        Args:
+            trainer: The trainer, before its next update.
+            keep: The last update whose entry is kept, if there is a log: 0 to start a new one, infinity to keep all.
+
+        Returns:
+            The last update that is in the log; 0 if there is none.
+        """
+
+    @abstractmethod
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Write the configuration of the run.
+
+        Args:
+            config: ``"hyperparameters"`` and ``"recipe"``, JSON values by name, and ``"recipe_digest"``.
+        """
+
+    @abstractmethod
+    def write(self, update: int, values: Mapping[str, float]) -> None:
+        """Write the entry of an update; it is called with ascending updates.
+
+        Args:
+            update: The number of the update.
+            values: The values by name, among them ``"epoch"``.
+        """
+
+    @abstractmethod
+    def summarize(self, summary: Mapping[str, Any]) -> None:
+        """Write the result of a run that has ended without an error.
+
+        Args:
+            summary: ``"update"``, the number of updates, and ``"digest"``, the digest of each model by name.
+        """
+
+    @abstractmethod
+    def close(self, *, failed: bool) -> None:
+        """Write what is still in memory, and close the log.
+
+        Args:
+            failed: Whether the run ends with an error.
+        """
+
+    def flush(self) -> None:
+        """Write what is still in memory; does nothing by default."""
+
+    def initialize(self, trainer: Trainer) -> None:
+        """Open the log, and write the configuration if it is new."""
+        self._failed = False
+        if not trainer.is_main:
+            return
+        kept = _kept(trainer)
+        self._last_written = self.open(trainer, keep=kept)
+        self._is_open = True
+        if not self._last_written or math.isfinite(kept):
+            self.configure(_configuration(trainer, self.hyperparameters))
+
+    def collect(self, trainer: Trainer) -> None:
+        """Add the observation of one update to the means; nothing is read from the device."""
+        self._means.update(trainer.observation, self.keys)
+        at = (trainer.updater.iteration, trainer.updater.epoch_detail)
+        self._observed_at.update(dict.fromkeys(trainer.observation, at))
+
+    def __call__(self, trainer: Trainer) -> None:
+        """End the interval, and write its entries."""
+        # Before anything is written: if this ends the run and you continue it, the entry is written then.
+        trainer.updater.last_skipped()
+        if self._is_open:
+            self._write_interval()
+        self._means.clear()
+        self._observed_at.clear()
+
+    def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - any error
+        """Record that the run ends with an error, after which its interval may still continue."""
+        self._failed = True
+
+    def finalize(self, trainer: Trainer) -> None:
+        """Write the rest of the interval and the summary, unless the run ended with an error, and close the log."""
+        if not self._is_open:
+            return
+        try:
+            if not self._failed:
+                self._write_interval()
+                models = trainer.updater.get_all_models()
+                digests = {name: digest(model) for name, model in models.items()}
+                self.summarize({"update": trainer.updater.iteration, "digest": digests})
+        finally:
+            self._is_open = False
+            self.close(failed=self._failed)
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the means of the current interval; what was written before is flushed."""
+        # A run that resumes from this state does not repeat the updates before it: they must survive a kill.
+        if self._is_open:
+            self.flush()
+        observed_at = {name: list(at) for name, at in self._observed_at.items()}
+        return {"means": self._means.state_dict(), "observed_at": observed_at}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a saved state."""
+        check_keys(state, ("means", "observed_at"), of=type(self).__name__)
+        observed_at = {name: (int(update), float(epoch)) for name, (update, epoch) in state["observed_at"].items()}
+        self._means.load_state_dict(state["means"])
+        self._observed_at = observed_at
+
+    def _write_interval(self) -> None:
+        """Write the means, each at the update at which its value was last observed."""
+        entries: dict[tuple[int, float], dict[str, float]] = {}
+        for name, value in self._means.compute().items():
+            entries.setdefault(self._observed_at[name], {})[name] = value
+        for (update, epoch), values in sorted(entries.items(), key=lambda entry: entry[0]):
+            # Up to there the log was written before the run was resumed, with equal values.
+            if update > self._last_written:
+                self.write(update, {EPOCH: epoch, **values})
+                self._last_written = update
+
+
+def _kept(trainer: Trainer) -> float:
+    """Return the last update of an earlier log that belongs to this run; infinity if all do."""
+    resumption, update = trainer.resumption, trainer.updater.iteration
+    if update == 0:
+        return 0
+    # A run that continues in the process that began it has written all of the log by itself.
+    if resumption is None or resumption.update != update:
+        return math.inf
+    if not resumption.same_run:
+        return 0
+    return math.inf if resumption.same_kernels and not resumption.accepted else update
+
+
+def _configuration(trainer: Trainer, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a run as JSON values."""
+    recipe = trainer.updater.recipe_fields()
+    text = json.dumps(recipe, sort_keys=True, separators=(",", ":"))
+    given = {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in hyperparameters.items()
+    }
+    return {"hyperparameters": given, "recipe": recipe, "recipe_digest": hashlib.sha256(text.encode()).hexdigest()}

@@ -1,0 +1,102 @@
+"""Write the observed values for TensorBoard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lockstep.extensions.loggers.logger import EPOCH, Logger
+from lockstep.extensions.loggers.optional import check_installed, import_optional
+from lockstep.trainer import Trainer
+
+
+class TensorBoardLogger(Logger):
+    """Writes event files for TensorBoard to a folder of the trainer's folder.
+
+    The configuration is the text ``config``, and hyperparameters are shown on TensorBoard's page for them. All values
+    of an update are one record, which a killed process leaves complete or not at all. Events that are not kept stay in
+    their files, and TensorBoard does not show them.
+
+    Args:
+        folder: The folder of the event files, relative to the trainer's folder.
+        **options: The arguments of `Logger`.
+
+    Raises:
+        ImportError: If tensorboard is not installed.
+    """
+
+    def __init__(self, folder: str = "tensorboard", **options: Any) -> None:
+        check_installed("tensorboard", extra="tensorboard", user=type(self).__name__)
+        super().__init__(**options)
+        self.folder = folder
+        self._writer: Any = None
+
+    @property
+    def writer(self) -> Any:
+        """The `torch.utils.tensorboard.SummaryWriter`, for images, histograms and more; None between runs and ranks."""
+        return self._writer
+
+    def open(self, trainer: Trainer, *, keep: float) -> int:
+        """Open a new event file, and hide the events that are not kept."""
+        path = trainer.out / self.folder
+        last = _last_update(path)
+        purge = None
+        if last > keep or (last >= 0 and not keep):
+            # Everything from this step on, also the configuration at step 0 where nothing is kept.
+            purge = int(keep) + 1 if keep else 0
+            last = int(keep)
+        self._writer = import_optional("torch.utils.tensorboard").SummaryWriter(str(path), purge_step=purge)
+        return max(last, 0)
+
+    def configure(self, config: Mapping[str, Any]) -> None:
+        """Write the configuration as a text, and the hyperparameters for their page."""
+        self._writer.add_text("config", _as_code(config))
+        if config["hyperparameters"]:
+            summary = import_optional("torch.utils.tensorboard.summary")
+            for each in summary.hparams(dict(config["hyperparameters"]), {}):
+                self._writer.file_writer.add_summary(each)
+
+    def write(self, update: int, values: Mapping[str, float]) -> None:
+        """Write all values of an update as one event."""
+        scalar = import_optional("torch.utils.tensorboard.summary").scalar
+        parts = [scalar(name, value).value for name, value in values.items()]
+        summary = import_optional("tensorboard.compat.proto.summary_pb2").Summary
+        self._writer.file_writer.add_summary(summary(value=[each for part in parts for each in part]), update)
+
+    def summarize(self, summary: Mapping[str, Any]) -> None:
+        """Write the summary as a text."""
+        self._writer.add_text("summary", _as_code(summary), summary["update"])
+
+    def flush(self) -> None:
+        """Write what is in the queue."""
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - event files have no place for it
+        """Write what is in the queue, and close the file."""
+        self._writer.close()
+        self._writer = None
+
+
+def _last_update(folder: Path) -> int:
+    """Return the last update in the event files of a folder; 0 if there are events without one, -1 without a file."""
+    files = sorted(folder.glob("events.out.tfevents.*"))
+    if not files:
+        return -1
+    last = 0
+    loader = import_optional("tensorboard.backend.event_processing.event_file_loader").EventFileLoader
+    for file in files:
+        # Ends without an error at a record that is not whole.
+        for event in loader(str(file)).Load():
+            if event.HasField("session_log"):
+                last = min(last, max(event.step - 1, 0))
+            # Other events, such as your own images, may be ahead of the entries.
+            elif any(value.tag == EPOCH for value in event.summary.value):
+                last = max(last, event.step)
+    return last
+
+
+def _as_code(value: Mapping[str, Any]) -> str:
+    """Return JSON as Markdown that keeps its line breaks."""
+    return "\n".join(f"    {line}" for line in json.dumps(value, indent=1).splitlines())

@@ -1,0 +1,192 @@
+"""One pass over a dataset that collects the outputs of a model in the order of the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+
+from lockstep import nest
+from lockstep.data import BatchIterator, Iterator, MapDataset, check_not_split_by_rank
+from lockstep.metrics import Observers
+from lockstep.plan import Shard
+from lockstep.prediction.batches import as_cuttable, in_held_precision, windows
+from lockstep.prediction.evaluation_mode import evaluation_mode
+from lockstep.prediction.model_inputs import ModelInputs
+from lockstep.prediction.rank_exchange import RankExchange
+from lockstep.replicas import BatchDim, ShardForward, read_outputs
+from lockstep.updaters import Converter, ForwardEngine, batch_size
+
+EXCHANGED_WINDOWS: Final = 16
+"""How many windows of batches are computed between two exchanges of outputs: fewer exchanges wait less."""
+
+ShardOutput: TypeAlias = "tuple[tuple[int, int], range, Any]"
+"""The batch and the number of a shard, its samples within the batch, and what the model returned, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a prediction computes, wherever it runs.
+
+    Attributes:
+        output: A function of the output of the model that returns what is collected; None for the output itself.
+        target: Which entry of a batch the model does not receive, see `predict`.
+        converter: Converts samples to tensors; None for the converter of the engine.
+        output_dim: The dimension of outputs that counts samples.
+    """
+
+    output: Callable[[Any], Any] | None = None
+    target: bool | str | None = None
+    converter: Converter | None = None
+    output_dim: BatchDim = 0
+
+    def run(
+        self,
+        engine: ForwardEngine,
+        dataset: Any,
+        size: int,
+        network_of: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> Any:
+        """Predict a dataset on the devices and ranks of an engine.
+
+        Args:
+            engine: Runs the shards of this rank.
+            dataset: The dataset or the batches.
+            size: The number of samples per batch, at least 1, of a dataset.
+            network_of: Returns the network to run, given a replica of the engine's model; None for the replica itself.
+
+        Returns:
+            The outputs of all samples.
+        """
+        exchange = RankExchange(engine.communicator)
+        collected: list[ShardOutput] = []
+        sizes: list[int] = []
+        with exchange.reporting_errors():
+            batches = _batches(dataset, size, engine)
+            replicas = engine.prepare()
+            networks = replicas if network_of is None else [network_of(replica) for replica in replicas]
+            inputs = ModelInputs.of_forward(networks[0].forward, self.target)
+
+            def compute(place: int, given: Any) -> Any:
+                args, kwargs = in_held_precision(given, engine.precision)
+                output = networks[place](*args, **kwargs)
+                return output if self.output is None else self.output(output)
+
+            def seen(batch: Any) -> Any:
+                batch = as_cuttable(batch, self.converter, engine.replicas.devices[0], name="dataset")
+                exchange.see(batch)
+                return batch
+
+            own: list[ShardOutput] = []
+            observers = [Observers({"": network}) for network in networks]
+            with evaluation_mode(engine.replicas.model, replicas):
+                for index, window in enumerate(windows(map(seen, batches), engine.batches_per_run)):
+                    first = len(sizes)
+                    results = engine.run(
+                        window,
+                        compute,
+                        observers,
+                        first=first,
+                        converter=self.converter,
+                        arguments=inputs.of_batch,
+                    )
+                    sizes += [batch_size(batch, engine.batch_dim) for batch in window]
+                    own += [
+                        ((first + each.shard.batch, each.shard.index), each.shard.samples, _on_cpu(each.returned))
+                        for each in results
+                    ]
+                    if index % EXCHANGED_WINDOWS == EXCHANGED_WINDOWS - 1:
+                        collected += _of_all_ranks(exchange, own)
+                        own = []
+                collected += _of_all_ranks(exchange, own)
+        if not sizes:
+            raise ValueError("`dataset` must hold at least one sample, got none. A generator yields only once.")
+        return self._merged(sorted(collected, key=lambda each: each[0]), sizes)
+
+    def _merged(self, collected: list[ShardOutput], sizes: list[int]) -> Any:
+        """Merge the outputs of all shards in the order of samples."""
+        forwards = [
+            ShardForward(Shard(index, batch, samples), [], returned, nest.tensors(returned), [], None)
+            for index, ((batch, _), samples, returned) in enumerate(collected)
+        ]
+        outputs = _check(lambda: read_outputs(forwards, sum(sizes), self.output_dim))
+        for name, dim, *tensors in zip(outputs.names, outputs.dims, *(each.tensors for each in forwards), strict=True):
+            shapes = {tuple(each.shape[:dim] + each.shape[dim + 1 :]) for each in tensors} if dim is not None else ()
+            if len(shapes) > 1:
+                raise ValueError(
+                    f"`{name}` must have the same shape for all samples, got {sorted(shapes)}. Pad the samples to one "
+                    "length in the converter, or pass an `output` function that returns something of one size."
+                )
+        merged = outputs.merged(torch.device("cpu"))
+        order = _order(collected, sizes)
+        for index, (tensor, dim) in enumerate(zip(merged, outputs.dims, strict=True)):
+            if order is not None and dim is not None:
+                merged[index] = tensor.index_select(dim, order)
+            elif len(forwards) == 1:
+                # The only part itself, which may be the memory of an input or of a weight.
+                merged[index] = tensor.clone()
+        return outputs.unflatten(merged)
+
+
+def _check(read: Callable[[], Any]) -> Any:
+    """Read the outputs, and add to an error how to choose what is collected."""
+    try:
+        return read()
+    except (TypeError, ValueError) as error:
+        cure = "Pass output=lambda out: out.logits or the like to choose what is collected."
+        raise type(error)(f"{error} {cure}") from None
+
+
+def _batches(dataset: Any, size: int, engine: ForwardEngine) -> Iterable[Any]:
+    """Return the batches of one pass over a dataset."""
+    if isinstance(dataset, Mapping | tuple):
+        raise TypeError(
+            f"`dataset` must be a dataset or an iterable of batches, got a {type(dataset).__name__}. Pass "
+            "torch.utils.data.TensorDataset(*tensors) for tensors of all samples."
+        )
+    if isinstance(dataset, Iterator):
+        if getattr(dataset, "repeat", False):
+            raise ValueError("`dataset` must end after one pass, got an iterator that repeats. Pass repeat=False.")
+        iterator = dataset
+        reset = getattr(iterator, "reset", None)
+        if reset is not None:
+            reset()
+    elif isinstance(dataset, MapDataset):
+        iterator = BatchIterator(dataset, size, repeat=False)
+    else:
+        check_not_split_by_rank(dataset, "dataset")
+        batches: Iterable[Any] = dataset
+        return batches
+    # Each rank loads only the samples that it computes.
+    iterator.load_only(engine.own_samples)
+    return iterator
+
+
+def _of_all_ranks(exchange: RankExchange, own: list[ShardOutput]) -> list[ShardOutput]:
+    return [each for rank in exchange.gather(own) for each in rank]
+
+
+def _on_cpu(returned: Any) -> Any:
+    """Return an output whose tensors are on the CPU, without the memory of larger tensors that they are views of."""
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        moved = tensor.detach().cpu()
+        # A view such as the last position of a sequence would keep and send all positions.
+        is_view = moved.untyped_storage().nbytes() > moved.numel() * moved.element_size()
+        return moved.clone(memory_format=torch.contiguous_format) if is_view else moved
+
+    return nest.map_tensors(copied, returned)
+
+
+def _order(collected: list[ShardOutput], sizes: list[int]) -> torch.Tensor | None:
+    """Return where each sample lies in the merged outputs; None if they are in order, as without strided shards."""
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + size)
+    positions = [starts[batch] + sample for (batch, _), samples, _ in collected for sample in samples]
+    if all(position == place for place, position in enumerate(positions)):
+        return None
+    return torch.tensor(positions, device="cpu").argsort()

@@ -1,0 +1,114 @@
+"""Exchange the results of an evaluation or a prediction between the ranks, and the error of a rank that fails."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lockstep.communicators import Communicator
+from lockstep.data import fingerprint
+from lockstep.errors import DisagreementError, PeerError, PeerInterrupt, SignalExit
+from lockstep.updaters import CURE
+
+
+class RankExchange:
+    """Exchanges messages of one evaluation, in which all ranks take the same steps.
+
+    Args:
+        communicator: The communicator of the ranks.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._fingerprints: list[str] = []
+        self._failed = False
+
+    def see(self, batch: Any) -> None:
+        """Record a batch, so that ranks which are given different ones find out.
+
+        Args:
+            batch: The batch, before it is cut into shards.
+        """
+        if self._communicator.size > 1:
+            self._fingerprints.append(" ".join(fingerprint(batch, contents=False)))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in order of ranks.
+
+        Args:
+            value: The value of this rank.
+
+        Raises:
+            PeerError: If a rank failed.
+            PeerInterrupt: If a rank was interrupted.
+            SignalExit: If a signal on a rank ends the run.
+            DisagreementError: If the ranks were given different batches.
+        """
+        if self._communicator.size == 1:
+            return [value]
+        # An error from here on is raised on every rank, or cannot be sent.
+        self._failed = True
+        messages = self._communicator.gather_objects({"batches": self._fingerprints, "value": value})
+        for rank, each in enumerate(messages):
+            _raise_error(rank, each)
+        _check_same([each["batches"] for each in messages])
+        self._fingerprints = []
+        self._failed = False
+        return [each["value"] for each in messages]
+
+    @contextmanager
+    def reporting_errors(self) -> Iterator[None]:
+        """Send an exception that is raised in the ``with`` block to the other ranks, which wait for a message."""
+        try:
+            yield
+        except BaseException as error:
+            if self._communicator.size > 1 and not self._failed:
+                self._communicator.gather_objects(
+                    {
+                        "error": f"{type(error).__name__}: {error}",
+                        "interrupt": isinstance(error, KeyboardInterrupt),
+                        "stop": error.number if isinstance(error, SignalExit) else 0,
+                        "traceback": "".join(traceback.format_exception(error)),
+                    }
+                )
+            raise
+
+
+def _raise_error(rank: int, message: dict[str, Any]) -> None:
+    """Raise the error in the message of a rank, if there is one."""
+    if "error" not in message:
+        return
+    if message["stop"]:
+        raise SignalExit(message["stop"])
+    if message["interrupt"]:
+        raise PeerInterrupt(f"Rank {rank} was interrupted.", rank=rank)
+    raise PeerError(
+        f"Rank {rank} raised {message['error']}\nIts own traceback:\n{message['traceback'].rstrip()}",
+        rank=rank,
+        phase="evaluation",
+        traceback=message["traceback"],
+    )
+
+
+def _check_same(by_rank: Sequence[Sequence[str]]) -> None:
+    """Check that all ranks have seen the same batches.
+
+    Args:
+        by_rank: The fingerprints of the batches of each rank.
+
+    Raises:
+        DisagreementError: If a rank has seen others than rank 0.
+    """
+    for rank, seen in enumerate(by_rank):
+        if list(seen) == list(by_rank[0]):
+            continue
+        pairs = zip(seen, by_rank[0], strict=False)
+        position = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+        what = f"there are {len(seen)} and not {len(by_rank[0])}" if position is None else f"batch {position} differs"
+        raise DisagreementError(
+            f"The evaluation batches of rank {rank} must be those of rank 0, but {what}. {CURE}",
+            rank=rank,
+            subject="evaluation batches",
+        )

@@ -1,0 +1,192 @@
+"""Metrics of torchmetrics and ignite in an evaluator give what a plain loop with them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.extensions import Evaluator
+from lockstep.metrics import IgniteMetric, OwnMetric, TorchMetric, flatten_value
+from tests.support.programs.evaluating import NUM_CLASSES, Decaying, SquaredError, data, torch_metrics
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+
+def batches() -> list[Sequence[torch.Tensor]]:
+    x, y = data().tensors
+    return list(zip(x.split(6), y.split(6), strict=True))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, NUM_CLASSES)
+
+
+def outcomes() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield what metrics are updated with."""
+    network = model()
+    for x, y in batches():
+        with torch.no_grad():
+            output = network(x)
+        yield output, y
+
+
+def by_hand(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of metrics in a plain loop."""
+    for output, target in outcomes():
+        for metric in metrics.values():
+            metric.update(output, target)
+    return {name: metric.compute() for name, metric in metrics.items()}
+
+
+def equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(equal(found[key], expected[key]) for key in expected)
+    return torch.equal(found, expected)
+
+
+def test_torchmetrics_give_the_bits_of_a_plain_loop() -> None:
+    evaluator = Evaluator(batches(), torch_metrics(), model=model())
+    found = evaluator.evaluate()
+    expected = by_hand(torch_metrics())
+    assert [name for name in expected if not equal(evaluator.results[name], expected[name])] == []
+    assert found["set/recall"] == expected["set"]["recall"]
+    assert found["f1/class2"] == expected["f1"][2].item()
+    assert found["confusion/class0/class1"] == expected["confusion"][0, 1].item()
+    assert found["by_name/multiclassaccuracy_0"] == expected["by_name"]["multiclassaccuracy_0"]
+
+
+def test_a_collection_may_be_passed_as_it_is() -> None:
+    metrics = torch_metrics()["set"]
+    found = Evaluator(batches(), metrics, model=model()).evaluate()
+    assert set(found) == {"accuracy", "recall", "precision"}
+
+
+def test_a_metric_is_evaluated_anew_each_time() -> None:
+    evaluator = Evaluator(batches(), torch_metrics(), model=model())
+    assert evaluator.evaluate() == evaluator.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("set", "count"),
+        ("f1", "count"),
+        ("confusion", "count"),
+        ("by_name", "count"),
+        ("auroc", "order"),
+        ("calibration", "order"),
+        ("hinge", "order"),
+        ("smallest", "gather"),
+    ],
+)
+def test_the_rule_of_a_metric_follows_from_its_states(name: str, rule: str) -> None:
+    assert TorchMetric(torch_metrics()[name]).rule == rule
+
+
+def test_the_rule_of_other_metrics() -> None:
+    assert OwnMetric(SquaredError()).rule == "order"
+    assert OwnMetric(Decaying()).rule == "gather"
+    assert TorchMetric(torchmetrics.PearsonCorrCoef()).rule == "gather"
+    assert TorchMetric(torchmetrics.MaxMetric()).rule == "count"
+
+
+def test_states_of_ranks_are_merged_in_order_of_shards() -> None:
+    metrics = [TorchMetric(torchmetrics.MeanSquaredError()), TorchMetric(torchmetrics.MeanSquaredError())]
+    pairs = [(torch.rand(5), torch.rand(5)) for _ in range(6)]
+    alone = torchmetrics.MeanSquaredError()
+    for index, pair in enumerate(pairs):
+        alone.update(*pair)
+        metrics[index % 2].add((index, 0), *pair)
+    parts = [metric.parts() for metric in metrics]
+    for metric in metrics:
+        metric.merge(parts)
+        assert torch.equal(metric.compute(), alone.compute())
+
+
+def test_a_value_that_is_no_number_is_left_out_with_a_warning() -> None:
+    class Text:
+        def update(self, _output: Any, _target: Any) -> None:
+            pass
+
+        def reset(self) -> None:
+            pass
+
+        def compute(self) -> Any:
+            return {"best": 1.0, "summary": "good"}
+
+    evaluator = Evaluator(batches(), {"text": Text()}, model=model())
+    with pytest.warns(UserWarning, match="'text' is not observed, because it holds a str"):
+        assert evaluator.evaluate() == {}
+    assert evaluator.results["text"]["best"] == 1.0
+    with pytest.raises(ValueError, match="more than 1000"):
+        flatten_value("matrix", torch.zeros(40, 40))
+
+
+def test_ignite_gives_what_its_engine_gives() -> None:
+    metrics = pytest.importorskip("ignite.metrics")
+    engine = pytest.importorskip("ignite.engine")
+
+    def made() -> dict[str, Any]:
+        return {
+            "accuracy": metrics.Accuracy(),
+            "loss": metrics.Loss(nn.functional.cross_entropy),
+            "confusion": metrics.ConfusionMatrix(NUM_CLASSES),
+            "iou": metrics.IoU(metrics.ConfusionMatrix(NUM_CLASSES)),
+            "precision": metrics.Precision(average=False),
+            "first": metrics.Accuracy(output_transform=lambda pair: (pair[0][:2], pair[1][:2])),
+        }
+
+    evaluator = Evaluator(batches(), made(), model=model())
+    evaluator.evaluate()
+    runner = engine.Engine(lambda _, pair: pair)
+    for name, metric in made().items():
+        metric.attach(runner, name)
+    expected = runner.run(outcomes(), epoch_length=len(batches())).metrics
+    assert evaluator.results.keys() == expected.keys()
+    for name, value in evaluator.results.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[name])), name
+    assert [IgniteMetric(metric).rule for metric in made().values()] == [
+        "count",
+        "order",
+        "count",
+        "gather",
+        "gather",
+        "count",
+    ]
+    with pytest.raises(TypeError, match="must not hold a RunningAverage"):
+        Evaluator(batches(), {"a": metrics.RunningAverage(output_transform=float)})
+
+
+def test_a_metric_may_return_the_state_that_it_adds_to() -> None:
+    class Total:
+        def __init__(self) -> None:
+            self.sums = {"total": torch.zeros(()), "counts": [0]}
+
+        def update(self, output: torch.Tensor, target: torch.Tensor) -> None:
+            self.sums["total"] += output.sum()
+            self.sums["counts"][0] += len(target)
+
+        def reset(self) -> None:
+            self.sums["total"].zero_()
+            self.sums["counts"][0] = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.sums
+
+        def merge(self, states: Sequence[Any]) -> None:
+            self.reset()
+            for state in states:
+                self.sums["total"] += state["total"]
+                self.sums["counts"][0] += state["counts"][0]
+
+        def compute(self) -> torch.Tensor:
+            return self.sums["total"] / self.sums["counts"][0]
+
+    evaluator = Evaluator(batches(), {"mean": Total()}, model=model())
+    evaluator.evaluate()
+    assert torch.equal(evaluator.results["mean"], by_hand({"mean": Total()})["mean"])
