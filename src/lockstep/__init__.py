@@ -5,7 +5,14 @@
 The names below are the public interface. `docs/` explains how they fit together.
 """
 
-from lockstep import data as data, extensions as extensions, metrics as metrics, optim as optim, triggers as triggers
+from lockstep import (
+    data as data,
+    extensions as extensions,
+    metrics as metrics,
+    optim as optim,
+    snapshots as snapshots,
+    triggers as triggers,
+)
 from lockstep._version import __version__ as __version__
 from lockstep.communicators import (
     Communicator as Communicator,
@@ -21,10 +28,12 @@ from lockstep.data import (
 )
 from lockstep.digest import digest as digest
 from lockstep.errors import (
+    DeterminismWarning as DeterminismWarning,
     DisagreementError as DisagreementError,
     EndOfDataError as EndOfDataError,
     LockstepError as LockstepError,
     NonFiniteError as NonFiniteError,
+    NonFiniteWarning as NonFiniteWarning,
     OrderError as OrderError,
     PeerError as PeerError,
     PeerInterrupt as PeerInterrupt,
@@ -32,6 +41,9 @@ from lockstep.errors import (
     ReplayWarning as ReplayWarning,
     ReplicaError as ReplicaError,
     ReplicaInterrupt as ReplicaInterrupt,
+    SignalExit as SignalExit,
+    SnapshotError as SnapshotError,
+    SnapshotWarning as SnapshotWarning,
     StateError as StateError,
 )
 from lockstep.launch import launch as launch
@@ -45,14 +57,22 @@ from lockstep.precision import (
     RampLossScale as RampLossScale,
     StaticLossScale as StaticLossScale,
 )
+from lockstep.prediction import predict as predict
 from lockstep.replicas import (
     DataParallel as DataParallel,
     Monitor as Monitor,
     OnDevice as OnDevice,
     ReplicaGroup as ReplicaGroup,
 )
-from lockstep.trainer import Extension as Extension, Trainer as Trainer
+from lockstep.streams import seed_everything as seed_everything
+from lockstep.trainer import (
+    Extension as Extension,
+    ModelSummary as ModelSummary,
+    Trainer as Trainer,
+    summarize_model as summarize_model,
+)
 from lockstep.updaters import (
+    Carried as Carried,
     Loss as Loss,
     ParallelUpdater as ParallelUpdater,
     StandardUpdater as StandardUpdater,

@@ -26,6 +26,9 @@ RULE: Final = "`states` must hold tensors, numbers, text and None"
 """The rule that errors about unsupported states begin with."""
 
 
+_ENCODER: Final = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 class Entry(NamedTuple):
     """One line of a digest: a tensor, another value, or a container.
 
@@ -43,6 +46,20 @@ class Entry(NamedTuple):
     about: Any
 
 
+class TensorDigest(NamedTuple):
+    """What stands for a tensor in a state whose tensors were hashed before.
+
+    Attributes:
+        dtype: The dtype without "torch.".
+        shape: The sizes of the dimensions.
+        sha256: The hash from `tensor_digest`.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
 def digest(*states: Any) -> str:
     """Compute the SHA-256 over the names, shapes, dtypes and bits of states.
 
@@ -50,7 +67,8 @@ def digest(*states: Any) -> str:
 
     Args:
         *states: The states: modules (their parameters and persistent buffers), optimizers (their state and
-            settings), other objects with a `state_dict`, and mappings, sequences, tensors, numbers, text and None.
+            settings), other objects with a `state_dict`, and mappings, sequences, tensors, numbers, text and None. A
+            `TensorDigest` counts as the tensor that it stands for.
 
     Returns:
         The digest as 64 hexadecimal digits.
@@ -179,6 +197,8 @@ def _walk(state: Any, path: Path) -> Iterator[Entry]:
     """Yield the entry of a state or of a part of it, followed by the entries of its parts."""
     if isinstance(state, torch.Tensor):
         yield from _walk_tensor(state, path)
+    elif isinstance(state, TensorDigest):
+        yield Entry(path, "tensor", tuple(state))
     elif isinstance(state, Mapping):
         yield Entry(path, "mapping", len(state))
         for key, part in state.items():
@@ -262,7 +282,7 @@ def _key(key: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return _ENCODER.encode(value)
 
 
 def _update(sha: hashlib._Hash, tensor: torch.Tensor) -> None:

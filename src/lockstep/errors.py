@@ -5,6 +5,8 @@ of arguments can find: a replica or another process that failed, processes that 
 non-finite, calls out of order, and a saved state that does not fit.
 """
 
+import signal
+
 
 class LockstepError(Exception):
     """The base class of the errors below, by which you can catch all of them."""
@@ -104,8 +106,65 @@ class PeerInterrupt(KeyboardInterrupt):
         self.rank = rank
 
 
+class SignalExit(SystemExit):
+    """A signal has ended the run after a finished update, and a snapshot of that update is durable.
+
+    Nothing needs to catch it: Python then ends with 128 plus the number of the signal as exit code, as a shell reports
+    a process that a signal has ended.
+
+    Attributes:
+        number: The number of the signal.
+        name: The name of the signal, such as ``"SIGTERM"``.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+        self.name = signal.Signals(number).name
+
+    def __str__(self) -> str:
+        return f"The run was ended by {self.name}."
+
+
 class StateError(LockstepError, ValueError):
     """A saved state does not fit the object that it is loaded into. Nothing has been changed."""
+
+
+class NonFiniteWarning(UserWarning):
+    """An update was skipped because its gradient was not finite. It is given once per updater."""
+
+
+class SnapshotError(LockstepError, RuntimeError):
+    """A snapshot cannot be written, or what is on the disk is not a whole snapshot.
+
+    Attributes:
+        file: The name of the file in the folder of the snapshot; None if it is not about a file.
+        tensor: The name of the tensor in that file; None if it is not about a tensor.
+        expected: The digest that the manifest names, if digests differ.
+        found: The digest of what is on the disk, if digests differ.
+        damaged: Whether the snapshot is known not to be whole. Otherwise it may be whole where it can be read.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        expected: str | None = None,
+        found: str | None = None,
+        damaged: bool = True,
+    ) -> None:
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor
+        self.expected = expected
+        self.found = found
+        self.damaged = damaged
+
+
+class SnapshotWarning(UserWarning):
+    """A snapshot could not be written or read, and the run goes on with the others."""
 
 
 class RandomStreamWarning(UserWarning):
@@ -114,6 +173,10 @@ class RandomStreamWarning(UserWarning):
     If the source is torch's default generator, shards run one after the other from then on, with the same result. If it
     is Python's `random` or ``numpy.random``, the result depends on where shards are computed.
     """
+
+
+class DeterminismWarning(UserWarning):
+    """The result of a run may not be, or is not, that of an uninterrupted run on equal kernels."""
 
 
 class ReplayWarning(UserWarning):

@@ -180,3 +180,19 @@ class _NamedTuple(Protocol):
     """The interface that distinguishes a named tuple from a tuple: its constructor takes the fields one by one."""
 
     def _make(self, iterable: Iterable[Any], /) -> Any: ...
+
+
+def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Convert a batch to call arguments: a tuple or list by position, a dict by name, else the only argument.
+
+    Args:
+        batch: The tensors of a batch or a shard.
+
+    >>> call_arguments({"x": 1}), call_arguments((1, 2))
+    (((), {'x': 1}), ((1, 2), {}))
+    """
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch,), {}

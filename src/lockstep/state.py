@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 from lockstep.errors import StateError
 
@@ -82,3 +82,30 @@ class Stateful:
                 loaded[key] = state[key]
         for key, value in loaded.items():
             setattr(self, f"_{key}", value)
+
+
+class Loadable(Protocol):
+    """An object with a state that can be saved and loaded."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Load a saved state; after an error nothing has changed."""
+
+
+def load_all(parts: Sequence[tuple[Loadable, Mapping[str, Any]]]) -> None:
+    """Load a saved state into each object; if one raises, restore those that were already loaded.
+
+    Args:
+        parts: The objects with their states. The last one is never restored, because it is the last that can fail, so
+            its current state is not copied.
+    """
+    before = [(part, copy.deepcopy(part.state_dict())) for part, _ in parts[:-1]]
+    try:
+        for part, saved in parts:
+            part.load_state_dict(saved)
+    except BaseException:
+        for part, saved in before:
+            part.load_state_dict(saved)
+        raise

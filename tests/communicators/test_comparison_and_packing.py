@@ -13,11 +13,11 @@ from hypothesis import given, strategies as st
 
 import lockstep as ls
 from lockstep import DisagreementError, ProcessCommunicator
-from lockstep.communicators import Contribution, agreement
-from lockstep.communicators.agreement import Difference, StateComparer, check_fields, first_difference
+from lockstep.communicators import Contribution, comparison as comparison_module
+from lockstep.communicators.comparison import Difference, StateComparer, check_fields, first_difference
 from lockstep.communicators.sums import pair
 from lockstep.communicators.transport import packing
-from lockstep.communicators.transport.packing import LONG_TENSOR, plan_packets
+from lockstep.communicators.transport.packing import LONG_TENSOR_BYTES, plan_packets
 from lockstep.tree import PartialSum
 from lockstep.updaters.ranks import coordinator
 from tests.support.ranks import run_on_ranks
@@ -94,7 +94,7 @@ def find(communicator: ProcessCommunicator) -> dict[tuple[str, str], Found]:
                 key = name if differing == "b" else f"two {name}"
                 found[comparison, key] = (None, None)
                 with pytest.MonkeyPatch.context() as patch:
-                    for module in (agreement, coordinator):
+                    for module in (comparison_module, coordinator):
                         patch.setattr(module, "first_difference", compare)
                     try:
                         use(communicator, tensors)
@@ -184,7 +184,7 @@ def summed(communicator: ProcessCommunicator) -> list[torch.Tensor | None]:
     return communicator.sum_partials([PartialSum(communicator.rank, list(mine))], both, like())
 
 
-def brought(communicator: ProcessCommunicator) -> list[torch.Tensor | None]:
+def added(communicator: ProcessCommunicator) -> list[torch.Tensor | None]:
     """Bring tensors as backward makes them, the last first; each long one is to be on its way at once."""
     mine = laid_out(communicator)
     everything = (1 << len(mine)) - 1
@@ -193,12 +193,12 @@ def brought(communicator: ProcessCommunicator) -> list[torch.Tensor | None]:
     early = []
     for index in reversed(range(len(mine))):
         before = communicator.bytes_sent
-        pending.bring(index, [mine[index]])
+        pending.add(index, [mine[index]])
         early.append(communicator.bytes_sent > before)
     return [*pending.finish(), torch.tensor(early[0])]
 
 
-SENDERS = {"all_reduce": all_reduced, "broadcast": broadcast, "sum_partials": summed, "begin_sum": brought}
+SENDERS = {"all_reduce": all_reduced, "broadcast": broadcast, "sum_partials": summed, "begin_sum": added}
 
 
 def expected(name: str) -> list[torch.Tensor]:
@@ -253,10 +253,15 @@ def test_tensors_reach_all_ranks_whole_and_a_fault_in_the_plan_shows() -> None:
     assert {name: first[name] | second[name] for name in PLANNERS} == wanted
 
 
-SHAPES = st.lists(st.tuples(st.integers(0, 3 * LONG_TENSOR // 8), st.booleans()), max_size=24)
+SHAPES = st.lists(st.tuples(st.integers(0, 3 * LONG_TENSOR_BYTES // 8), st.booleans()), max_size=24)
 
 
-@given(SHAPES, st.integers(1, 4 * LONG_TENSOR), st.integers(1, 2 * LONG_TENSOR), st.randoms(use_true_random=False))
+@given(
+    SHAPES,
+    st.integers(1, 4 * LONG_TENSOR_BYTES),
+    st.integers(1, 2 * LONG_TENSOR_BYTES),
+    st.randoms(use_true_random=False),
+)
 def test_every_tensor_is_in_one_packet_in_order_and_no_packet_is_too_long(
     described: list[tuple[int, bool]], limit: int, alone: int, random: Any
 ) -> None:

@@ -6,8 +6,11 @@ import math
 import multiprocessing
 import os
 import resource
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,8 @@ import pytest
 import torch
 
 from lockstep.data import BatchIterator, Samples, collate
-from lockstep.data.prefetch import pack, unpack
+from lockstep.data.prefetch import fetch_ahead, pack, unpack
+from lockstep.stopping import STOP
 
 # On a machine with one core PyTorch advises against two workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -52,6 +56,20 @@ class Failing:
     def __getitem__(self, index: int) -> int:
         if index == 5 and os.path.exists(self.path):  # noqa: PTH110 - the worker needs no more
             raise OSError("sample 5 is out of reach")
+        return index
+
+
+class Deaf:
+    """A dataset whose second sample is never loaded, in code that no handler of Python's interrupts."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __getitem__(self, index: int) -> int:
+        if index:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+            Path(self.path).touch()
+            time.sleep(3600)
         return index
 
 
@@ -150,6 +168,31 @@ def test_an_error_in_a_worker_leaves_the_iterator_where_it_was(tmp_path: Any) ->
             assert batches.state_dict() == state
         obstacle.unlink()
         assert [list(next(batches)) for _ in range(3)] == [[4, 5, 6, 7], [8, 9, 10, 11], [0, 1, 2, 3]]
+
+
+def test_shielded_workers_end_after_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # For this long PyTorch waits for a worker before and after it sends SIGTERM.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    path = tmp_path / "loading"
+    assert STOP.install(alone=True)
+    batches = fetch_ahead(Deaf(str(path)), iter([[0], [1]]), num_workers=1, seed=0)  # type: ignore[arg-type]
+    try:
+        assert next(batches) == [0]
+        while not path.exists():
+            time.sleep(0.01)
+    finally:
+        # In the order of a Trainer: the Snapshot extension is finalized before the updater and its iterators.
+        STOP.uninstall()
+    workers = multiprocessing.active_children()
+    try:
+        batches.close()  # type: ignore[attr-defined]
+        for worker in workers:
+            worker.join(10)
+        assert [worker.exitcode for worker in workers] == [-signal.SIGKILL]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.join()
 
 
 def test_many_tensors_need_few_files() -> None:

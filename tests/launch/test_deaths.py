@@ -10,6 +10,8 @@ import pytest
 import lockstep as ls
 from tests.support.processes import children, listening
 
+pytestmark = pytest.mark.usefixtures("spawned_by_forks")
+
 
 def raise_on(rank: int) -> None:
     communicator = ls.find_communicator()

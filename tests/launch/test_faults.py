@@ -29,6 +29,8 @@ from lockstep.communicators.failures.watch import PeerWatch, Watch
 from lockstep.updaters.ranks import rank_sum
 from tests.support.processes import children, left_in_memory, listening
 
+pytestmark = pytest.mark.usefixtures("spawned_by_forks")
+
 TIMEOUT = 15.0
 """Seconds that ranks wait for each other; a third of it may pass in silence."""
 SOON = 20.0
@@ -132,10 +134,10 @@ class FaultySum(ls.ProcessCommunicator):
 
     fault: Fault
 
-    def exchange_with(self, *arguments: Any, **options: Any) -> Any:
-        if self.watch.doing == "reduce":
+    def exchange_with_table(self, *arguments: Any, **options: Any) -> Any:
+        if self.watch.phase == "reduce":
             self.fault.at("reduce")
-        return super().exchange_with(*arguments, **options)
+        return super().exchange_with_table(*arguments, **options)
 
     def begin_sum(self, *arguments: Any, **options: Any) -> PendingSum:
         self.fault.note("begun")

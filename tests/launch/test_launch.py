@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import lockstep as ls
+from tests.support import zygote
 from tests.support.processes import listening
 
 
@@ -70,6 +71,7 @@ def start_methods() -> tuple[str | None, str]:
     return chosen, multiprocessing.get_start_method()
 
 
+@pytest.mark.usefixtures("spawned_by_forks")
 @pytest.mark.skipif(multiprocessing.get_all_start_methods()[0] != "fork", reason="fork is not this system's default")
 @pytest.mark.parametrize("chosen", [None, "fork"])
 def test_the_start_method_is_the_users_or_the_systems(chosen: str | None) -> None:
@@ -89,6 +91,7 @@ def die_with_workers() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("spawned_by_forks")
 def test_a_rank_that_dies_is_noticed_while_its_workers_live() -> None:
     with pytest.raises(ls.PeerError, match="Rank 0 was killed by SIGKILL"):
         ls.launch(die_with_workers, 1)
@@ -113,10 +116,12 @@ def leave(code: int | None) -> None:
     sys.exit(code)
 
 
+@pytest.mark.usefixtures("spawned_by_forks")
 def test_an_exit_without_fault_returns_none() -> None:
     assert ls.launch(leave, 1, args=(None,)) == [None]
 
 
+@pytest.mark.usefixtures("spawned_by_forks")
 def test_an_exit_code_is_a_failure() -> None:
     with pytest.raises(ls.PeerError, match="Rank 0 raised SystemExit: 3"):
         ls.launch(leave, 1, args=(3,))
@@ -142,6 +147,7 @@ def return_a_lock() -> object:
     return threading.Lock()
 
 
+@pytest.mark.usefixtures("spawned_by_forks")
 def test_a_value_that_cannot_be_pickled() -> None:
     with pytest.raises(ls.PeerError, match=r"Rank 0 raised TypeError: cannot pickle '_thread.lock' object"):
         ls.launch(return_a_lock, 1)
@@ -179,7 +185,7 @@ ls.launch(main, 1)
 def test_a_script_without_its_guard_is_told_where_the_call_belongs(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=240, check=False)
+    done = zygote.run([sys.executable, script])
     assert done.returncode == 1
     assert "Rank 0 exited with code 1 before `main` returned." in done.stderr
     assert 'belongs under `if __name__ == "__main__":`' in done.stderr
@@ -200,7 +206,7 @@ def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
     script, folder = tmp_path / "orphans.py", tmp_path / "pids"
     script.write_text(ORPHANS)
     folder.mkdir()
-    with subprocess.Popen([sys.executable, script, folder]) as parent:
+    with zygote.Popen([sys.executable, script, folder]) as parent:
         ranks = wait_for(lambda: [int(path.name) for path in folder.iterdir()], count=2)
         os.kill(ranks[0], signal.SIGSTOP)  # not even one that is stopped stays behind
         parent.kill()
@@ -222,6 +228,7 @@ def by_name() -> tuple[int, int, list[float]]:
     return communicator.rank, communicator.size, numbers.tolist()
 
 
+@pytest.mark.usefixtures("spawned_by_forks")
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_communicator_made_by_name_joins_the_others_too(size: int) -> None:
     total = [1.0] if size == 1 else [3.0]

@@ -216,7 +216,8 @@ def test_default_stream_refuses_calls_out_of_order() -> None:
 
 
 def test_default_stream_refuses_what_it_does_not_know() -> None:
-    with pytest.raises(ValueError, match=r"^`devices` must be CPUs or CUDA devices, got meta\.$"):
+    rule = "must be CPUs or accelerators with default generators"
+    with pytest.raises(ValueError, match=rf"^`devices` {rule}, got meta\.$"):
         DefaultStream("meta")
     guard = DefaultGeneratorGuard()
     with DefaultStream("cpu") as stream, pytest.raises(ValueError, match="`seed` must lie in"):

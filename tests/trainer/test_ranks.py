@@ -29,13 +29,14 @@ def test_a_run_logs_what_one_process_logs(tmp_path: Path, size: int) -> None:
     assert ranks[0]["printed"] == alone["printed"]
     assert ranks[0]["files"] == alone["files"]
     assert ranks[0]["bar"]
-    # Batches of the evaluation that can be shared are loaded once, the others by every rank.
+    # Samples of evaluations are loaded once, also where metrics cannot be merged.
     assert sum(found["asked"][0] for found in ranks) == 39
-    assert [found["asked"][1] for found in ranks] == [39] * size
+    assert sum(found["asked"][1] for found in ranks) == 39
     for found in ranks[1:]:
         assert (found["printed"], found["files"], found["bar"]) == ("", [], False)
 
 
+@pytest.mark.usefixtures("spawned_by_forks")
 def test_an_extension_that_fails_on_one_rank_ends_the_run_on_all(tmp_path: Path) -> None:
     with pytest.raises(ls.PeerError, match="the disk is full") as raised:
         ls.launch(fail_between_updates, 2, args=(str(tmp_path),))

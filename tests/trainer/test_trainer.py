@@ -389,6 +389,8 @@ def test_extend_refuses_what_cannot_be_called(out: Path) -> None:
         trainer.extend(Recorder("x", []), trigger=(1, "day"))
     with pytest.raises(TypeError, match="`priority` must be an integer, got 'high'"):
         trainer.extend(Recorder("x", []), priority="high")
+    with pytest.raises(TypeError, match="`priority` must be an integer, got 'low'"):
+        trainer.extend(Recorder("x", [], priority="low"))  # type: ignore[arg-type]
     assert trainer.state_dict()["extensions"] == {}
 
 
@@ -545,7 +547,7 @@ def damaged(state: dict[str, Any], path: str) -> dict[str, Any]:
         ("surplus", "The state of Trainer must hold .* unknown: 'surplus'"),
         ("triggers.a", "The state of the triggers of Trainer must hold 'a', 'b'; missing: 'a'"),
         ("triggers.c", "unknown: 'c'"),
-        ("extensions.a", "The state of the extensions of Trainer must hold 'a', 'b'; missing: 'a'"),
+        ("extensions.a", "The state of the triggers of Trainer must hold 'b'; unknown: 'a'"),
         ("triggers.b.previous", "The state of Interval must hold 'previous'; missing: 'previous'"),
         ("extensions.b.num_calls", "The state of b must hold 'num_calls'"),
         ("until.surplus", "The state of Until must hold no key; unknown: 'surplus'"),
@@ -604,3 +606,44 @@ def test_never_keeps_an_extension_silent(out: Path) -> None:
     trainer.extend(Recorder("x", events), trigger=Never())
     trainer.run()
     assert calls(events) == []
+
+
+def test_the_attributes_of_a_function_are_read(tmp_path: Path) -> None:
+    events: list[str] = []
+
+    class Watch:
+        trigger = (2, "iteration")
+        priority = WRITER
+        call_before_training = True
+
+        def __call__(self, trainer: Trainer) -> None:
+            events.append(f"call {trainer.updater.iteration}")
+
+        def initialize(self, trainer: Trainer) -> None:
+            events.append(f"initialize {trainer.updater.iteration}")
+
+        def finalize(self, trainer: Trainer) -> None:
+            events.append(f"finalize {trainer.updater.iteration}")
+
+        def on_error(self, trainer: Trainer, error: BaseException) -> None:
+            events.append(f"{error} {trainer.updater.iteration}")
+
+    trainer = Trainer(CountingUpdater(4, fail_at=4), (8, "iteration"), tmp_path)
+    trainer.extend(
+        lambda trainer: events.append(f"later {trainer.updater.iteration}"), name="later", trigger=(2, "iteration")
+    )
+    trainer.extend(Watch())
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.run()
+    assert events == ["initialize 0", "call 0", "call 2", "later 2", "call 4", "later 4", "boom 4", "finalize 4"]
+
+
+def test_a_trainer_lists_what_is_attached() -> None:
+    trainer = Trainer(CountingUpdater(4), (2, "epoch"), "runs/a")
+    trainer.extend(Recorder("low", [], priority=5), trigger=Once())
+    trainer.extend(Recorder("high", [], priority=50))
+    assert repr(trainer).splitlines() == [
+        "Trainer(CountingUpdater, until=(2, 'epoch'), out='runs/a'), 0 updates done",
+        "  high: trigger (1, 'iteration'), priority 50",
+        "  low: trigger Once(), priority 5",
+    ]

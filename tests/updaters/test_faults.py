@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.replicas.pool.replica_set import AUTO_TIMEOUT_SECONDS
-from tests.support import gan as several
+from tests.support import gan as several, zygote
 from tests.support.backward import in_backward
 from tests.support.faults import fail, interrupt
 from tests.support.gan import snapshot
@@ -299,9 +298,7 @@ updater.update()
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "1 / 0"])
 def test_a_script_that_forgets_to_finalize_ends(ending: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORGETFUL + ending], timeout=240, capture_output=True, text=True, check=False
-    )
+    done = zygote.run([sys.executable, "-c", FORGETFUL + ending])
     assert done.returncode == {"": 0, "raise SystemExit(3)": 3, "1 / 0": 1}[ending], done.stderr
     assert ending.startswith("1 / 0") or not done.stderr
 

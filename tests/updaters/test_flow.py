@@ -25,11 +25,17 @@ BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
     "ReplicaGroup.forward and backward, 2 devices": (250, None, None),
 }
 FRAMES_TO_THE_LOSS = 9
-LINES_OF_CODE = 16_520
+LINES_OF_CODE = 22_760
 """The aim is 14,700. 15,932 before updates were made readable, since when some 450 have come with corrections, and
 some 200 with the `__init__` files of sub-packages, which list what others may import; some 190 with checks of what a
 run is given; and 290 with those that ranks are given the same batches, that models are not wrapped, of forks, and of
-generators outside of the streams."""
+generators outside of the streams. 1,480 have come with features that users asked for: 775 with an Evaluator on all
+devices and ranks, which reads the states of torchmetrics and ignite; 220 with warnings and counts of skipped updates;
+285 with `batch_dim`, hidden states that are carried on, and cures for first mistakes; and 200 with
+LBFGS, buffers of other models, ReduceLROnPlateau and the logs of a LightningModule. 35 have come with better names.
+Parts of their own are snapshots with 2,350, loggers and other extensions with 900, and predictions with 380; signals,
+emergency snapshots and restarts have added some 300, options of optimizers, clipping and accelerators other than CUDA
+some 650. 70 have come with corrections after a review."""
 LINES_OF_A_BODY = 60
 LINES_OF_A_FILE = 400
 

@@ -204,7 +204,7 @@ def test_a_batch_that_cannot_be_cut_is_refused(case: str) -> None:
         before = ls.digest(updater.state_dict())
         with pytest.raises(ValueError, match="must") as caught:
             updater.compute_gradients(batch)
-        assert str(caught.value) == message
+        assert str(caught.value).startswith(message)
         assert ls.digest(updater.state_dict()) == before
         with pytest.raises(ls.OrderError, match=r"`apply_gradients` must follow `compute_gradients`"):
             updater.apply_gradients()

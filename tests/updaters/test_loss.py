@@ -92,15 +92,6 @@ def test_a_dict_batch_needs_the_name_of_its_label() -> None:
         updater.update()
 
 
-def test_an_optimizer_that_computes_gradients_by_itself_is_refused() -> None:
-    model = nn.Linear(2, 1)
-    with (
-        pytest.raises(TypeError, match=r"`optimizer` must step by the gradients .* LBFGS"),
-        updater_of(model, X, optimizer=torch.optim.LBFGS(model.parameters())),
-    ):
-        pytest.fail("it was taken")
-
-
 def test_a_saved_state_stays_what_it_was() -> None:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -144,12 +144,12 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "accumulation in steps": (
         lambda _: {"step_fn": GanStep(), "accumulate": 2},
         ValueError,
-        "`accumulate` must be 1 with a step function, got 2.",
+        "`accumulate` must be 1 with a step function or LBFGS, got 2.",
     ),
     "another batch in steps": (
         lambda _: {"step_fn": GanStep(), "on_overflow": "next"},
         ValueError,
-        "`on_overflow` must be 'retry' or 'skip' with a step function, got 'next'.",
+        "`on_overflow` must be 'retry' or 'skip' with a step function or LBFGS, got 'next'.",
     ),
 }
 
@@ -227,7 +227,7 @@ def test_one_loss_steps_all_optimizers_as_one_would() -> None:
         for _ in range(12):
             result = several.update()
             one.update()
-        assert list(result.observation()) == ["loss"]
+        assert list(result.observation()) == ["loss", "skipped"]
         assert ls.digest(model) == ls.digest(one.get_all_models()["main"])
 
 
@@ -300,7 +300,7 @@ def test_the_result_of_a_step_has_a_part_for_each_optimizer() -> None:
     assert result.parts["dis"].weight == 12 + 13
     assert result.parts["gen"].weight == 12
     observed = result.observation()
-    assert list(observed) == ["dis/loss", "dis/right", "gen/loss"]
+    assert list(observed) == ["dis/loss", "dis/skipped", "dis/right", "gen/loss", "gen/skipped"]
     assert float(observed["gen/loss"]) == float(result.parts["gen"].loss)
 
 

@@ -53,7 +53,7 @@ def test_numbers_are_weighted_means_that_do_not_depend_on_devices(devices: int, 
     assert float(result.metrics["large"]) == (1 + 2 + 3 + 4 + 5) / 5
     assert float(result.metrics["n"]) == 1.0
     assert float(result.observation()["loss"]) == result.loss.item()
-    assert set(result.observation()) == {"loss", "large", "n"}
+    assert set(result.observation()) == {"loss", "skipped", "large", "n"}
 
 
 def test_numbers_hold_no_graph() -> None:

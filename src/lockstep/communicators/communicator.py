@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.communicators.failures import Watch
-from lockstep.communicators.transport import Table
+from lockstep.communicators.transport import MessageTable
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors
 
@@ -58,12 +58,12 @@ class Contribution:
 class PendingSum(ABC):
     """A sum over all ranks of tensors that become available one after the other.
 
-    Every rank calls `bring` for what its `Contribution` has announced, in any order, and ends with `finish` or
-    `abandon`. Bring the last tensors first, in the order in which backward computes gradients: they are sent first.
+    Every rank calls `add` for what its `Contribution` has announced, in any order, and ends with `finish` or
+    `abandon`. Add the last tensors first, in the order in which backward computes gradients: they are sent first.
     """
 
     @abstractmethod
-    def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
+    def add(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
         """Add this rank's terms of one tensor to the sum.
 
         Args:
@@ -72,12 +72,12 @@ class PendingSum(ABC):
                 terms may be changed in place, and the first one may hold the result.
 
         Raises:
-            OrderError: If the terms are not those that were announced, or were brought before.
+            OrderError: If the terms are not those that were announced, or were added before.
         """
 
     @abstractmethod
     def finish(self) -> Tensors:
-        """Wait for the sums, once all terms have been brought.
+        """Wait for the sums, once all terms have been added.
 
         Returns:
             One sum per tensor; None for a tensor that no rank has.
@@ -91,40 +91,40 @@ class PendingSum(ABC):
     def abandon(self) -> None:
         """Add zeros for all missing terms, so that no other rank waits for them, and discard the sums.
 
-        Call this on a rank that cannot bring what it announced. The other ranks finish with meaningless sums, so
+        Call this on a rank that cannot add what it announced. The other ranks finish with meaningless sums, so
         you must tell them.
         """
 
 
-def check_brought(index: int, tensor: torch.Tensor | None, *, awaited: bool) -> None:
+def check_term(index: int, tensor: torch.Tensor | None, *, awaited: bool) -> None:
     """Check that a term is present exactly if it was announced, and is dense.
 
     Args:
         index: The index of the tensor.
         tensor: The term of one partial sum, or None.
-        awaited: Whether the term was announced and has not been brought yet.
+        awaited: Whether the term was announced and has not been added yet.
 
     Raises:
-        OrderError: If the term is missing, was not announced, was brought before, or is sparse.
+        OrderError: If the term is missing, was not announced, was added before, or is sparse.
     """
     if (tensor is not None) != awaited:
-        what = "is missing" if tensor is None else "was not announced, or was brought before"
-        raise OrderError(f"`bring` must get every announced term once, but a term of tensor {index} {what}.")
+        what = "is missing" if tensor is None else "was not announced, or was added before"
+        raise OrderError(f"`add` must get every announced term once, but a term of tensor {index} {what}.")
     if tensor is not None and tensor.is_sparse:
-        raise OrderError(f"`bring` must get dense tensors, but a term of tensor {index} is sparse.")
+        raise OrderError(f"`add` must get dense tensors, but a term of tensor {index} is sparse.")
 
 
 def check_complete(missing: Collection[int]) -> None:
     """Check that no tensor is missing at the end of a sum.
 
     Args:
-        missing: The indices of the tensors that were announced and not brought.
+        missing: The indices of the tensors that were announced and not added.
 
     Raises:
         OrderError: If a tensor is missing.
     """
     if missing:
-        rule = "All announced terms must be brought before `finish`"
+        rule = "All announced terms must be added before `finish`"
         raise OrderError(f"{rule}, but those of tensor {min(missing)} were not.")
 
 
@@ -164,7 +164,7 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
+    def exchange_with_table(self, payload: bytes, table: MessageTable) -> list[bytes]:
         """Exchange messages as `exchange` does, and tensors with them at the same time.
 
         Args:

@@ -88,7 +88,7 @@ def _local_processes(store: Store, environment: RunEnvironment) -> dict[int, int
 
 def _initialize(environment: RunEnvironment, store: Store, timeout: timedelta) -> None:
     backend = "gloo"
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and dist.is_nccl_available():
         # NCCL uses the current device when the group is opened.
         torch.cuda.set_device(environment.local_rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
@@ -123,9 +123,14 @@ def _open_store(environment: RunEnvironment, timeout: timedelta) -> Store:
             multi_tenant=True,
         )
     except RuntimeError as error:
-        # On the rank that hosts the store the cause is local, such as a port that is in use.
+        # On the rank that hosts the store the cause is local.
         if is_host:
-            raise
+            reason = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"Rank 0 must be able to listen on {environment.address}:{environment.port} (MASTER_ADDR and "
+                f"MASTER_PORT), where the ranks meet, but: {reason} If another run uses the port, set another one on "
+                "all ranks, for example with torchrun's --master-port. `lockstep run` on one machine finds a free one."
+            ) from error
         store_rank = None if environment.agent_store else 0
         what = f"has opened no store at {environment.address}:{environment.port} within {timeout.total_seconds():g} s"
         raise Failure(store_rank, what, START).error() from error

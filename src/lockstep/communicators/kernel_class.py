@@ -146,9 +146,21 @@ def _describe_caches() -> str:
 def _describe_gpu(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's gap
+    cuda: Any = torch.backends.cuda
+    reduced = (
+        cuda.matmul.allow_fp16_reduced_precision_reduction,
+        cuda.matmul.allow_bf16_reduced_precision_reduction,
+    )
+    attention = (
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
     return (
         f"{properties.name} {properties.major}.{properties.minor}, CUDA {torch.version.cuda}, "
-        f"cuDNN {cudnn}, benchmark {torch.backends.cudnn.benchmark}"
+        f"cuDNN {cudnn}, benchmark {torch.backends.cudnn.benchmark}, "
+        f"deterministic {torch.backends.cudnn.deterministic}, reduced-precision sums {reduced}, attention {attention}"
     )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
 from lockstep.communicators.failures import Watch
-from lockstep.communicators.transport import Table
+from lockstep.communicators.transport import MessageTable
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, Tensors, divide, total
 
@@ -45,7 +45,7 @@ class LocalCommunicator(Communicator):
         """Return the message itself."""
         return [payload]
 
-    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:  # noqa: ARG002 - already holds the only body
+    def exchange_with_table(self, payload: bytes, table: MessageTable) -> list[bytes]:  # noqa: ARG002 - already holds the only body
         """Return the message itself. The table already holds the only body."""
         return [payload]
 
@@ -105,8 +105,8 @@ class LocalSum(PendingSum):
         shards = contributions[0].shards
         self._partials = [PartialSum(shard, [None] * len(like)) for shard in shards]
 
-    def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Store the terms of one tensor; see `PendingSum.bring`."""
+    def add(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Store the terms of one tensor; see `PendingSum.add`."""
         for partial, tensor in zip(self._partials, tensors, strict=True):
             partial.tensors[index] = tensor
 
@@ -114,7 +114,7 @@ class LocalSum(PendingSum):
         """Return the sums of the stored terms; see `PendingSum.finish`."""
         # Nothing is summed before all terms are there: the order of the tree is not the order of their arrival.
         if Contribution.of(self._partials) != self._contributions[0]:
-            raise OrderError("All announced terms must be brought before `finish`, and no others.")
+            raise OrderError("All announced terms must be added before `finish`, and no others.")
         return self._communicator.sum_partials(self._partials, self._contributions, self._like, divisor=self._divisor)
 
     def abandon(self) -> None:

@@ -12,36 +12,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.communicators.agreement import check_same
 from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
+from lockstep.communicators.comparison import check_same
 from lockstep.communicators.environment import read_environment, timeout_for
 from lockstep.communicators.failures import Watch, end_with_agent, watch_group
 from lockstep.communicators.joining import join_run
 from lockstep.communicators.local import LocalCommunicator
 from lockstep.communicators.sums import (
-    NUM_BUFFERS,
-    Extent,
+    NUM_SCRATCH_BUFFERS,
+    ExactFormat,
     OrderedSum,
     PairSum,
-    PlainFormat,
+    PlanSizes,
     ScratchBuffer,
-    Sizes,
+    TensorSpec,
     WireFormat,
-    give_up_at_exit,
-    is_pair,
+    can_sum_as_pair,
+    cancel_at_exit,
     plan_sum,
     split_sparse,
     sum_pair,
     sum_sparse,
     wire_format,
 )
-from lockstep.communicators.transport import Channel, Table, all_reduce, broadcast, exchange
+from lockstep.communicators.transport import Channel, MessageTable, all_reduce, broadcast, exchange
 from lockstep.tree import PartialSum, Tensors
 
 EARLY_SLICE_DIVISOR: Final = 4
 """How many times shorter slices are in a sum that is sent during backward, so that the first ones start sooner."""
 
-PLAIN: Final = PlainFormat()
+EXACT: Final = ExactFormat()
 """The exact wire format."""
 
 
@@ -80,12 +80,12 @@ class ProcessCommunicator(Communicator):
             watch = join_run(seconds)
         found = dist.distributed_c10d._get_default_group() if group is None else group  # noqa: SLF001 - WORLD may be None
         self._channel = Channel(found, seconds, watch_group(found, seconds) if watch is None else watch)
-        self._wire = PLAIN if compression is None else wire_format(compression)
-        self._sizes = Sizes()
-        self._buffers: dict[torch.device, list[ScratchBuffer]] = {}
+        self._wire = EXACT if compression is None else wire_format(compression)
+        self._sizes = PlanSizes()
+        self._scratch_buffers: dict[torch.device, list[ScratchBuffer]] = {}
         # The set is weak, so that a sum is freed with its tensors once it has ended.
         self._background_sums = weakref.WeakSet[OrderedSum]()
-        give_up_at_exit(self._background_sums)
+        cancel_at_exit(self._background_sums)
 
     @property
     def rank(self) -> int:
@@ -105,7 +105,7 @@ class ProcessCommunicator(Communicator):
     @property
     def exact(self) -> bool:
         """Whether nothing is rounded when it is sent; see `Communicator.exact`."""
-        return self._wire is PLAIN
+        return self._wire is EXACT
 
     @property
     def bytes_sent(self) -> int:
@@ -116,8 +116,8 @@ class ProcessCommunicator(Communicator):
         """Send a message to every rank; see `Communicator.exchange`."""
         return exchange(self._channel, payload)
 
-    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
-        """Send a message and a body to every rank; see `Communicator.exchange_with`."""
+    def exchange_with_table(self, payload: bytes, table: MessageTable) -> list[bytes]:
+        """Send a message and a body to every rank; see `Communicator.exchange_with_table`."""
         return exchange(self._channel, payload, table)
 
     def all_reduce(self, tensors: Sequence[torch.Tensor], *, ordered: bool = True) -> None:
@@ -128,8 +128,8 @@ class ProcessCommunicator(Communicator):
         # The tensors of rank r count as the partial sum of shard r, which makes rank r the leaf r of the tree.
         everything = (1 << len(tensors)) - 1
         contributions = [Contribution((rank,), (everything,)) for rank in range(self.size)]
-        here = PartialSum(self.rank, [tensor.detach() for tensor in tensors])
-        self.sum_partials([here], contributions, tensors)
+        own = PartialSum(self.rank, [tensor.detach() for tensor in tensors])
+        self.sum_partials([own], contributions, tensors)
 
     def sum_partials(
         self,
@@ -141,15 +141,15 @@ class ProcessCommunicator(Communicator):
         compress: bool = True,
     ) -> Tensors:
         """Sum partial sums over ranks; see `Communicator.sum_partials`."""
-        wire = self._wire if compress else PLAIN
+        wire = self._wire if compress else EXACT
         # The choice depends only on what all ranks know, so all of them sum in the same way.
-        if wire is PLAIN and is_pair(contributions, like):
+        if wire is EXACT and can_sum_as_pair(contributions, like):
             return sum_pair(self._channel, partials[0], divisor)
         dense, sparse = split_sparse(contributions)
         ordered_sum = self._ordered_sum(dense, like, divisor, wire, self._sizes, background=False)
         for index in reversed(range(len(like))):
             tensors = [None if index in sparse else partial.tensors[index] for partial in partials]
-            ordered_sum.bring(index, tensors)
+            ordered_sum.add(index, tensors)
         summed = ordered_sum.finish()
         if sparse:
             found = sum_sparse(self._channel, partials, contributions, like, sparse, divisor=divisor)
@@ -161,7 +161,7 @@ class ProcessCommunicator(Communicator):
         self, contributions: Sequence[Contribution], like: Sequence[torch.Tensor], *, divisor: float = 1.0
     ) -> PendingSum:
         """Start a sum of tensors that become available one after the other; see `Communicator.begin_sum`."""
-        if self._wire is PLAIN and is_pair(contributions, like):
+        if self._wire is EXACT and can_sum_as_pair(contributions, like):
             return PairSum(self._channel, contributions[0], like, divisor)
         # On GPUs a thread could not keep the order of calls that NCCL requires on all ranks.
         background = all(tensor.device.type == "cpu" for tensor in like)
@@ -174,30 +174,30 @@ class ProcessCommunicator(Communicator):
         like: Sequence[torch.Tensor],
         divisor: float,
         wire: WireFormat,
-        sizes: Sizes,
+        sizes: PlanSizes,
         *,
         background: bool,
     ) -> OrderedSum:
         """Plan an ordered sum and start it."""
-        extents = tuple(Extent(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
+        specs = tuple(TensorSpec(tensor.numel(), tensor.itemsize, tensor.dtype) for tensor in like)
         ordered_sum = OrderedSum(
             self._channel,
-            plan_sum(tuple(contributions), extents, sizes),
+            plan_sum(tuple(contributions), specs, sizes),
             like,
             divisor=divisor,
             wire=wire,
-            buffers=self._buffers_on(like[0].device) if like else [],
+            buffers=self._scratch_buffers_on(like[0].device) if like else [],
             background=background,
         )
         if background:
             self._background_sums.add(ordered_sum)
         return ordered_sum
 
-    def _buffers_on(self, device: torch.device) -> list[ScratchBuffer]:
+    def _scratch_buffers_on(self, device: torch.device) -> list[ScratchBuffer]:
         """Return the scratch buffers on a device, which are kept from sum to sum."""
-        if device not in self._buffers:
-            self._buffers[device] = [ScratchBuffer(device) for _ in range(NUM_BUFFERS)]
-        return self._buffers[device]
+        if device not in self._scratch_buffers:
+            self._scratch_buffers[device] = [ScratchBuffer(device) for _ in range(NUM_SCRATCH_BUFFERS)]
+        return self._scratch_buffers[device]
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Copy tensors from one rank to all others; see `Communicator.broadcast`."""

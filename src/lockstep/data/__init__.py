@@ -7,3 +7,4 @@ from lockstep.data.iterable_batches import IterableBatches as IterableBatches, a
 from lockstep.data.iterator import Iterator as Iterator
 from lockstep.data.samples import MapDataset as MapDataset, Samples as Samples
 from lockstep.data.source import Source as Source
+from lockstep.data.split_by_rank import check_not_split_by_rank as check_not_split_by_rank

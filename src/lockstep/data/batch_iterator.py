@@ -44,7 +44,7 @@ class BatchIterator(TrackingIterator):
             ends it started. Peeking and workers call it before the epoch starts, and loading a state or a reset
             discards those results, so it should be a pure function of its arguments.
         num_workers: The number of processes that load samples in advance, two batches each. With 0, samples are
-            loaded where and when they are read. Workers load whole batches, or the parts chosen by `read_only`.
+            loaded where and when they are read. Workers load whole batches, or the parts chosen by `load_only`.
         sample_streams: Whether each sample is loaded with its own random stream, keyed by (seed, epoch, sample),
             see `Samples` and `SampleStreams`. It costs about 15 µs per sample, and samples are loaded one by one,
             without ``__getitems__``; pass False for a dataset that draws no random numbers. It has no effect for a
@@ -168,7 +168,7 @@ class BatchIterator(TrackingIterator):
         self._previous_epoch_detail = start.epoch + start.position / len(start.order)  # its epoch_detail
         self._is_new_epoch = self._cursor.epoch > start.epoch
 
-    def read_only(self, wanted: SampleFilter) -> None:
+    def load_only(self, wanted: SampleFilter) -> None:
         """Restrict workers to the samples of each batch that this process will read; see `Iterator`."""
         # Running workers have whole batches in their queue.
         self.finalize()
@@ -178,6 +178,11 @@ class BatchIterator(TrackingIterator):
     def current_position(self) -> int:
         """The number of samples of the current epoch that have been passed."""
         return self._cursor.position
+
+    @property
+    def samples_passed(self) -> int:
+        """The number of samples passed over all epochs, including dropped ones."""
+        return self._cursor.epoch * self._num_samples + self._cursor.position
 
     @property
     def epoch(self) -> int:

@@ -47,8 +47,8 @@ def collate(samples: Sequence[Any], device: Device = None, *, padding: Any = Non
 
     Args:
         samples: The samples, at least one.
-        device: The device of the tensors; None leaves them where they are. Pinned memory is copied
-            asynchronously.
+        device: The device of the tensors; None leaves them where they are. Copies to an accelerator are
+            asynchronous, by way of pinned memory.
         padding: The value that extends samples of different shapes to the smallest shape that contains all of
             them: one number for all fields, or a tuple or dict with an entry per field. With None, for one field
             or for all, the shapes must agree. It must be exactly representable in the dtype of the field.
@@ -111,11 +111,16 @@ def _copy_rows(tensor: torch.Tensor, indices: Sequence[int], device: Device) -> 
 
 
 def _to_device(tensor: torch.Tensor, device: Device) -> torch.Tensor:
-    """Move a tensor to the device, asynchronously from pinned memory."""
+    """Move a tensor to the device, asynchronously to an accelerator."""
     if device is None or (target := torch.device(device)) == tensor.device:
         return tensor
-    # Never asynchronously to the CPU: the host would read memory before the data has arrived.
-    return tensor.to(target, non_blocking=target.type != "cpu" and tensor.is_pinned())
+    if target.type in {"cpu", "meta"}:
+        # Never asynchronously to the CPU: the host would read memory before the data has arrived.
+        return tensor.to(target)
+    # A copy from pageable memory would wait for all work of the device, once per field and shard. The allocator of
+    # pinned memory keeps what a copy reads until the device has read it.
+    is_pageable = tensor.device.type == "cpu" and not tensor.is_pinned()
+    return (tensor.pin_memory() if is_pageable else tensor).to(target, non_blocking=True)
 
 
 def _collate_field(values: Sequence[Any], path: str, device: Device, padding: Any) -> Any:

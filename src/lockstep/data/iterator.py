@@ -56,7 +56,7 @@ class Iterator(ABC):
     def __iter__(self) -> Iterator:
         return self
 
-    def read_only(self, wanted: SampleFilter) -> None:  # noqa: B027 - optional; most load samples when they are read
+    def load_only(self, wanted: SampleFilter) -> None:  # noqa: B027 - optional; most load samples when they are read
         """Announce which samples of each batch this process will read, so that no others are loaded in advance.
 
         The batches do not change, and a sample that is read nevertheless is loaded then. Does nothing by default.
@@ -74,6 +74,11 @@ class Iterator(ABC):
     @abstractmethod
     def epoch_detail(self) -> float:
         """The number of epochs passed, including the fraction of the current one."""
+
+    @property
+    def samples_passed(self) -> int | None:
+        """The number of samples passed over all epochs, including dropped ones; None if samples are not counted."""
+        return None
 
     @property
     @abstractmethod

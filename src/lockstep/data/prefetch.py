@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.sample_streams import StreamedDataset
 from lockstep.data.samples import NOT_FETCHED, MapDataset, Samples
+from lockstep.stopping import STOP, shield_worker
 
 # A batch is sent as one buffer: with a shared file per tensor, a process would run out of file descriptors.
 _TensorSpec: TypeAlias = "tuple[int, torch.Size, torch.dtype]"  # the offset in the buffer, the shape, the dtype
@@ -90,6 +91,8 @@ def fetch_ahead(
     Raises:
         Exception: Any exception of the dataset, as PyTorch's DataLoader reports it.
     """
+    # The run may have ended when the workers are stopped, and those that it shields still ignore signals.
+    shielded = STOP.installed
     loader: DataLoader[Any] = DataLoader(
         dataset,  # type: ignore[arg-type]  # the loader uses no other methods than these have
         batch_sampler=(list(indices) for indices in batches),
@@ -98,6 +101,8 @@ def fetch_ahead(
         prefetch_factor=_BATCHES_PER_WORKER,
         # Without a generator, the loader would draw its seed from the default generator.
         generator=torch.Generator().manual_seed(seed),
+        # The system may signal all processes, and a run that ends after the current update still needs its workers.
+        worker_init_fn=shield_worker if shielded else None,
     )
     stream = iter(loader)
     try:
@@ -106,6 +111,10 @@ def fetch_ahead(
         # Otherwise the workers run until the iterator is garbage collected, and an exception may hold a reference
         # to it for a long time.
         stream._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public way
+        if shielded:
+            # PyTorch has tried SIGTERM, which a worker that still loads a sample ignores; Python would wait for it.
+            for worker in stream._workers:  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+                worker.kill()
 
 
 def pack(samples: list[Any]) -> _Packed:

@@ -159,7 +159,9 @@ class BatchSource:
         if start.position:
             warnings.warn(
                 f"`{self._name}` cannot start in the middle of an epoch: {start.position} batches of epoch "
-                f"{start.epoch} are loaded again and discarded. This is correct if it yields the same batches again.",
+                f"{start.epoch} are loaded again and discarded. This is correct if it yields the same batches again, "
+                "which a DataLoader that shuffles does not. Use StatefulDataLoader of torchdata.stateful_dataloader "
+                "instead, which has the same arguments and saves its position.",
                 ReplayWarning,
                 stacklevel=2,
             )

@@ -14,11 +14,18 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from lockstep.communicators import AGENT_ENV, BRIEF_ENV, TIMEOUT_ENV, timeout_for
+from lockstep.communicators import (
+    AGENT_ENV,
+    BRIEF_ENV,
+    SHUTDOWN_ENV,
+    SHUTDOWN_TIMEOUT,
+    TIMEOUT_ENV,
+    timeout_for,
+)
 from lockstep.launch.rank import loopback_interface
 
-SHUTDOWN_TIMEOUT: Final = 10
-"""Seconds that the processes have to end after Ctrl-C or another signal, before they are killed."""
+SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""The signals that the agent passes on to its processes. By default torch leaves out SIGUSR1, which schedulers send."""
 RENDEZVOUS_OPTIONS: Final = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 """Options by which a machine that is gone is noticed after seconds; with torch's defaults it takes a minute."""
 
@@ -37,6 +44,9 @@ class Run:
         run_id: A name that is the same on all machines of one run.
         max_restarts: How often all processes are restarted after one has failed, at least 0.
         timeout: Seconds that a rank waits for another before it raises, more than 0.
+        shutdown_timeout: Seconds that the processes have after a signal or a failure to write their state and end,
+            before they are killed, at least 1; None for those of `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` if it is set, else
+            30.
         as_module: Whether `script` is the name of a module.
 
     Raises:
@@ -52,6 +62,7 @@ class Run:
     run_id: str = "lockstep"
     max_restarts: int = 0
     timeout: float = 60.0
+    shutdown_timeout: int | None = None
     as_module: bool = False
 
     def __post_init__(self) -> None:
@@ -59,6 +70,8 @@ class Run:
             raise ValueError("`rendezvous` must be host:port for several machines, the same on each; got none.")
         if self.max_restarts < 0:
             raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}.")
+        if self.shutdown_timeout is not None and self.shutdown_timeout < 1:
+            raise ValueError(f"`shutdown_timeout` must be at least 1, got {self.shutdown_timeout}.")
         timeout_for(self.timeout, {})
 
     def command_line(self) -> list[str]:
@@ -71,6 +84,7 @@ class Run:
             meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS_OPTIONS + hosts]
             meeting += ["--local-addr", self.address] if self.address else []
         start = ["--nproc-per-node", self.num_processes, "--max-restarts", str(self.max_restarts)]
+        start += ["--signals-to-handle", SIGNALS]
         module = ["--module"] if self.as_module else []
         return [*meeting, *start, *module, self.script, *self.arguments]
 
@@ -88,7 +102,9 @@ class Run:
         variables[AGENT_ENV] = str(os.getpid())
         variables[TIMEOUT_ENV] = f"{self.timeout:g}"
         variables.setdefault("OMP_NUM_THREADS", "1")
-        variables.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT))
+        if self.shutdown_timeout is not None:
+            variables[SHUTDOWN_ENV] = str(self.shutdown_timeout)
+        variables.setdefault(SHUTDOWN_ENV, str(SHUTDOWN_TIMEOUT))
         # Otherwise gloo and the store print a warning for each broken connection.
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if not self.rendezvous:

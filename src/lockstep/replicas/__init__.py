@@ -1,5 +1,15 @@
 """Replicas of one model on several devices of this process."""
 
+from lockstep.replicas.batch import (
+    BatchDim as BatchDim,
+    ShardForward as ShardForward,
+    check_dims as check_dims,
+    count_samples as count_samples,
+    dims_by_path as dims_by_path,
+    named_inputs as named_inputs,
+    positive_dim as positive_dim,
+    read_outputs as read_outputs,
+)
 from lockstep.replicas.buffers import (
     AnyBufferSum as AnyBufferSum,
     BufferRef as BufferRef,

@@ -20,16 +20,16 @@ class DefaultStream:
     """Seed the default generators for the shards of one update, and restore their states at the end.
 
     Nothing in torch is changed, so every way to draw is covered. However, the default CPU generator exists once per
-    process, so only one thread may use this at a time (see `DEFAULT_GENERATOR_LOCK`). Threads that each drive a CUDA
-    device of their own pass ``cpu=False``, which seeds only the generator of that device, and use a `shard_stream` for
-    what they draw on the CPU.
+    process, so only one thread may use this at a time (see `DEFAULT_GENERATOR_LOCK`). Threads that each drive an
+    accelerator of their own pass ``cpu=False``, which seeds only the generator of that device, and use a `shard_stream`
+    for what they draw on the CPU.
 
     Args:
-        *devices: The devices that compute the shards: "cpu", or CUDA devices, whose generators are seeded too.
+        *devices: The devices that compute the shards: "cpu", or accelerators, whose generators are seeded too.
         cpu: Whether to seed the default CPU generator.
 
     Raises:
-        ValueError: If a device is neither a CPU nor a CUDA device.
+        ValueError: If a device has no default generator.
 
     Determinism: On a CPU, the bits are those of a `shard_stream` with the same seed.
 
@@ -46,12 +46,12 @@ class DefaultStream:
 
     def __init__(self, *devices: torch.device | str, cpu: bool = True) -> None:
         found = list(dict.fromkeys(map(torch.device, devices)))
-        self._devices = [device for device in found if device.type == "cuda"]
+        self._devices = [device for device in found if device.type != "cpu"]
         self._cpu = cpu
         self._saved: list[tuple[torch.Generator, torch.Tensor]] | None = None
-        for device in found:
-            if device.type not in {"cpu", "cuda"}:
-                raise ValueError(f"`devices` must be CPUs or CUDA devices, got {device}.")
+        for device in self._devices:
+            if device.type == "meta" or not hasattr(torch.get_device_module(device), "default_generators"):
+                raise ValueError(f"`devices` must be CPUs or accelerators with default generators, got {device}.")
 
     def seed(self, seed: int) -> None:
         """Start a shard: set the generators to the beginning of its stream.
@@ -75,9 +75,10 @@ class DefaultStream:
             raise OrderError("A `DefaultStream` must be left before it is entered again.")
         generators = [torch.default_generator] if self._cpu else []
         for device in self._devices:
+            module = torch.get_device_module(device)
             # "cuda" without an index stands for the current device, so the index has to be looked up.
-            with torch.cuda.device(device):
-                generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+            with module.device(device):
+                generators.append(module.default_generators[module.current_device()])
         self._saved = list(zip(generators, map(torch.Generator.get_state, generators), strict=True))
         return self
 

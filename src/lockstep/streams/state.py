@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -53,8 +54,8 @@ class ThreadAwareState:
             KeyError: If the installed torch lacks one of the names. Call `remove` to undo what was replaced before.
         """
         self._replace(torch.random, "default_generator", GENERATOR_PROXY)
-        for module in (torch.cuda, torch.cuda.random):
-            self._replace(module, "manual_seed_all", _seed_own_device(module.manual_seed_all))
+        for module in _seeding_modules():
+            self._replace(module, "manual_seed_all", _seed_own_device(module, module.manual_seed_all))
 
     def remove(self) -> None:
         """Restore the original objects, except under names that other code has changed in the meantime."""
@@ -72,18 +73,27 @@ def _current() -> torch.Generator:
     return torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
 
 
-def _seed_own_device(original: Callable[[int], None]) -> Callable[[int], None]:
+def _seeding_modules() -> list[ModuleType]:
+    """List the modules with a function that seeds all accelerators: those of CUDA, and that of another accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    others = [] if accelerator is None or accelerator.type == "cuda" else [torch.get_device_module(accelerator)]
+    return [torch.cuda, torch.cuda.random, *(each for each in others if hasattr(each, "manual_seed_all"))]
+
+
+def _seed_own_device(module: Any, original: Callable[[int], None]) -> Callable[[int], None]:
     """Keep a `torch.manual_seed` in one shard from seeding the devices of all other shards.
 
     Args:
+        module: The module of a type of accelerator, or one of its parts.
         original: The function of torch that seeds all devices.
     """
+    devices = torch.cuda if module is torch.cuda.random else module
 
     @functools.wraps(original)
     def manual_seed_all(seed: int) -> None:
         if THREAD_STREAMS.generator is None:
             original(seed)
-        elif torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's gap
-            torch.cuda.manual_seed(seed)
+        elif devices.is_initialized():
+            devices.manual_seed(seed)
 
     return manual_seed_all

@@ -1,9 +1,30 @@
 """What one update does, from taking the batch to counting it."""
 
-from lockstep.updaters.loss import Loss as Loss, LossFunction as LossFunction, supervised as supervised
+from lockstep.updaters.compute import ShardResult as ShardResult
+from lockstep.updaters.loss import (
+    Loss as Loss,
+    LossFunction as LossFunction,
+    check_loss as check_loss,
+    is_summed as is_summed,
+    loss_weight as loss_weight,
+    supervised as supervised,
+)
 from lockstep.updaters.parallel import ParallelUpdater as ParallelUpdater
-from lockstep.updaters.result import UpdateResult as UpdateResult
-from lockstep.updaters.setup import MAIN as MAIN, Converter as Converter, by_name as by_name, look_up as look_up
+from lockstep.updaters.ranks import CURE as CURE
+from lockstep.updaters.result import (
+    ShardReport as ShardReport,
+    SkippedUpdate as SkippedUpdate,
+    UpdateResult as UpdateResult,
+)
+from lockstep.updaters.setup import (
+    MAIN as MAIN,
+    Converter as Converter,
+    batch_size as batch_size,
+    by_name as by_name,
+    look_up as look_up,
+)
 from lockstep.updaters.standard import StandardUpdater as StandardUpdater
+from lockstep.updaters.state import CODE as CODE, UNKNOWN_SHAPE as UNKNOWN_SHAPE, Carried as Carried
+from lockstep.updaters.step import ForwardEngine as ForwardEngine
 from lockstep.updaters.token_mean import token_mean as token_mean
 from lockstep.updaters.updater import Result as Result, Updater as Updater

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ class Loss:
             element. None stands for the number of samples. A shard of weight 0 takes no part in the update.
         metrics: Pairs (sum, weight) by name, for example ``{"accuracy": (correct, count)}``. They are summed over
             shards, and the metric is their quotient over the whole batch. A pair may also be a tensor of two elements.
+        carried: The new values of an updater's `carried`, for the samples of the shard; see `Carried`.
 
     >>> Loss(torch.tensor(0.5, requires_grad=True), weight=12, metrics={"accuracy": (9, 12)}).weight
     12
@@ -32,10 +34,11 @@ class Loss:
     metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor] | torch.Tensor] = field(
         default_factory=dict
     )
+    carried: Any = None
 
 
 class LossFunction(Protocol):
-    """Called with a replica, never with the original model, and the arrays of one shard.
+    """Called with a replica, never with the original model, and the tensors of one shard.
 
     For several networks it is called with a dict of their replicas by name.
     """
@@ -136,9 +139,24 @@ def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tenso
     """Return what the model itself returns, where no loss function is given.
 
     Raises:
-        TypeError: If the model returns something else than a loss.
+        TypeError: If the model does not take the batch, or returns something else than a loss.
+        ValueError: If it returns a tensor of several elements.
     """
-    returned: torch.Tensor | Loss = model(*args, **kwargs)
+    try:
+        returned: torch.Tensor | Loss = model(*args, **kwargs)
+    except TypeError as error:
+        if _takes(model, args, kwargs):
+            raise
+        given = [*[type(each).__name__ for each in args], *[f"{name}=" for name in kwargs]]
+        raise TypeError(
+            f"Without `loss_fn` the model is called with the whole batch and must return its loss, but {error}. The "
+            f"batch is ({', '.join(given)}). {_CRITERION_REMEDY}"
+        ) from error
+    if isinstance(returned, torch.Tensor) and returned.numel() != 1:
+        raise ValueError(
+            "Without `loss_fn` the model must return its loss, a tensor of one element, got shape "
+            f"{tuple(returned.shape)}. {_CRITERION_REMEDY}"
+        )
     if not isinstance(returned, torch.Tensor | Loss):
         raise TypeError(
             "Without `loss_fn` the model must return its loss as a tensor or a lockstep.Loss, got a "
@@ -147,8 +165,35 @@ def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tenso
     return returned
 
 
+_CRITERION_REMEDY: Final = (
+    "Pass loss_fn=lockstep.supervised(criterion), which calls the model with all entries of the batch but the target, "
+    "or a function loss_fn(model, *batch) that returns the loss."
+)
+
+
+def _takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the forward of a model takes these arguments, as far as its signature tells."""
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # no signature
+        pass
+    return True
+
+
 def _remedy(returned: object) -> str:
     """Return how a loss function gets from a common kind of return value to a loss."""
+    if returned is None:
+        return (
+            "Return the loss. A function without `return` returns None, and so does `.loss` of a transformers model "
+            "if the batch holds no 'labels'."
+        )
+    if isinstance(returned, Mapping) and hasattr(returned, "logits") and returned.get("loss") is None:
+        return (
+            "Its `loss` is None, because a transformers model computes one only from labels: add 'labels' to the "
+            "batch, or pass a function loss_fn(model, **batch) that computes a loss from its output."
+        )
     if hasattr(returned, "loss") or (isinstance(returned, Mapping) and "loss" in returned):
         return (
             "Pass loss_fn=lambda model, **batch: model(**batch).loss, or loss_fn=lockstep.token_mean() for the mean "
@@ -160,11 +205,12 @@ def _remedy(returned: object) -> str:
     )
 
 
-def check_loss(returned: object) -> Loss:
+def check_loss(returned: object, *, training: bool = True) -> Loss:
     """Check what a loss function returned, and convert it to a `Loss`.
 
     Args:
         returned: The return value of the loss function.
+        training: Whether the loss must require a gradient.
 
     Raises:
         TypeError: If it is neither a tensor nor a `Loss`, if it is complex, or if a metric is not a pair.
@@ -179,7 +225,7 @@ def check_loss(returned: object) -> Loss:
         raise TypeError(f"`loss_fn` must return a real loss, got {value.dtype}. Take its real part.")
     if value.numel() != 1:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
-    if not value.requires_grad:
+    if training and not value.requires_grad:
         raise ValueError(
             "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from "
             "the output of the model it is given, without detach(), item() or no_grad()."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,16 +13,15 @@ from torch.optim import Optimizer
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
 from lockstep.errors import OrderError
-from lockstep.integers import check_integer
 from lockstep.precision import LossScale
-from lockstep.replicas import BufferRule, Devices, Timeout
-from lockstep.updaters.attempt import GradientRequest, StepContext
+from lockstep.replicas import BatchDim, BufferRule, Devices, Timeout
+from lockstep.updaters.attempt import GradientRequest, UpdateContext
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.ranks import OnMismatch
-from lockstep.updaters.result import NonFiniteShard, UpdateResult
+from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
 from lockstep.updaters.setup import MAIN, Converter, look_up, recipe as recipes
-from lockstep.updaters.state import load_state, state_of
-from lockstep.updaters.step import CustomStep, Schedulers, assemble, check_communicator
+from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
+from lockstep.updaters.step import CustomStep, Schedulers, any_asks_for_closure, assemble, check_run_options
 from lockstep.updaters.updater import Updater
 
 
@@ -39,57 +38,56 @@ class ParallelUpdater(Updater):
     restored, and the next call begins with the same batch.
 
     Args:
-        iterator: The source of the batches: a lockstep iterator, any iterable of batches of tensors that
-            `lockstep.data.IterableBatches` takes (a DataLoader, a list, a generator function), or several by name. The
-            one named "main" provides the batch an update begins with and counts the epochs.
+        iterator: The source of the batches: a lockstep iterator, any iterable that `lockstep.data.IterableBatches`
+            takes, or several by name. The one named "main" provides the first batch of an update and counts the epochs.
         optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name that share no
             parameter. Without a step function every update steps all of them by the gradient of one loss.
-        model: The model. It is moved to the first device and never run itself: replicas are copies that share its
-            memory. You may give several networks by name, each of which is replicated on all devices.
+        model: The model, which is moved to the first device and never run itself: replicas share its memory. Several
+            networks are given by name.
         models: Another name for `model`, for several networks.
         devices: ``"auto"`` for this rank's share of the machine's GPUs, or else of its cores; a number of devices per
             rank; or a list of device names, which may repeat.
-        num_shards: The number of shards into which a batch is cut, at least 1; the result depends on it. With None
-            each device has one shard, sized by its workload, and the bits depend on the number of devices.
+        num_shards: The number of shards per batch, at least 1; the result depends on it. With None each device has one
+            shard, sized by its workload, and the bits depend on the number of devices.
         workloads: The relative speeds of the devices, by which shards are assigned; equal by default. ``"auto"``
             measures the speeds of devices and processes during the first updates; it requires `num_shards`.
         loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword. It returns a
-            mean loss or a `Loss`. For several networks it gets a dict of their replicas. By default the model itself
-            returns the loss.
+            mean loss or a `Loss`. For several networks it gets a dict of replicas. By default the model returns it.
         step_fn: Called as ``step_fn(updater, batch)``. Gradients and steps it asks the updater for appear in the result
-            and are counted by `scheduler`. Calls such as ``optimizer.step()`` made directly are neither reported nor
-            counted.
+            and are counted by `scheduler`; direct calls such as ``optimizer.step()`` are not.
         converter: Called as ``converter(samples, device)`` for the samples of one shard.
+        batch_dim: The dimension of a batch of tensors that counts samples, 1 for time-first ones; or a dict by key or
+            position, with None for an input that every shard gets whole. Not for samples that the converter stacks.
+        carried: Values carried from batch to batch, such as the hidden state of an LSTM; see `Carried`.
         seed: The seed of the random streams, which are keyed by (seed, update, shard).
         accumulate: The number of batches of one update, at least 1; fewer where the iterator ends.
         split: ``"contiguous"`` shards, or ``"strided"``, where shard i of n has the samples i, i + n, i + 2n …
-        reduction: ``"mean"`` over all shards by their weights, or ``"sum"`` of the gradients of the shards' mean
-            losses, as Chainer has it.
+        clip_grad_norm: The largest norm, above 0, of all gradients of an optimizer, or one by its name. The gradient
+            that is stepped by is scaled down to it, as by `torch.nn.utils.clip_grad_norm_`, before hooks of the step.
+        reduction: ``"mean"`` over all shards by weight, or Chainer's ``"sum"`` of the gradients of shards' mean losses.
         precision: ``"fp32"``; ``"bf16"`` or ``"fp16"`` for autocast in that format; ``"bf16-true"`` or ``"fp16-true"``
             for a model that is held in it, where gradients are summed in float32 and optimizers step float32 master
             weights, see `master_weights`. Data stays in its own format.
         loss_scale: A number or a `LossScale`, shared by all optimizers. With None it begins as that of the optimizers
             (see `loss_scaling`), which the updater copies and then adjusts independently, or else as 1.
-        on_overflow: What to do after a gradient that is not finite, at a lower loss scale: ``"retry"`` the same batch
-            with the same random streams, use the ``"next"`` one, or ``"skip"`` it. A batch whose loss itself is not
-            finite stays so at any scale; `find_nonfinite` names its samples.
+        on_overflow: After a gradient that is not finite, at a lower loss scale: ``"retry"`` the batch with the same
+            random streams, use the ``"next"`` one, or ``"skip"`` it. A loss may be non-finite: see `find_nonfinite`.
         max_tries: The largest number of attempts per update, at least 1.
         on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to lower.
+        max_skipped: The number of skipped updates in a row, at least 1, that is a `NonFiniteError`; None for no error.
+            The first one is named in a `NonFiniteWarning`. The log reads checks that are still on the device.
         buffers: ``"mean"`` over shards, weighted by their samples, or ``"first"`` for those of the first shard.
-        scheduler: One or several schedulers that step whenever their optimizer has moved weights.
-        epoch_scheduler: One or several schedulers that step when the main iterator starts an epoch.
+        scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
+        epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
         flat_gradients: Whether the gradients lie end to end in one tensor, `flat_gradients`, of which every
             ``parameter.grad`` is a view. This costs a copy, and is for one optimizer whose parameters have one dtype.
-        timeout: The number of seconds, above 0, after which a device that is still at work counts as hung; the first
-            device then has a thread of its own too. ``"auto"`` is half an hour for the threads of the other devices,
-            while the calling thread is not watched. None waits without end. The result does not depend on it.
-        communicator: The communicator of the run. Each of its processes computes some shards of every batch, on its own
-            devices. By default it is found in the environment; if there is none, this process is the whole run.
-        check_every: The number of updates, at least 1, within which processes compare all bits of their states, a part
-            at a time. Everything else that must be equal is compared before the first update.
-        differing_models: Whether models that differ between processes when a run begins take the values of rank 0
-            (``"broadcast"``) or end the run (``"refuse"``).
+        timeout: The number of seconds, above 0, after which a device, the first one included, counts as hung.
+            ``"auto"`` is half an hour for all but the first, and None waits without end.
+        communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
+        check_every: The number of updates, at least 1, within which processes compare all bits of their states.
+        differing_models: Whether models that differ at the start take the values of rank 0 (``"broadcast"``) or end
+            the run (``"refuse"``).
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -115,15 +113,19 @@ class ParallelUpdater(Updater):
         loss_fn: LossFunction | None = None,
         step_fn: recipes.StepFunction | None = None,
         converter: Converter = collate,
+        batch_dim: BatchDim = 0,
+        carried: Carried | None = None,
         seed: int = 0,
         accumulate: int = 1,
         split: recipes.Split = "contiguous",
         reduction: recipes.Reduction = "mean",
+        clip_grad_norm: float | Mapping[str, float] | None = None,
         precision: str = "fp32",
         loss_scale: LossScale | float | None = None,
         on_overflow: recipes.OnOverflow = "retry",
         max_tries: int = 20,
         on_exhausted: recipes.OnExhausted = "skip",
+        max_skipped: int | None = 100,
         buffers: BufferRule = "mean",
         scheduler: Schedulers | None = None,
         epoch_scheduler: Schedulers | None = None,
@@ -145,19 +147,20 @@ class ParallelUpdater(Updater):
             on_overflow=on_overflow,
             max_tries=max_tries,
             on_exhausted=on_exhausted,
+            max_skipped=max_skipped,
             flat_gradients=flat_gradients,
             auto_new_epoch=auto_new_epoch,
             loss_fn=loss_fn,
             step_fn=step_fn,
             converter=converter,
+            batch_dim=batch_dim,
+            clip_grad_norm=clip_grad_norm,
         )
-        check_integer("check_every", check_every, minimum=1)
-        recipes.check_choice("differing_models", differing_models, get_args(OnMismatch))
-        check_communicator(communicator)
-        self._has_custom_step = step_fn is not None or type(self).update_core is not ParallelUpdater.update_core
+        check_run_options(communicator, check_every, differing_models)
+        overridden = type(self).update_core is not ParallelUpdater.update_core
+        self._has_custom_step = step_fn is not None or overridden or any_asks_for_closure(optimizer)
         joined = find_communicator() if communicator is None else communicator
-        # A communicator that is found here is closed with the updater. At the end of the process its watch closes
-        # itself, before `atexit` functions run.
+        # One that is found here is closed with the updater. At the end of the process its watch closes itself.
         if communicator is None:
             weakref.finalize(self, joined.close).atexit = False
         self._parts = parts = assemble(
@@ -173,6 +176,7 @@ class ParallelUpdater(Updater):
             check_every=check_every,
             differing_models=differing_models,
             custom_step=self._has_custom_step,
+            carried=carried,
         )
         self._training, self._engine = parts.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
@@ -196,7 +200,7 @@ class ParallelUpdater(Updater):
             raise OrderError("`update` must not be called by a step function.")
         parts, engine, names = self._parts, self._engine, tuple(self._training.optimizers)
         parts.coordinator.start_update()
-        with StepContext(self._training.replicas) as context:
+        with UpdateContext(self._training.replicas) as context:
             if self._has_custom_step:
                 result = self._custom.update(self.update_core, context)
             else:
@@ -219,13 +223,10 @@ class ParallelUpdater(Updater):
         return result
 
     def update_core(self, batch: Any) -> object:
-        """Run the update of a subclass that overrides this method; by default, call `step_fn` if there is one.
+        """Run the update of a subclass that overrides this method; by default, call `step_fn`. The result is ignored.
 
         Args:
             batch: The main iterator's next batch.
-
-        Returns:
-            Ignored.
         """
         if self._parts.recipe.step_fn is not None:
             return self._parts.recipe.step_fn(self, batch)
@@ -233,15 +234,20 @@ class ParallelUpdater(Updater):
         return self.apply_gradients()
 
     def compute_gradients(
-        self, batch: Any, *, loss_fn: LossFunction | None = None, optimizer: str | None = None
+        self,
+        batch: Any,
+        *,
+        loss_fn: LossFunction | None = None,
+        optimizer: str | None = None,
+        buffers_of: Collection[str] | None = None,
     ) -> UpdateResult:
         """Compute the gradient of a batch, and store it in ``parameter.grad``: the first half of an update.
 
         Args:
             batch: `Samples`, or a tensor or nested tensors with the samples along the first dimension.
             loss_fn: The loss function to use instead of the updater's.
-            optimizer: The name of the optimizer whose parameters get a gradient; those of others keep theirs. None
-                stands for all parameters.
+            optimizer: The name of the optimizer whose parameters get a gradient; others keep theirs. None: all.
+            buffers_of: The names of the models whose buffers, such as running statistics, the step changes; None: all.
 
         Returns:
             What was measured. ``applied`` is False, and `nonfinite` names a parameter if the gradient is not finite. In
@@ -250,16 +256,15 @@ class ParallelUpdater(Updater):
         Raises:
             ReplicaError: If user code raised in a shard.
             NonFiniteError: If, in a step function, the gradient stayed non-finite and `on_exhausted` is ``"raise"``.
-            KeyError: If there is no optimizer of this name.
+            KeyError: If there is no optimizer or model of this name.
             ValueError: If there is no loss function.
         """
-        return self._custom.compute(batch, loss_fn, optimizer)
+        return self._custom.compute(batch, loss_fn, optimizer, buffers_of)
 
     def apply_gradients(self, optimizer: str | None = None) -> UpdateResult:
         """Step by the gradient in ``parameter.grad``, replace the buffers, and count: the second half of an update.
 
-        If the gradient was not finite, the loss scale decreases instead. A step function is counted as one update when
-        it ends, and not here.
+        If the gradient was not finite, the loss scale decreases instead. A step function counts when it ends.
 
         Args:
             optimizer: The name that `compute_gradients` was called with.
@@ -271,33 +276,27 @@ class ParallelUpdater(Updater):
         return self._custom.apply(optimizer)
 
     def next_batch(self, name: str = MAIN) -> Any:
-        """Return another batch in a step function; its iterator advances when the update is complete.
-
-        Args:
-            name: The name of the iterator.
+        """Return another batch of the iterator of this name; it advances when the update is complete.
 
         Raises:
             OrderError: If no step function is running.
-            StopIteration: If the iterator has ended.
-            KeyError: If there is no iterator of this name.
+            KeyError: If no iterator has this name.
         """
         return self._custom.next_batch(name)
 
     def find_nonfinite(self) -> list[NonFiniteShard]:
         """Compute the pending batch again at the current loss scale, and list the shards with non-finite gradients.
 
-        After a `NonFiniteError` the pending batch is the one that caused it. Nothing changes, and the random streams
-        are those of the next update. An empty list means that the gradient of each single shard is finite.
+        After a `NonFiniteError` that is the batch that caused it. Nothing changes, and the random streams are those of
+        the next update. An empty list means that the gradient of each single shard is finite.
 
         Raises:
-            StopIteration: If the iterator has ended.
             OrderError: If the updater has a step function.
-            ReplicaError: If user code raised in a shard.
         """
         if self._has_custom_step:
             raise OrderError("`find_nonfinite` must be called on an updater without a step function.")
         self._parts.coordinator.start_update()
-        with StepContext(self._training.replicas) as context, self._parts.coordinator.reporting_errors():
+        with UpdateContext(self._training.replicas) as context, self._parts.coordinator.reporting_errors():
             return self._engine.find_nonfinite(self._default_request, context)
 
     @property
@@ -314,6 +313,10 @@ class ParallelUpdater(Updater):
     def loss_scale(self) -> LossScale:
         """The loss scale of the next attempt."""
         return self._training.loss_scale
+
+    def last_skipped(self) -> SkippedUpdate | None:
+        """Return the last update that was skipped for its gradient, after reading checks that are on the device."""
+        return self._parts.skips.read()
 
     def get_iterator(self, name: str = MAIN) -> Iterator:
         """Return the iterator of a name; for an unknown one, raise a KeyError that lists the names."""
@@ -333,13 +336,7 @@ class ParallelUpdater(Updater):
         return tuple(self._training.replicas.devices)
 
     def master_weights(self, model: str = MAIN) -> dict[str, torch.Tensor]:
-        """Return the float32 master weights of a model by the names of its parameters.
-
-        The dict is empty unless the precision is ``"bf16-true"`` or ``"fp16-true"``.
-
-        Args:
-            model: The name of the model.
-        """
+        """Return the float32 master weights of a model by its parameters' names; empty unless it is held in half."""
         return self._training.master_weights(model)
 
     @property
@@ -350,7 +347,7 @@ class ParallelUpdater(Updater):
     @property
     def flat_gradients(self) -> torch.Tensor | None:
         """The last gradient of all parameters as one tensor, if requested; None otherwise and before the first."""
-        flat = self._engine.layout.flat
+        flat = self._engine.prepared.flat
         return None if flat is None else flat.tensor
 
     @property
@@ -358,11 +355,10 @@ class ParallelUpdater(Updater):
         """Why `update` reads something from the device on the host; None if it reads nothing.
 
         It reads nothing with ``on_overflow="skip"`` in one process, if the optimizers can skip a step by a flag on the
-        device, as PyTorch's with ``fused=True`` can, if no scheduler counts applied updates, and if hooks of steps only
-        change gradients. (The first step of a fused SGD with momentum reads the flag nevertheless.) The device then
-        decides whether an update is applied, and you wait for it where you read the result, `applied_updates`,
-        `loss_scale` or `state_dict`. Step functions that read none of these do not wait either. Losses whose weights
-        are tensors are a reason to wait, from the first one on.
+        device, as PyTorch's with ``fused=True`` can (except for the first step of SGD with momentum), if no scheduler
+        counts applied updates, if hooks of steps only change gradients, and if weights of losses are no tensors. The
+        device then decides whether an update is applied, and you wait for it where you read the result, `last_skipped`,
+        `applied_updates`, `loss_scale` or `state_dict`. So it is for step functions that read none of these.
         """
         return self._parts.deferral.reason(tuple(self._training.optimizers))
 
@@ -374,13 +370,19 @@ class ParallelUpdater(Updater):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next update depends on; a parameter that has no shape yet is None in it."""
-        num_shards = self._engine.shards_per_batch
-        return state_of(self._training, num_shards=num_shards, seed=self._parts.recipe.seed)
+        return state_of(self._training, num_shards=self._engine.shards_per_batch, seed=self._parts.recipe.seed)
+
+    def live_state(self) -> dict[str, Any]:
+        """Return what `state_dict` returns, with the tensors being trained; see `Updater.live_state`."""
+        return live_state_of(self._training, num_shards=self._engine.shards_per_batch, seed=self._parts.recipe.seed)
+
+    def recipe_fields(self) -> RecipeFields:
+        """Return what the result depends on, by name; see `Updater.recipe_fields`."""
+        recipe, training = self._parts.recipe, self._training
+        return recipe_fields(recipe, training.settings, training.models, num_shards=self._engine.shards_per_batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state, on any devices; the next update uses the loaded weights everywhere.
-
-        After an error nothing has changed.
+        """Load a saved state, on any devices, all or nothing; the next update uses its weights everywhere.
 
         Args:
             state: What `state_dict` returned.
@@ -391,8 +393,8 @@ class ParallelUpdater(Updater):
         """
         if self._custom.state is not None:
             raise OrderError("`load_state_dict` must not be called by a step function.")
-        num_shards = self._engine.shards_per_batch
-        load_state(self._training, state, num_shards=num_shards, seed=self._parts.recipe.seed)
-        self._engine.refresh_uninitialised()
+        load_state(self._training, state, num_shards=self._engine.shards_per_batch, seed=self._parts.recipe.seed)
+        self._engine.restart_checks()
         self._parts.coordinator.state_loaded()
+        self._parts.skips.forget()
         self._custom.forget_gradients()

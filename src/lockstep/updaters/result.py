@@ -49,6 +49,21 @@ class NonFiniteShard:
     parameter: str
 
 
+@dataclass(frozen=True, slots=True)
+class SkippedUpdate:
+    """An update that was skipped because its gradient was not finite.
+
+    Attributes:
+        update: The number of the update, 1 for the first of the run.
+        parameter: The name of the first parameter whose gradient was not finite.
+        loss: The loss of the update, which may be finite nevertheless.
+    """
+
+    update: int
+    parameter: str
+    loss: float
+
+
 ValueT = TypeVar("ValueT", bool, float, "str | None")
 
 
@@ -66,6 +81,9 @@ class UpdateResult:
         summed: Whether losses are sums over the samples of a shard instead of means.
         parts: If the update computed gradients for different optimizers, the result of each by the optimizer's name.
             Several gradients for the same optimizer are merged.
+        skipped: Whether the gradient was not finite, so that nothing was stepped by it; a 0-d tensor, above 0 if so,
+            where only the device knows.
+        grad_norm: See the attribute of this name.
     """
 
     def __init__(
@@ -78,7 +96,14 @@ class UpdateResult:
         reports: Sequence[ShardReport],
         summed: bool = False,
         parts: Mapping[str, UpdateResult] | None = None,
+        skipped: bool | torch.Tensor = False,
+        grad_norm: torch.Tensor | None = None,
     ) -> None:
+        self.grad_norm = grad_norm
+        """The norm of the gradients before they were clipped, on the device: a 0-d tensor; None without
+        `clip_grad_norm`, and if nothing was stepped. Of several optimizers it is the norm of all gradients together."""
+        self.skipped_flag = skipped
+        """Whether the gradient was not finite; a tensor where only the device knows."""
         self._applied = applied
         self.tries = tries
         self._loss_scale = loss_scale
@@ -89,7 +114,12 @@ class UpdateResult:
 
     def __getstate__(self) -> dict[str, Any]:
         """Read all values from the device, because a copy in another process could not."""
-        read = {"_applied": self.applied, "_loss_scale": self.loss_scale, "_nonfinite": self.nonfinite}
+        read = {
+            "skipped_flag": bool(self.skipped_flag),
+            "_applied": self.applied,
+            "_loss_scale": self.loss_scale,
+            "_nonfinite": self.nonfinite,
+        }
         return vars(self) | read
 
     def __repr__(self) -> str:
@@ -138,8 +168,17 @@ class UpdateResult:
         names = dict.fromkeys(name for report in self.reports for name in report.metrics)
         return {name: merge(self._means(name)) for name in names}
 
+    def loss_and_metrics(self) -> dict[str, Mean]:
+        """Return the loss and the metrics by name, as means that can still be merged."""
+        return {"loss": Mean(self._loss_sum(), self._loss_weight()), **self.metrics}
+
     def observation(self) -> dict[str, Mean]:
-        """Return the loss and the metrics by name, as means that can still be merged.
+        """Return what a trainer observes: the loss, the metrics, and whether the update was skipped.
+
+        ``"skipped"`` is 1 if the update was skipped because its gradient was not finite, and 0 otherwise. The other
+        means of such an update have weight 0, so that they do not count in the mean of an interval.
+
+        ``"grad_norm"`` is there if gradients are clipped.
 
         If the update has `parts`, return those of each part instead, under ``"name/loss"`` and so on.
         """
@@ -147,7 +186,16 @@ class UpdateResult:
             return {
                 f"{name}/{key}": mean for name, part in self.parts.items() for key, mean in part.observation().items()
             }
-        return {"loss": Mean(self._loss_sum(), self._loss_weight()), **self.metrics}
+        skipped = self.skipped_flag
+        means = self.loss_and_metrics()
+        if self.grad_norm is not None:
+            # A metric of the user's of this name takes precedence.
+            means = {"grad_norm": Mean(self.grad_norm, 1), **means}
+        if skipped is not False:
+            # In float64, in which weights of more than 2^24 tokens stay exact.
+            counts = 0.0 if skipped is True else 1.0 - skipped.double()
+            means = {name: Mean(mean.total, mean.weight * counts) for name, mean in means.items()}
+        return {"loss": means.pop("loss"), "skipped": Mean(_as_number(skipped), 1), **means}
 
     def _loss_weight(self) -> float:
         """Return what `_loss_sum` is divided by: a summed loss is not divided."""
@@ -179,6 +227,10 @@ class UpdateResult:
 
 def _move(value: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
     return value.detach().to(device) if isinstance(value, torch.Tensor) else value
+
+
+def _as_number(flag: bool | torch.Tensor) -> float | torch.Tensor:
+    return flag if isinstance(flag, torch.Tensor) else float(flag)
 
 
 def _resolve(value: ValueT | Callable[[], ValueT]) -> ValueT:

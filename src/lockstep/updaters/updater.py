@@ -11,6 +11,7 @@ import torch
 from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.data import Iterator
 from lockstep.metrics import Mean
+from lockstep.updaters.result import SkippedUpdate
 
 
 class Result(Protocol):
@@ -39,6 +40,22 @@ class Updater(ABC):
 
         An exception leaves the state as it was after the previous update, and you can call `update` again.
         """
+
+    def last_skipped(self) -> SkippedUpdate | None:
+        """Return the last update that was skipped because its gradient was not finite; None if there was none.
+
+        Checks that are still on a device are read. A log calls this at the end of each interval. By default, updates
+        are not skipped.
+
+        Raises:
+            NonFiniteError: If so many updates in a row were skipped that the run should end.
+        """
+        return None
+
+    @property
+    def parts(self) -> Any:
+        """The internal parts that evaluations run on too; None for an updater without replicas."""
+        return getattr(self, "_parts", None)
 
     @property
     def communicator(self) -> Communicator:
@@ -123,6 +140,30 @@ class Updater(ABC):
 
         Values are numbers, strings, None, tensors, and lists and dicts of these.
         """
+
+    def live_state(self) -> dict[str, object]:
+        """Return the state as `state_dict` does, but with the tensors that are being trained where it copies them.
+
+        Read it before the next update. By default it is `state_dict`.
+        """
+        return self.state_dict()
+
+    def recipe_fields(self) -> dict[str, object]:
+        """Return what the result depends on besides the state, as JSON values by name; by default nothing.
+
+        A snapshot contains them, and a run resumes from it only if its own are equal.
+        """
+        return {}
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices on which this process computes; by default the CPU."""
+        return (torch.device("cpu"),)
+
+    @property
+    def samples_passed(self) -> int | None:
+        """The number of samples of the main iterator before its next batch, over all epochs; None if it cannot tell."""
+        return self.get_iterator("main").samples_passed
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ def test_alone_there_is_nobody_to_watch() -> None:
     threads = set(threading.enumerate())
     communicator = ls.LocalCommunicator()
     with communicator.watch.waiting():
-        communicator.watch.doing = "forward"
+        communicator.watch.phase = "forward"
     communicator.watch.check()
     assert communicator.watch.explain() is None
     assert type(communicator.watch) is Watch
@@ -37,7 +37,7 @@ def test_all_ranks_hear_of_an_error(stores: list[dist.Store]) -> None:
     try:
         for watch in watches:
             watch.wait_for_all()
-        watches[1].doing = "backward"
+        watches[1].phase = "backward"
         watches[1].report_failure(ZeroDivisionError("in the middle"))
         for rank in (0, 2):
             assert watches[rank]._failure_found.wait(LONG)
@@ -53,7 +53,7 @@ def test_all_ranks_hear_of_an_error(stores: list[dist.Store]) -> None:
 
 def test_a_silent_rank_is_named_with_what_it_was_doing(stores: list[dist.Store]) -> None:
     watches = [PeerWatch(store, rank, 2, timeout=1, store_rank=None) for rank, store in enumerate(stores[:2])]
-    watches[1].doing = "optimizer"
+    watches[1].phase = "optimizer"
     try:
         gather(watches)
         await_true(lambda: _beat(watches[0], 1).phase == "optimizer")
@@ -99,7 +99,7 @@ def test_a_call_that_failed_while_a_rank_was_busy_names_that_rank(stores: list[d
     watches = [PeerWatch(store, rank, 2, timeout=5, store_rank=None) for rank, store in enumerate(stores[:2])]
     try:
         gather(watches)
-        watches[1].doing = "forward"
+        watches[1].phase = "forward"
         with watches[0].waiting():
             error = watches[0].explain()
         assert error is not None

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from lockstep import Communicator, digest
 from lockstep.communicators import Contribution, PendingSum, ProcessCommunicator
 from lockstep.communicators.failures.watch import Watch
-from lockstep.communicators.sums.planning import Sizes
+from lockstep.communicators.sums.planning import PlanSizes
 from lockstep.errors import OrderError
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 from tests.support.ranks import run_on_ranks
 
 CASES = 24
-SIZES = [Sizes(), Sizes(slice=4096, direct=512, whole=0), Sizes(slice=512, direct=10**9, whole=0)]
+SIZES = [PlanSizes(), PlanSizes(slice=4096, direct=512, whole=0), PlanSizes(slice=512, direct=10**9, whole=0)]
 """The usual cuts; many buckets, with pieces sent from where they lie; many buckets of copied pieces."""
 
 SHAPES = [(900,), (3, 5), (40, 30), (0,), (7,), (2, 3, 4, 5), (1,)]
@@ -100,7 +100,7 @@ def sum_cases(communicator: ProcessCommunicator) -> list[str]:
 def piecemeal(pending: PendingSum, partials: list[PartialSum], num_tensors: int) -> Tensors:
     """Bring tensors one by one, each in its time."""
     for index in reversed(range(num_tensors)):
-        pending.bring(index, [each.tensors[index] for each in partials])
+        pending.add(index, [each.tensors[index] for each in partials])
         if index % 3 == 0:
             time.sleep(0.0005)
     return pending.finish()
@@ -143,21 +143,21 @@ def count_bytes(communicator: ProcessCommunicator, nodes: int, size: int) -> int
 
 
 def start_early(communicator: ProcessCommunicator) -> bool:
-    """Bring one of two tensors; tell whether it is on its way before the other has been brought."""
+    """Add one of two tensors; return whether it is on its way before the other has been added."""
     if communicator.size == 1:
         return False
     share = 8192 // communicator.size  # so that each tensor is a bucket
-    communicator._sizes = Sizes(slice=4 * share, direct=512, whole=0)
+    communicator._sizes = PlanSizes(slice=4 * share, direct=512, whole=0)
     length = 3000 if communicator.size > 2 else 100_000  # two ranks send longer ones alone
     contributions = [Contribution((rank,), (0b11,)) for rank in range(communicator.size)]
     pending = communicator.begin_sum(contributions, [torch.empty(length), torch.empty(length)])
     before = communicator.bytes_sent
-    pending.bring(1, [torch.ones(length)])
+    pending.add(1, [torch.ones(length)])
     deadline = time.monotonic() + 30
     while communicator.bytes_sent == before and time.monotonic() < deadline:
         time.sleep(0.001)
     early = communicator.bytes_sent > before
-    pending.bring(0, [torch.ones(length)])
+    pending.add(0, [torch.ones(length)])
     return early and all(bool((tensor == communicator.size).all()) for tensor in pending.finish())
 
 
@@ -166,20 +166,20 @@ def give_up(communicator: ProcessCommunicator) -> list[str]:
     like = [torch.empty(600), torch.empty(2)]
     contributions = [Contribution((rank,), (0b11,)) for rank in range(communicator.size)]
     pending = communicator.begin_sum(contributions, like)
-    pending.bring(1, [torch.ones(2)])
+    pending.add(1, [torch.ones(2)])
     told = []
     if communicator.rank == 0:
         for act in (
             pending.finish,
-            lambda: pending.bring(1, [torch.ones(2)]),
-            lambda: pending.bring(0, [None]),
+            lambda: pending.add(1, [torch.ones(2)]),
+            lambda: pending.add(0, [None]),
         ):
             with pytest.raises(OrderError) as error:
                 act()
             told.append(str(error.value))
         pending.abandon()
     else:
-        pending.bring(0, [torch.ones(600)])
+        pending.add(0, [torch.ones(600)])
         pending.finish()
     value = torch.ones(1)
     communicator.all_reduce([value])
@@ -275,9 +275,9 @@ def test_a_bucket_is_sent_before_the_next_has_been_made(seen: dict[int, list[See
 @pytest.mark.parametrize("size", range(1, LARGEST + 1))
 def test_a_rank_that_gives_up_holds_nobody_up(seen: dict[int, list[Seen]], size: int) -> None:
     assert seen[size][0].told == [
-        "All announced terms must be brought before `finish`, but those of tensor 0 were not.",
-        "`bring` must get every announced term once, but a term of tensor 1 was not announced, or was brought before.",
-        "`bring` must get every announced term once, but a term of tensor 0 is missing.",
+        "All announced terms must be added before `finish`, but those of tensor 0 were not.",
+        "`add` must get every announced term once, but a term of tensor 1 was not announced, or was added before.",
+        "`add` must get every announced term once, but a term of tensor 0 is missing.",
         str(float(size)),
     ]
     assert all(rank.told == [str(float(size))] for rank in seen[size][1:])

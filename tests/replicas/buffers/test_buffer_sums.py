@@ -89,7 +89,7 @@ def test_a_flag_on_the_device_leaves_them_as_they_are(kind: str) -> None:
         if kind == "packed":
             place = DeferredBufferSum.empty(0, starts, create_packs(starts))
         place.add(0, left_by(0, starts, [[True]]), starts, 1, mean=True)
-        combine_buffers([place], slots, weight=1, unless=torch.tensor(flag))
+        combine_buffers([place], slots, weight=1, found_inf=torch.tensor(flag))
         assert (ls.digest(model) == ls.digest(model_of())) == stays
 
 

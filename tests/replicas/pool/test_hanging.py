@@ -106,13 +106,13 @@ def test_a_thread_that_was_given_up_stops_and_disturbs_nothing() -> None:
             late.append(threading.current_thread())
             HUNG.add(threading.get_ident())
             released.wait(LONG)
-            told["late"] = not replicas.progress.proceed(place, "forward", shard)
+            told["late"] = not replicas.progress.enter_phase(place, "forward", shard)
             raise RuntimeError("too late")
 
     def following(place: int) -> None:
         released.set()
         late[0].join(LONG)
-        told[f"place {place}"] = not replicas.progress.proceed(place, "forward", shard)
+        told[f"place {place}"] = not replicas.progress.enter_phase(place, "forward", shard)
 
     with ReplicaSet(nn.Linear(2, 1), ["cpu"] * 2, timeout=0.3) as replicas:
         with pytest.raises(ls.ReplicaError, match=r"did not finish within 0\.3 seconds"):

@@ -21,6 +21,7 @@ import lockstep as ls
 from lockstep.replicas.pool.interrupts import CallSigint
 from lockstep.replicas.pool.progress import DeviceProgress
 from lockstep.streams import stream_is_open
+from tests.support import zygote
 from tests.support.waiting import LONG
 
 SHARDS = 4
@@ -195,7 +196,7 @@ def test_what_may_not_be_interrupted_is_done_first() -> None:
         with CallSigint() as interrupts:
             here()
             done.append("whole")
-            with interrupts.window if opened else nullcontext():
+            with interrupts.interruptible if opened else nullcontext():
                 done.append("in the window")
 
     with pytest.raises(KeyboardInterrupt):
@@ -286,7 +287,7 @@ def test_a_signal_from_outside(which: str, phase: str) -> None:
 
 def interrupted_script(which: str, phase: str) -> list[str]:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), which, phase]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with zygote.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stderr is not None
         assert child.stdout.readline() == "working\n", child.stderr.read()

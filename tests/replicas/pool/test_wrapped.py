@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
+from tests.support.ranks import launch_on_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,3 +65,55 @@ def test_wrapped_models_are_refused_by_name(kind: str, inside: bool) -> None:
             use()
         assert str(raised.value).startswith(rule)
         assert cure in str(raised.value)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_batch_normalization_over_processes_is_refused_by_name(inside: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) if inside else nn.BatchNorm1d(3)
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    where = " at '1'" if inside else ""
+    uses: list[tuple[str, Callable[[], object]]] = [
+        ("model", lambda: ls.ReplicaGroup(synchronized, devices=["cpu"])),
+        ("module", lambda: ls.DataParallel(synchronized, devices=["cpu"])),
+        ("model", lambda: updater_of(synchronized)),
+    ]
+    for argument, use in uses:
+        rule = rf"`{argument}` must not exchange batch statistics .* got a SyncBatchNorm{where}\. Use BatchNorm"
+        with pytest.raises(TypeError, match=rule):
+            use()
+
+
+def updater_of(model: nn.Module) -> ls.ParallelUpdater:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(torch.randn(2), torch.randn(3)) for _ in range(8)]
+    return ls.ParallelUpdater(
+        ls.BatchIterator(data, 8),
+        optimizer,
+        model,
+        devices=["cpu"],
+        num_shards=1,
+        loss_fn=ls.supervised(nn.functional.mse_loss),
+    )
+
+
+def refusal_on_a_rank() -> str:
+    model = nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3))
+    with pytest.raises(TypeError) as raised:
+        updater_of(model)
+    return str(raised.value)
+
+
+def statistics_on_a_rank() -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    updater = updater_of(model)
+    updater.update()
+    updater.finalize()
+    return ls.digest(model)
+
+
+def test_it_is_refused_inside_of_ranks_and_what_is_named_instead_works_there() -> None:
+    first, second = launch_on_ranks(refusal_on_a_rank, 2)
+    assert first == second
+    assert "got a SyncBatchNorm at '1'. Use BatchNorm" in first
+    assert launch_on_ranks(statistics_on_a_rank, 2) == [statistics_on_a_rank()] * 2

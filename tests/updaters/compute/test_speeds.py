@@ -92,12 +92,12 @@ def test_every_shard_has_one_place_at_any_speeds(
         )
         for rank in range(len(ranks))
     ]
-    assert [len(part.runs) for part in parts] == [len(each) for each in ranks]
+    assert [len(part.shards_by_device) for part in parts] == [len(each) for each in ranks]
     places = plan.shards_by_device(sizes, num_shards, [each for rank in ranks for each in rank])
-    found = [shard for part in parts for run in part.runs for shard in run]
+    found = [shard for part in parts for run in part.shards_by_device for shard in run]
     assert found == [shard for run in places for shard in run]
     for part in parts:
-        own = [shard.index for run in part.runs for shard in run]
+        own = [shard.index for run in part.shards_by_device for shard in run]
         assert all(part.start <= index < part.stop for index in own)
         assert not any(part.start <= shard.index < part.stop for shard in found if shard.index not in own)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.communicators import PendingSum, Table
+from lockstep.communicators import MessageTable, PendingSum
 from lockstep.tree import Tensors
 from lockstep.updaters.ranks import rank_reduction, rank_sum
 from lockstep.updaters.ranks.inline import INLINE_BYTES, INLINE_BYTES_OVER_NETWORK
@@ -43,9 +43,9 @@ class Counting(ls.ProcessCommunicator):
         self.ways["early"] += 1
         return super().begin_sum(*arguments, **options)
 
-    def exchange_with(self, payload: bytes, table: Table) -> list[bytes]:
-        self.ways["inline"] += table.room > 0
-        return super().exchange_with(payload, table)
+    def exchange_with_table(self, payload: bytes, table: MessageTable) -> list[bytes]:
+        self.ways["inline"] += table.body_bytes > 0
+        return super().exchange_with_table(payload, table)
 
 
 def trained(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support import zygote
 from tests.support.programs import given_batches
 
 SCRIPT = Path(given_batches.__file__)
@@ -20,7 +20,7 @@ CURE = "remove a DistributedSampler and every other split of the data by rank, a
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("given")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT, folder]
-    done = subprocess.run(list(map(str, torchrun)), capture_output=True, text=True, timeout=600, check=False)
+    done = zygote.run(torchrun)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

@@ -13,6 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.updaters.step.custom_step import _any
 from tests.support.reads import Reads
 from tests.support.runs import finalized
 from tests.support.skipping import Spoiling, skipping, told
@@ -130,3 +131,18 @@ def test_an_error_takes_back_what_nobody_has_read() -> None:
         assert [each.applied for each in results] == [True] * 3
         assert not updater.update().applied  # the losses' fifth update
         assert (updater.iteration, updater.applied_updates) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], False),
+        ([False, False], False),
+        ([False, torch.tensor(1.0)], True),
+        ([torch.tensor(0.0), torch.tensor(0.0)], False),
+        ([torch.tensor(0.0), True], True),
+        ([True, torch.tensor(0.0)], True),
+    ],
+)
+def test_a_gradient_that_was_read_counts_beside_those_on_the_device(flags: list[Any], expected: bool) -> None:
+    assert bool(_any(flags)) is expected

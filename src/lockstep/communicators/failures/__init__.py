@@ -2,11 +2,14 @@
 
 from lockstep.communicators.failures.exits import (
     AGENT_ENV as AGENT_ENV,
+    SHUTDOWN_ENV as SHUTDOWN_ENV,
+    SHUTDOWN_TIMEOUT as SHUTDOWN_TIMEOUT,
+    AgentDeadline as AgentDeadline,
     PeerErrorHook as PeerErrorHook,
     end_with_agent as end_with_agent,
     end_with_parent as end_with_parent,
 )
-from lockstep.communicators.failures.failure import Failure as Failure
+from lockstep.communicators.failures.failure import Failure as Failure, traceback_text as traceback_text
 from lockstep.communicators.failures.watch import (
     START as START,
     PeerWatch as PeerWatch,

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,16 @@ from typing import Final, TypeAlias
 
 from lockstep.communicators.failures.watch import Watch
 from lockstep.errors import OrderError, PeerError
+from lockstep.stopping import STOP
 
 AGENT_ENV: Final = "LOCKSTEP_AGENT"
 """The variable that holds the process ID of the agent of `lockstep run`."""
+SHUTDOWN_ENV: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""The variable by which torchrun's agent knows how many seconds its processes have after a signal."""
+SHUTDOWN_TIMEOUT: Final = 30
+"""Seconds that the processes have to write their state and end after a signal, before they are killed."""
+AGENT_INTERVAL: Final = 0.5
+"""Seconds between two checks whether the agent exists."""
 PR_SET_PDEATHSIG: Final = 1
 """The option of Linux's prctl(2) that sets the signal sent to a process when its parent ends."""
 EXIT_TIMEOUT: Final = 20.0
@@ -28,14 +36,55 @@ ExceptHook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackT
 """The type of `sys.excepthook`."""
 
 
-def end_with_parent() -> None:
-    """Ask the system to kill this process when the thread that started it ends.
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Ask the system to send this process a signal when the thread that started it ends, by default to kill it.
 
     Only Linux can do that; elsewhere nothing happens. The kernel sends the signal, so it also reaches a process
     that hangs or is stopped. You may call this more than once.
+
+    Args:
+        number: The number of the signal.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+class AgentDeadline:
+    """Gives this process time to write its state when the agent of `lockstep run` is killed, until it is closed.
+
+    The system then sends SIGTERM, which the process handles, instead of SIGKILL. A thread ends the process if that
+    takes longer than the agent itself would have waited. It does so at once after Ctrl-C, because the agent ends by
+    a second one.
+
+    Args:
+        variables: The environment variables, such as `os.environ`. Without those of an agent nothing happens.
+    """
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._closed = threading.Event()
+        self._agent = os.getppid()
+        self._seconds = float(variables.get(SHUTDOWN_ENV, SHUTDOWN_TIMEOUT))
+        self._thread: threading.Thread | None = None
+        if variables.get(AGENT_ENV) != str(self._agent):
+            return
+        end_with_parent(signal.SIGTERM)
+        self._thread = threading.Thread(target=self._watch_agent, name="lockstep agent", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Restore that this process is killed together with its agent."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            end_with_parent()
+
+    def _watch_agent(self) -> None:
+        while not self._closed.wait(AGENT_INTERVAL):
+            if os.getppid() != self._agent:
+                if STOP.received == signal.SIGINT or not self._closed.wait(self._seconds):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return
 
 
 def end_with_agent(variables: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.errors import PeerError
 
-LONGEST_TRACEBACK: Final = 20_000
+MAX_TRACEBACK_LENGTH: Final = 20_000
 """Characters. Of a longer traceback only the end is sent, which tells most about the error."""
 UNUSED_TAG: Final = 0x4C53
 """A tag under which no message is ever sent."""
@@ -41,8 +41,7 @@ class Failure:
     @classmethod
     def raised(cls, rank: int, error: BaseException, phase: str) -> Failure:
         """Describe an error that this rank raised itself."""
-        text = "".join(traceback.format_exception(error))
-        return cls(rank, f"raised {type(error).__name__}: {error}", phase, text[-LONGEST_TRACEBACK:], exiting=True)
+        return cls(rank, f"raised {type(error).__name__}: {error}", phase, traceback_text(error), exiting=True)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Failure:
@@ -56,10 +55,15 @@ class Failure:
     def error(self) -> PeerError:
         """Return the error that the other ranks raise."""
         who = "Another rank" if self.rank is None else f"Rank {self.rank}"
-        doing = f" It was last heard in the phase {self.phase!r}." if self.phase else ""
+        phase = f" It was last heard in the phase {self.phase!r}." if self.phase else ""
         trace = f"\n\nIts own traceback:\n{self.traceback}" if self.traceback else ""
-        message = f"{who} {self.what}.{doing}{trace}"
+        message = f"{who} {self.what}.{phase}{trace}"
         return PeerError(message, rank=self.rank, phase=self.phase, traceback=self.traceback)
+
+
+def traceback_text(error: BaseException) -> str:
+    """Return the traceback of an error as text for the other ranks, which is cut to `MAX_TRACEBACK_LENGTH`."""
+    return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_LENGTH:]
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

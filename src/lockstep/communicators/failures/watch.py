@@ -34,12 +34,12 @@ class Watch:
     """The watch of a process that runs alone: there are no other ranks, so no method does anything.
 
     Attributes:
-        doing: What this rank is doing, for the others to read. Code that enters a phase sets it. It is an
+        phase: What this rank is doing, for the others to read. Code that enters a phase sets it. It is an
             attribute because a method would be called several times per shard.
     """
 
     def __init__(self) -> None:
-        self.doing = ""
+        self.phase = ""
 
     @property
     def failed_rank_is_exiting(self) -> bool:
@@ -94,7 +94,7 @@ class PeerWatch(Watch):
     """
 
     def __init__(self, store: Store, rank: int, size: int, *, timeout: float = 60, store_rank: int | None = 0) -> None:
-        self.doing = START
+        self.phase = START
         self._rank = rank
         self._size = size
         self._timeout = timeout
@@ -115,7 +115,7 @@ class PeerWatch(Watch):
             dist.PrefixStore(f"watch/{number}", store.clone()),  # type: ignore[attr-defined]
             rank,
             size,
-            status=lambda: (self._waiting_call.active, self.doing),
+            status=lambda: (self._waiting_call.active, self.phase),
             max_unchanged=self._max_unchanged,
             store_rank=store_rank,
         )
@@ -138,7 +138,7 @@ class PeerWatch(Watch):
 
     def report_failure(self, error: BaseException) -> None:
         """Report to the other ranks that this one has failed; see `Watch.report_failure`."""
-        self._heartbeat.publish_failure(Failure.raised(self._rank, error, self.doing))
+        self._heartbeat.publish_failure(Failure.raised(self._rank, error, self.phase))
 
     def waiting(self) -> AbstractContextManager[None]:
         """Return a context for a call that waits for other ranks; see `Watch.waiting`."""

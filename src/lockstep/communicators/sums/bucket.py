@@ -13,9 +13,9 @@ from lockstep.communicators.sums.wire import ScratchBuffer, WireFormat
 from lockstep.communicators.transport import Channel, PeerTensor, PostedWork
 from lockstep.tree import divide
 
-SCATTER_TAG: Final = 1
+TERMS_TAG: Final = 1
 """The tag of terms that are sent to the owners."""
-GATHER_TAG: Final = 2
+SUMS_TAG: Final = 2
 """The tag of sums that the owners send. A sum must not be taken for a term of the same length."""
 
 FlatTensors: TypeAlias = "dict[int, torch.Tensor]"
@@ -33,7 +33,7 @@ class SumContext:
         channel: The connection to the other ranks.
         ranks: The rank that holds each node.
         terms: The tensors of each node of this rank. Their memory is overwritten.
-        roots: The tensors that receive the sums. They may share the memory of a term.
+        results: The tensors that receive the sums. They may share the memory of a term.
         wire: The format of messages.
         divisor: The number by which the sums are divided, unless it is 1.
     """
@@ -41,7 +41,7 @@ class SumContext:
     channel: Channel
     ranks: Sequence[int]
     terms: Mapping[int, FlatTensors]
-    roots: FlatTensors
+    results: FlatTensors
     wire: WireFormat
     divisor: float
 
@@ -55,7 +55,7 @@ class BucketTransfer:
     Args:
         context: The sum that the bucket is part of.
         bucket: The elements to sum.
-        scratch: Memory that nothing else uses from `scatter` until `collect` has returned.
+        scratch: Memory that nothing else uses from `send_terms` until `receive_sums` has returned.
     """
 
     def __init__(self, context: SumContext, bucket: Bucket, scratch: ScratchBuffer) -> None:
@@ -64,14 +64,14 @@ class BucketTransfer:
         self._scratch = scratch
         self._rank = context.channel.rank
         self._others = [rank for rank in range(context.channel.size) if rank != self._rank]
-        self._scattered = PostedWork()
-        self._gathered = PostedWork()
+        self._posted_terms = PostedWork()
+        self._posted_sums = PostedWork()
         self._terms_arriving: Arriving = []
         self._sums_arriving: Arriving = []
         self._terms: dict[Segment, list[torch.Tensor]] = {}
-        self._sums_apart: list[tuple[Segment, torch.Tensor]] = []
+        self._sums_in_scratch: list[tuple[Segment, torch.Tensor]] = []
 
-    def scatter(self) -> None:
+    def send_terms(self) -> None:
         """Start to send the terms of this rank to the owners, and to receive terms of what this rank owns."""
         self._scratch.reset()
         sends: list[PeerTensor] = []
@@ -86,14 +86,14 @@ class BucketTransfer:
                     term = self._scratch.allocate(segment.size, self._dtype(segment))
                     receives.append((self._expect(term, self._terms_arriving), self._context.ranks[node]))
                     self._terms.setdefault(segment, []).append(term)
-        self._scattered = self._context.channel.post(sends, receives, SCATTER_TAG)
-        if not self._context.channel.is_in_order:
+        self._posted_terms = self._context.channel.post(sends, receives, TERMS_TAG)
+        if not self._context.channel.posts_must_match:
             # These receives are posted early, so that the owner can send without a further round trip.
-            self._gathered = self._context.channel.post([], self._receive_sums(), GATHER_TAG)
+            self._posted_sums = self._context.channel.post([], self._sum_receives(), SUMS_TAG)
 
-    def add_up(self) -> None:
+    def reduce(self) -> None:
         """Wait for the terms of what this rank owns, sum and divide them, and start to send the sums to all ranks."""
-        self._receive(self._scattered, self._terms_arriving)
+        self._receive(self._posted_terms, self._terms_arriving)
         sends: list[PeerTensor] = []
         for segment in self._segments:
             if self._is_summed_here(segment):
@@ -105,22 +105,22 @@ class BucketTransfer:
                     self._context.wire.decode(message, target)
                     sends.extend((message, other) for other in self._others)
         # NCCL requires that a receive is posted together with its send, hence not before the sums are there.
-        receives = self._receive_sums() if self._context.channel.is_in_order else []
-        posted = self._context.channel.post(sends, receives, GATHER_TAG)
-        self._gathered.incoming += posted.incoming
-        self._gathered.outgoing += posted.outgoing
+        receives = self._sum_receives() if self._context.channel.posts_must_match else []
+        posted = self._context.channel.post(sends, receives, SUMS_TAG)
+        self._posted_sums.incoming += posted.incoming
+        self._posted_sums.outgoing += posted.outgoing
 
-    def collect(self) -> None:
+    def receive_sums(self) -> None:
         """Wait for the sums of all owners, and copy them to where they belong."""
-        self._receive(self._gathered, self._sums_arriving)
+        self._receive(self._posted_sums, self._sums_arriving)
         # Memory that is still being sent must not be reused: scratch memory, and results, which are returned next.
-        self._context.channel.wait(self._scattered.outgoing)
-        self._context.channel.wait(self._gathered.outgoing)
-        for segment, target in self._sums_apart:
-            pieces = _views(segment, self._context.roots)
+        self._context.channel.wait(self._posted_terms.outgoing)
+        self._context.channel.wait(self._posted_sums.outgoing)
+        for segment, target in self._sums_in_scratch:
+            pieces = _views(segment, self._context.results)
             torch._foreach_copy_(pieces, torch.split(target, [piece.numel() for piece in pieces]))
 
-    def _receive_sums(self) -> list[PeerTensor]:
+    def _sum_receives(self) -> list[PeerTensor]:
         """Return the tensors that receive the sums of other owners."""
         return [
             (self._expect(self._target(segment), self._sums_arriving), segment.owner)
@@ -158,13 +158,13 @@ class BucketTransfer:
 
     def _target(self, segment: Segment) -> torch.Tensor:
         """Return the memory in which the sum of a segment is computed or received."""
-        pieces = _views(segment, self._context.roots)
-        # If every rank computes the sum, the term of this rank may share the memory of the root while it is still being
-        # sent to the others, so the sum must not overwrite it.
+        pieces = _views(segment, self._context.results)
+        # If every rank computes the sum, the term of this rank may share the memory of the result while it is still
+        # being sent to the others, so the sum must not overwrite it.
         if len(pieces) == 1 and segment.owner is not None:
             return pieces[0]
         target = self._scratch.allocate(segment.size, pieces[0].dtype)
-        self._sums_apart.append((segment, target))
+        self._sums_in_scratch.append((segment, target))
         return target
 
     def _sum(self, segment: Segment, target: torch.Tensor) -> None:
@@ -190,7 +190,7 @@ class BucketTransfer:
         return segment.owner is None or segment.owner == self._rank
 
     def _dtype(self, segment: Segment) -> torch.dtype:
-        return self._context.roots[segment.pieces[0].tensor].dtype
+        return self._context.results[segment.pieces[0].tensor].dtype
 
 
 def _views(segment: Segment, flats: FlatTensors) -> list[torch.Tensor]:

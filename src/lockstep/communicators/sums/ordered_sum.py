@@ -10,9 +10,9 @@ from typing import Final
 
 import torch
 
-from lockstep.communicators.communicator import PendingSum, check_brought, check_complete
+from lockstep.communicators.communicator import PendingSum, check_complete, check_term
 from lockstep.communicators.sums.bucket import BucketTransfer, FlatTensors, SumContext
-from lockstep.communicators.sums.planning import Plan
+from lockstep.communicators.sums.planning import SumPlan
 from lockstep.communicators.sums.wire import ScratchBuffer, WireFormat
 from lockstep.communicators.transport import Channel
 from lockstep.errors import OrderError
@@ -21,7 +21,7 @@ from lockstep.tree import Tensors
 MAX_IN_FLIGHT: Final = 2
 """The number of buckets that may be on their way to their owners at once, and as many on their way back."""
 
-NUM_BUFFERS: Final = 2 * MAX_IN_FLIGHT
+NUM_SCRATCH_BUFFERS: Final = 2 * MAX_IN_FLIGHT
 """The number of buckets that may be in progress at once, each with its own scratch buffer."""
 
 
@@ -34,7 +34,7 @@ class OrderedSum(PendingSum):
         like: Tensors that have the shapes, dtypes and devices of the result.
         divisor: The number by which the sums are divided, unless it is 1.
         wire: The format of messages.
-        buffers: `NUM_BUFFERS` scratch buffers that nothing else uses until the sum has ended.
+        buffers: `NUM_SCRATCH_BUFFERS` scratch buffers that nothing else uses until the sum has ended.
         background: Whether a thread sends each bucket as soon as it is complete, while the caller continues. If
             not, `finish` does all the work.
     """
@@ -42,7 +42,7 @@ class OrderedSum(PendingSum):
     def __init__(
         self,
         channel: Channel,
-        plan: Plan,
+        plan: SumPlan,
         like: Sequence[torch.Tensor],
         *,
         divisor: float,
@@ -52,7 +52,7 @@ class OrderedSum(PendingSum):
     ) -> None:
         self._like = like
         self._results: Tensors = [None] * len(like)
-        self._roots: FlatTensors = {}
+        self._flat_results: FlatTensors = {}
         own = [node for node, rank in enumerate(plan.ranks) if rank == channel.rank]
         self._terms: dict[int, FlatTensors] = {node: {} for node in own}
         self._missing = [set(plan.present[node]) for node in own]
@@ -60,11 +60,13 @@ class OrderedSum(PendingSum):
         # A tensor that only other ranks have needs new memory; all other sums replace a term of this rank.
         for index in set().union(*plan.present) - here:
             result = torch.empty_like(like[index])
-            self._results[index], self._roots[index] = result, result.reshape(-1)
-        context = SumContext(channel, plan.ranks, self._terms, self._roots, wire, divisor)
-        # A bucket starts only after the one `NUM_BUFFERS` before it was collected, so no buffer is used twice at once.
+            self._results[index], self._flat_results[index] = result, result.reshape(-1)
+        context = SumContext(channel, plan.ranks, self._terms, self._flat_results, wire, divisor)
+        # A bucket starts only after the one `NUM_SCRATCH_BUFFERS` before it has ended, so no scratch buffer is used
+        # twice at once.
         self._transfers = [
-            BucketTransfer(context, bucket, buffers[index % NUM_BUFFERS]) for index, bucket in enumerate(plan.buckets)
+            BucketTransfer(context, bucket, buffers[index % NUM_SCRATCH_BUFFERS])
+            for index, bucket in enumerate(plan.buckets)
         ]
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -74,14 +76,14 @@ class OrderedSum(PendingSum):
             self._thread = threading.Thread(target=self._run_in_background, name="lockstep reduction")
             self._thread.start()
 
-    def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Add this rank's terms of one tensor; see `PendingSum.bring`."""
+    def add(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Add this rank's terms of one tensor; see `PendingSum.add`."""
         for terms, missing, tensor in zip(self._terms.values(), self._missing, tensors, strict=True):
-            check_brought(index, tensor, awaited=index in missing)
+            check_term(index, tensor, awaited=index in missing)
             if tensor is not None:
                 terms[index] = tensor.detach().reshape(-1)
                 if self._results[index] is None:
-                    self._results[index], self._roots[index] = tensor, terms[index]
+                    self._results[index], self._flat_results[index] = tensor, terms[index]
                 missing.discard(index)
         # This must come last, because the thread reads the terms as soon as they count as complete.
         if self._readiness is not None:
@@ -94,8 +96,8 @@ class OrderedSum(PendingSum):
         with torch.no_grad():
             for index, result in enumerate(self._results):
                 # The flat view of a tensor with gaps is a copy, which holds the sum.
-                if result is not None and result.data_ptr() != self._roots[index].data_ptr():
-                    result.copy_(self._roots[index].view(result.shape))
+                if result is not None and result.data_ptr() != self._flat_results[index].data_ptr():
+                    result.copy_(self._flat_results[index].view(result.shape))
         return self._results
 
     def abandon(self) -> None:
@@ -103,13 +105,13 @@ class OrderedSum(PendingSum):
         for index in set().union(*self._missing):
             zeros = torch.zeros_like(self._like[index])
             # Every node gets a clone, because the terms are summed in place.
-            self.bring(index, [zeros.clone() if index in missing else None for missing in self._missing])
+            self.add(index, [zeros.clone() if index in missing else None for missing in self._missing])
         self._wait_for_all()
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Stop the thread after the buckets that are in progress."""
         if self._readiness is not None:
-            self._readiness.give_up()
+            self._readiness.cancel()
 
     def _wait_for_all(self) -> None:
         """Complete all buckets, in the background thread if there is one."""
@@ -139,19 +141,19 @@ class OrderedSum(PendingSum):
         # This cannot deadlock: all ranks start the buckets in the same order, and a message that has been sent can be
         # received without further calls of its sender. So the earliest bucket in progress always continues.
         transfers = self._transfers
-        scattered = added = collected = 0
-        while collected < len(transfers):
-            may_scatter = scattered < len(transfers) and scattered < added + MAX_IN_FLIGHT
+        sent = reduced = received = 0
+        while received < len(transfers):
+            may_send = sent < len(transfers) and sent < reduced + MAX_IN_FLIGHT
             # The loop waits for tensors only if no bucket is in progress: otherwise it completes those first.
-            if may_scatter and self._is_ready(scattered, wait=scattered == collected):
-                transfers[scattered].scatter()
-                scattered += 1
-            elif added < scattered and added < collected + MAX_IN_FLIGHT:
-                transfers[added].add_up()
-                added += 1
+            if may_send and self._is_ready(sent, wait=sent == received):
+                transfers[sent].send_terms()
+                sent += 1
+            elif reduced < sent and reduced < received + MAX_IN_FLIGHT:
+                transfers[reduced].reduce()
+                reduced += 1
             else:
-                transfers[collected].collect()
-                collected += 1
+                transfers[received].receive_sums()
+                received += 1
 
     def _is_ready(self, bucket: int, *, wait: bool) -> bool:
         """Return whether all tensors of a bucket are available, after waiting for them if `wait` is true."""
@@ -176,7 +178,7 @@ class BucketReadiness:
     """
 
     def __init__(self, needs: Sequence[Collection[int]]) -> None:
-        self._given_up = False
+        self._cancelled = False
         self._ready = [threading.Event() for _ in needs]
         self._num_missing = [len(each) for each in needs]
         self._waiting: defaultdict[int, list[int]] = defaultdict(list)
@@ -195,7 +197,7 @@ class BucketReadiness:
 
     def is_ready(self, bucket: int) -> bool:
         """Return whether all tensors that a bucket needs are available."""
-        return self._ready[bucket].is_set() and not self._given_up
+        return self._ready[bucket].is_set() and not self._cancelled
 
     def wait(self, bucket: int) -> None:
         """Wait until all tensors that a bucket needs are available.
@@ -204,18 +206,18 @@ class BucketReadiness:
             OrderError: If no further tensors will become available.
         """
         self._ready[bucket].wait()
-        if self._given_up:
-            raise OrderError("All announced terms must be brought before Python ends.")
+        if self._cancelled:
+            raise OrderError("All announced terms must be added before Python ends.")
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Wake all threads that wait, because no further tensors will become available."""
         # This must come before the events: a thread that wakes up must see it.
-        self._given_up = True
+        self._cancelled = True
         for each in self._ready:
             each.set()
 
 
-def give_up_at_exit(sums: weakref.WeakSet[OrderedSum]) -> None:
+def cancel_at_exit(sums: weakref.WeakSet[OrderedSum]) -> None:
     """Stop the threads of unfinished sums when Python ends.
 
     An error between the start and the end of a sum may leave a thread that waits for tensors that will never come,
@@ -225,9 +227,9 @@ def give_up_at_exit(sums: weakref.WeakSet[OrderedSum]) -> None:
         sums: The sums that have a thread.
     """
     # Python joins its threads before `atexit` functions run, and calls these before that.
-    threading._register_atexit(_give_up_all, weakref.ref(sums))  # type: ignore[attr-defined]
+    threading._register_atexit(_cancel_all, weakref.ref(sums))  # type: ignore[attr-defined]
 
 
-def _give_up_all(reference: weakref.ref[weakref.WeakSet[OrderedSum]]) -> None:
+def _cancel_all(reference: weakref.ref[weakref.WeakSet[OrderedSum]]) -> None:
     for each in list(reference() or ()):
-        each.give_up()
+        each.cancel()

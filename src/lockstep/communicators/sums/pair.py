@@ -12,9 +12,9 @@ from typing import Final
 
 import torch
 
-from lockstep.communicators.communicator import Contribution, PendingSum, check_brought, check_complete
+from lockstep.communicators.communicator import Contribution, PendingSum, check_complete, check_term
 from lockstep.communicators.transport import (
-    LONG_TENSOR,
+    LONG_TENSOR_BYTES,
     PAIR_SIZE,
     Channel,
     Works,
@@ -30,7 +30,7 @@ EXACT_DTYPES: Final = (torch.float32, torch.float64)
 """The dtypes in which every backend adds two numbers with the single rounding of IEEE 754."""
 
 
-def is_pair(contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> bool:
+def can_sum_as_pair(contributions: Sequence[Contribution], like: Sequence[torch.Tensor]) -> bool:
     """Return whether two ranks have one partial sum each of the same tensors, in dtypes that are summed exactly.
 
     Args:
@@ -38,8 +38,8 @@ def is_pair(contributions: Sequence[Contribution], like: Sequence[torch.Tensor])
         like: Tensors that have the dtypes of those to sum.
 
     >>> one, two = Contribution((0,), (3,)), Contribution((4,), (3,))
-    >>> is_pair([one, two], [torch.ones(1), torch.ones(1)]), is_pair([one], []), is_pair([one, two, two], [])
-    (True, False, False)
+    >>> can_sum_as_pair([one, two], [torch.ones(1), torch.ones(1)]), can_sum_as_pair([one, two, two], [])
+    (True, False)
     """
     return (
         len(contributions) == PAIR_SIZE
@@ -85,15 +85,17 @@ class PairSum(PendingSum):
         self._missing = {index for index in range(len(like)) if mask >> index & 1}
         # The last tensors come first, as backward computes them. The order is fixed and does not depend on when they
         # arrive, because a collective must be the same one on both ranks.
-        self._packets = plan_packets(like, sorted(self._missing, reverse=True), limit=LONG_TENSOR, alone=LONG_TENSOR)
+        self._packets = plan_packets(
+            like, sorted(self._missing, reverse=True), limit=LONG_TENSOR_BYTES, alone=LONG_TENSOR_BYTES
+        )
         self._results: Tensors = [None] * len(like)
         self._flats: list[torch.Tensor] = []
         self._works: Works = []
 
-    def bring(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
-        """Add this rank's term of one tensor; see `PendingSum.bring`."""
+    def add(self, index: int, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Add this rank's term of one tensor; see `PendingSum.add`."""
         (tensor,) = tensors
-        check_brought(index, tensor, awaited=index in self._missing)
+        check_term(index, tensor, awaited=index in self._missing)
         if tensor is None:
             return
         self._results[index] = tensor.detach()
@@ -107,7 +109,7 @@ class PairSum(PendingSum):
             packet = self._packets[len(self._works)]
             if not self._missing.isdisjoint(packet):
                 return
-            flat = pack(self._tensors_of(packet))
+            flat = self._channel.reachable(pack(self._tensors_of(packet)))
             self._works += begin_all_reduce(self._channel, [flat])
             self._flats.append(flat)
 
@@ -128,5 +130,5 @@ class PairSum(PendingSum):
         """Add zeros for all missing tensors; see `PendingSum.abandon`."""
         for index in sorted(self._missing, reverse=True):
             # A contiguous tensor need not be copied by `pack`.
-            self.bring(index, [torch.zeros_like(self._like[index], memory_format=torch.contiguous_format)])
+            self.add(index, [torch.zeros_like(self._like[index], memory_format=torch.contiguous_format)])
         self._channel.wait(self._works)

@@ -33,7 +33,7 @@ WHOLE_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class TensorSpec:
     """The properties of a tensor that a plan depends on.
 
     Attributes:
@@ -54,7 +54,7 @@ class Segment:
     Attributes:
         pieces: The parts of tensors that hold the elements; all of one kind, and present in the same nodes.
         size: The number of elements.
-        nodes: The nodes that have these elements, as indices into `Plan.ranks`.
+        nodes: The nodes that have these elements, as indices into `SumPlan.ranks`.
         additions: The additions that sum the terms, as pairs of indices into `nodes`; see `tree.merge_order`.
         owner: The rank that sums the elements; None if every rank does.
     """
@@ -80,7 +80,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SumPlan:
     """The plan of a sum over the partial sums of all ranks.
 
     Attributes:
@@ -95,7 +95,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class PlanSizes:
     """The lengths in bytes by which a plan is cut; see the constants of this module."""
 
     slice: int = SLICE_BYTES
@@ -104,7 +104,9 @@ class Sizes:
 
 
 @lru_cache(maxsize=64)
-def plan_sum(contributions: tuple[Contribution, ...], tensors: tuple[Extent, ...], sizes: Sizes = Sizes()) -> Plan:
+def plan_sum(
+    contributions: tuple[Contribution, ...], tensors: tuple[TensorSpec, ...], sizes: PlanSizes = PlanSizes()
+) -> SumPlan:
     """Plan the sum of the contributions of all ranks.
 
     Args:
@@ -113,7 +115,7 @@ def plan_sum(contributions: tuple[Contribution, ...], tensors: tuple[Extent, ...
         sizes: The lengths in bytes by which to cut.
 
     >>> both = (Contribution((0,), (1,)), Contribution((1,), (1,)))
-    >>> plan = plan_sum(both, (Extent(200, 4, "float"),), Sizes(whole=0))
+    >>> plan = plan_sum(both, (TensorSpec(200, 4, "float"),), PlanSizes(whole=0))
     >>> [(segment.owner, segment.pieces[0].start, segment.pieces[0].stop) for segment in plan.buckets[0].segments]
     [(0, 0, 128), (1, 128, 200)]
     """
@@ -138,10 +140,10 @@ def plan_sum(contributions: tuple[Contribution, ...], tensors: tuple[Extent, ...
             )
             buckets.append(Bucket(segments, frozenset(piece.tensor for each in segments for piece in each.pieces)))
     present = tuple(frozenset(index for index in range(len(tensors)) if mask >> index & 1) for mask in masks)
-    return Plan(ranks, tuple(buckets), present)
+    return SumPlan(ranks, tuple(buckets), present)
 
 
-def _groups(masks: Sequence[int], tensors: Sequence[Extent]) -> list[tuple[tuple[int, ...], list[int]]]:
+def _groups(masks: Sequence[int], tensors: Sequence[TensorSpec]) -> list[tuple[tuple[int, ...], list[int]]]:
     """Group tensors by kind and by the nodes that have them, without tensors that no node has."""
     groups: defaultdict[tuple[Hashable, tuple[int, ...]], list[int]] = defaultdict(list)
     for index in reversed(range(len(tensors))):
@@ -151,7 +153,9 @@ def _groups(masks: Sequence[int], tensors: Sequence[Extent]) -> list[tuple[tuple
     return [(nodes, group) for (_, nodes), group in groups.items()]
 
 
-def _cut_buckets(tensors: Sequence[Extent], owners: Sequence[int | None], sizes: Sizes) -> Iterator[list[list[Piece]]]:
+def _cut_buckets(
+    tensors: Sequence[TensorSpec], owners: Sequence[int | None], sizes: PlanSizes
+) -> Iterator[list[list[Piece]]]:
     """Cut tensors into buckets, and each bucket into one slice per owner."""
     num_bytes = sum(tensor.size * tensor.width for tensor in tensors)
     num_buckets = max(1, num_bytes // (sizes.slice * len(owners)))
@@ -161,7 +165,7 @@ def _cut_buckets(tensors: Sequence[Extent], owners: Sequence[int | None], sizes:
 
 
 def _segments(
-    pieces: Sequence[Piece], group: Sequence[int], tensors: Sequence[Extent], direct: int | None
+    pieces: Sequence[Piece], group: Sequence[int], tensors: Sequence[TensorSpec], direct: int | None
 ) -> Iterator[tuple[Piece, ...]]:
     """Yield each long piece alone, and the short pieces between two long ones together."""
 

@@ -87,7 +87,7 @@ class WireFormat(ABC):
         """
 
 
-class PlainFormat(WireFormat):
+class ExactFormat(WireFormat):
     """The exact format: every message is the tensor itself."""
 
     def encode(self, tensor: torch.Tensor, scratch: ScratchBuffer) -> torch.Tensor:
@@ -179,7 +179,7 @@ def wire_format(compression: str | None) -> WireFormat:
         ValueError: If there is no format with this name.
     """
     formats: dict[str | None, Callable[[], WireFormat]] = {
-        None: PlainFormat,
+        None: ExactFormat,
         "bf16": BFloat16Format,
         "fp16": Float16Format,
     }

@@ -7,9 +7,9 @@ from lockstep.communicators.transport.channel import (
     PostedWork as PostedWork,
     Works as Works,
 )
-from lockstep.communicators.transport.messages import Table as Table, exchange as exchange
+from lockstep.communicators.transport.messages import MessageTable as MessageTable, exchange as exchange
 from lockstep.communicators.transport.packing import (
-    LONG_TENSOR as LONG_TENSOR,
+    LONG_TENSOR_BYTES as LONG_TENSOR_BYTES,
     all_reduce as all_reduce,
     begin_all_reduce as begin_all_reduce,
     broadcast as broadcast,

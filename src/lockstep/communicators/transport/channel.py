@@ -28,8 +28,33 @@ ranks a thread of this process sums them, and needs the interpreter for it."""
 PeerTensor: TypeAlias = "tuple[torch.Tensor, int]"
 """A contiguous tensor, and the rank that it is sent to or received from."""
 
-Works: TypeAlias = "list[tuple[dist.Work | None, int | None]]"
+Works: TypeAlias = "list[tuple[dist.Work | StagedReceive | None, int | None]]"
 """Transfers in progress, each with the other rank; the rank is None if one transfer stands for several."""
+
+
+@dataclass(slots=True)
+class StagedReceive:
+    """A transfer into host memory, whose values belong on an accelerator that the transport cannot reach.
+
+    Attributes:
+        work: The transfer.
+        host: The host memory.
+        target: The tensor on the accelerator.
+    """
+
+    work: dist.Work
+    host: torch.Tensor
+    target: torch.Tensor
+
+    def is_completed(self) -> bool:
+        """Return whether the transfer has ended."""
+        return self.work.is_completed()
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait for the transfer, and start to copy its values to the accelerator."""
+        self.work.wait(timeout)
+        # The allocator of pinned memory keeps it until the copy has read it.
+        self.target.copy_(self.host, non_blocking=True)
 
 
 @dataclass(slots=True)
@@ -69,6 +94,12 @@ class Channel:
         self.spin_seconds = spin_seconds_for(self.size)
         """For how many seconds to poll for the end of a message before the thread sleeps."""
         self._timeout = timedelta(seconds=timeout)
+        backends = dist.get_backend_config(group).split(",")
+        self._reached = {
+            "cpu",
+            *(kind for kind, _, name in (each.partition(":") for each in backends) if name != "gloo"),
+        }
+        """The types of devices whose memory the group can send. Gloo sends host memory only."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -83,7 +114,7 @@ class Channel:
         return group
 
     @property
-    def is_in_order(self) -> bool:
+    def posts_must_match(self) -> bool:
         """Whether all ranks must post matching transfers at the same point, as NCCL requires."""
         return dist.get_backend(self.group) != "gloo"
 
@@ -92,7 +123,12 @@ class Channel:
         """The device for control messages: the CPU if the group can send its tensors, else this process's GPU."""
         if "cpu:" in dist.get_backend_config(self.group):
             return torch.device("cpu")
-        return torch.device("cuda", torch.cuda.current_device())
+        kind = next(iter(sorted(self._reached - {"cpu"})), "cuda")
+        return torch.device(kind, torch.accelerator.current_device_index())
+
+    def reachable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that collectives of the group can read: the tensor, or a copy in host memory."""
+        return tensor if tensor.device.type in self._reached else tensor.cpu()
 
     def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int) -> PostedWork:
         """Start to send and to receive. The tensors must not be used until `wait` has returned.
@@ -103,8 +139,15 @@ class Channel:
             tag: Separates these transfers from others that are in progress.
         """
         self.bytes_sent += sum(tensor.nbytes for tensor, _ in sends)
-        if any(tensor.is_cuda for tensor, _ in (*receives, *sends)):
+        kinds = {tensor.device.type for tensor, _ in (*receives, *sends)}
+        if not kinds <= self._reached:
+            return self._post_staged(sends, receives, tag)
+        if kinds - {"cpu"}:
             return PostedWork(incoming=[(work, None) for work in self._post_as_one(sends, receives)])
+        return self._post_each(sends, receives, tag)
+
+    def _post_each(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int) -> PostedWork:
+        """Start every transfer of host memory by a call of its own."""
         posted = PostedWork()
         rank: int | None = None
         try:
@@ -117,6 +160,23 @@ class Channel:
                 posted.outgoing.append((work, rank))
         except RuntimeError as error:
             raise self._peer_error(rank, error) from error
+        return posted
+
+    def _post_staged(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int) -> PostedWork:
+        """Start transfers between accelerators by way of pinned host memory."""
+        sent = [(tensor.to("cpu", non_blocking=True), rank) for tensor, rank in sends]
+        # One wait for all of them: the transport reads host memory at once.
+        for device in {tensor.device for tensor, _ in sends if tensor.device.type != "cpu"}:
+            torch.accelerator.current_stream(device).synchronize()
+        hosts = [
+            tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu", pin_memory=True)
+            for tensor, _ in receives
+        ]
+        posted = self._post_each(sent, [(host, rank) for host, (_, rank) in zip(hosts, receives, strict=True)], tag)
+        for index, (host, (tensor, rank)) in enumerate(zip(hosts, receives, strict=True)):
+            work = posted.incoming[index][0]
+            if host is not tensor and isinstance(work, dist.Work):
+                posted.incoming[index] = (StagedReceive(work, host, tensor), rank)
         return posted
 
     def _post_as_one(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> list[dist.Work]:

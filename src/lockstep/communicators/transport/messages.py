@@ -17,26 +17,26 @@ ROW_ALIGNMENT: Final = 64
 """Bytes. Messages and bodies begin at multiples of this, so that tensors in a body can be used in place."""
 
 
-class Table:
+class MessageTable:
     """Memory for one message from every rank, each followed by a body of a fixed size.
 
     Args:
         size: The number of ranks.
-        room: The size of each body in bytes, the same on every rank.
-        head: The size of each message in bytes, including the prefix with its length.
+        body_bytes: The size of each body in bytes, the same on every rank.
+        message_bytes: The size of each message in bytes, including the prefix with its length.
     """
 
-    def __init__(self, size: int, room: int = 0, *, head: int = LENGTH_PREFIX + SHORT_MESSAGE) -> None:
-        self._head = -(-head // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        self._width = self._head + -(-room // ROW_ALIGNMENT) * ROW_ALIGNMENT
+    def __init__(self, size: int, body_bytes: int = 0, *, message_bytes: int = LENGTH_PREFIX + SHORT_MESSAGE) -> None:
+        self._message_bytes = -(-message_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        self._width = self._message_bytes + -(-body_bytes // ROW_ALIGNMENT) * ROW_ALIGNMENT
         # The tensor shares the memory of the bytearray, so that messages are read and written without tensor
         # operations.
         self._buffer = bytearray(size * self._width)
-        self.room = room
+        self.body_bytes = body_bytes
         """The size of each body in bytes."""
         self.rows = torch.frombuffer(self._buffer, dtype=torch.uint8).view(size, self._width)
         """The message and the body of each rank, one row per rank."""
-        self._bodies = self.rows[:, self._head : self._head + room].unbind()
+        self._bodies = self.rows[:, self._message_bytes : self._message_bytes + body_bytes].unbind()
 
     def body(self, rank: int) -> torch.Tensor:
         """Return the bytes that are sent with the message of a rank, as a view."""
@@ -45,17 +45,17 @@ class Table:
     def write(self, rank: int, message: bytes) -> None:
         """Write a message with its prefix into the row of a rank, as much of it as fits."""
         start = rank * self._width
-        self._buffer[start : start + min(len(message), self._head)] = message[: self._head]
+        self._buffer[start : start + min(len(message), self._message_bytes)] = message[: self._message_bytes]
 
     def read(self, rank: int) -> tuple[int, bytes]:
         """Return the length of the message of a rank, and as much of the message as has arrived."""
         start = rank * self._width
         first = start + LENGTH_PREFIX
         length = int.from_bytes(self._buffer[start:first], "little")
-        return length, bytes(self._buffer[first : first + min(length, self._head - LENGTH_PREFIX)])
+        return length, bytes(self._buffer[first : first + min(length, self._message_bytes - LENGTH_PREFIX)])
 
 
-def exchange(channel: Channel, payload: bytes, table: Table | None = None) -> list[bytes]:
+def exchange(channel: Channel, payload: bytes, table: MessageTable | None = None) -> list[bytes]:
     """Send a message to every rank, and return the messages of all ranks in order of ranks.
 
     Messages are sent as bytes after their length. Nothing that arrives is executed or unpickled.
@@ -67,15 +67,15 @@ def exchange(channel: Channel, payload: bytes, table: Table | None = None) -> li
             have the same size on every rank. None to send no body.
     """
     framed = len(payload).to_bytes(LENGTH_PREFIX, "little") + payload
-    heads = _exchange_once(channel, framed, Table(channel.size) if table is None else table)
+    heads = _exchange_once(channel, framed, MessageTable(channel.size) if table is None else table)
     longest = max(length for length, _ in heads)
     # Every rank has received the same lengths, so all of them take part in a second exchange or none does.
     if any(len(message) < length for length, message in heads):
-        heads = _exchange_once(channel, framed, Table(channel.size, head=LENGTH_PREFIX + longest))
+        heads = _exchange_once(channel, framed, MessageTable(channel.size, message_bytes=LENGTH_PREFIX + longest))
     return [message for _, message in heads]
 
 
-def _exchange_once(channel: Channel, framed: bytes, table: Table) -> list[tuple[int, bytes]]:
+def _exchange_once(channel: Channel, framed: bytes, table: MessageTable) -> list[tuple[int, bytes]]:
     """Send a message with its body to every rank, as much of it as fits into the table."""
     table.write(channel.rank, framed)
     rows = table.rows.to(channel.message_device)

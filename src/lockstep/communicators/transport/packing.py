@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from lockstep.communicators.transport.channel import Channel, Works
 
-PACKET: Final = 2**25
+PACKET_BYTES: Final = 2**25
 """Bytes. Tensors are sent together up to this total length."""
-LONG_TENSOR: Final = 2**18
+LONG_TENSOR_BYTES: Final = 2**18
 """Bytes. A tensor of this length or more is summed in place, which costs less than copying it into a packet."""
 
 
@@ -29,7 +29,7 @@ def plan_packets(like: Sequence[torch.Tensor], order: Iterable[int], *, limit: i
         alone: The length in bytes from which on a tensor is sent in a separate packet.
 
     >>> like = [torch.empty(4), torch.empty(100_000), torch.empty(2)]
-    >>> plan_packets(like, [2, 1, 0], limit=LONG_TENSOR, alone=LONG_TENSOR)
+    >>> plan_packets(like, [2, 1, 0], limit=LONG_TENSOR_BYTES, alone=LONG_TENSOR_BYTES)
     [[1], [2, 0]]
     """
     packets: list[list[int]] = []
@@ -62,6 +62,9 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def unpack(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy the elements of a flat tensor to the tensors of a packet, unless they share its memory."""
     if flat.data_ptr() != tensors[0].data_ptr():
+        if flat.device != tensors[0].device:
+            # One transfer instead of one per tensor.
+            flat = flat.to(tensors[0].device, non_blocking=True)
         parts = torch.split(flat, [tensor.numel() for tensor in tensors])
         shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
         torch._foreach_copy_(list(tensors), shaped)
@@ -77,11 +80,11 @@ def broadcast(channel: Channel, tensors: Sequence[torch.Tensor], source: int) ->
             `source`.
         source: The rank that the tensors are copied from.
     """
-    for indices in plan_packets(tensors, range(len(tensors)), limit=PACKET, alone=PACKET):
+    for indices in plan_packets(tensors, range(len(tensors)), limit=PACKET_BYTES, alone=PACKET_BYTES):
         packet = [tensors[index] for index in indices]
         # `pack` must not be used here: a tensor that is received in place keeps its version counter, and code that
         # compares version counters would miss the write.
-        flat = torch.cat([tensor.reshape(-1) for tensor in packet])
+        flat = channel.reachable(torch.cat([tensor.reshape(-1) for tensor in packet]))
         # The elements are sent as bytes, because some backends support only some dtypes.
         work = dist.broadcast(flat.view(torch.uint8), group=channel.group, group_src=source, async_op=True)
         channel.wait([(work, source)])
@@ -100,9 +103,9 @@ def begin_all_reduce(channel: Channel, flats: Sequence[torch.Tensor]) -> Works:
 @torch.no_grad()
 def all_reduce(channel: Channel, tensors: Sequence[torch.Tensor]) -> None:
     """Sum tensors over ranks in place, in the order of the transport; long tensors without a copy."""
-    plan = plan_packets(tensors, range(len(tensors)), limit=PACKET, alone=LONG_TENSOR)
+    plan = plan_packets(tensors, range(len(tensors)), limit=PACKET_BYTES, alone=LONG_TENSOR_BYTES)
     packets = [[tensors[index] for index in indices] for indices in plan]
-    flats = [pack(packet) for packet in packets]
+    flats = [channel.reachable(pack(packet)) for packet in packets]
     channel.wait(begin_all_reduce(channel, flats))
     for packet, flat in zip(packets, flats, strict=True):
         unpack(flat, packet)

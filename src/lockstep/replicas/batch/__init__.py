@@ -13,7 +13,6 @@ from lockstep.replicas.batch.inputs import (
     Inputs as Inputs,
     ShardInputs as ShardInputs,
     argument_names as argument_names,
-    as_call as as_call,
     check_dims as check_dims,
     count_samples as count_samples,
     dims_by_path as dims_by_path,

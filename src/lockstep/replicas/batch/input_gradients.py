@@ -45,7 +45,7 @@ class InputModes:
     default: GradMode
 
     @property
-    def wanted(self) -> bool:
+    def any_wanted(self) -> bool:
         """Whether an input may have a gradient."""
         return any(mode != "null" for mode in (*self.by_name.values(), self.default))
 
@@ -110,7 +110,7 @@ class InputGradients:
 
     def merged(self) -> Tensors:
         """Return the gradient of each input, on the device of that input."""
-        shards = [shard for place in self.shards for shard in place]
+        shards = [shard for device_shards in self.shards for shard in device_shards]
         return [self._merge_shards(index, shards, tensor.device) for index, tensor in enumerate(self.inputs.tensors)]
 
     def of_device(self, place: int, device: torch.device) -> Tensors:

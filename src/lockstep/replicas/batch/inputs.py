@@ -47,7 +47,7 @@ class Inputs:
         names: The path of each input.
         tensors: The inputs.
         dims: For each input the dimension that counts samples, at least 0, or None if it is given whole.
-        wanted: Whether a gradient is wanted for each input.
+        requires_grad: Whether a gradient is wanted for each input.
         num_samples: The number of samples in the batch.
     """
 
@@ -56,12 +56,12 @@ class Inputs:
     names: list[str]
     tensors: list[torch.Tensor]
     dims: list[int | None]
-    wanted: list[bool]
+    requires_grad: list[bool]
     num_samples: int
     attached: ClassVar[bool] = False
     """Whether the parts belong to the autograd graph of the caller."""
 
-    def cut(self, samples: range, device: torch.device) -> ShardInputs:
+    def shard_inputs(self, samples: range, device: torch.device) -> ShardInputs:
         """Return the arguments for a run of samples, which are views of the inputs if they are on the device already.
 
         Args:
@@ -70,7 +70,7 @@ class Inputs:
         """
         parts: list[torch.Tensor] = []
         leaves: list[torch.Tensor | None] = []
-        for tensor, dim, wanted in zip(self.tensors, self.dims, self.wanted, strict=True):
+        for tensor, dim, wanted in zip(self.tensors, self.dims, self.requires_grad, strict=True):
             # Detached, so that every shard has a graph of its own and backward ends at its leaves.
             part = tensor.detach()
             if dim is not None and len(samples) != self.num_samples:
@@ -137,20 +137,6 @@ def named_inputs(
     """
     for name, part in (*zip(names, args, strict=True), *kwargs.items()):
         yield from nest.named_tensors(part, name)
-
-
-def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert a batch to arguments: a tuple or list by position, a dict by name, anything else as the only argument.
-
-    Args:
-        batch: The batch.
-
-    >>> as_call({"x": 1}), as_call((1, 2))
-    (((), {'x': 1}), ((1, 2), {}))
-    """
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
 
 
 def argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:

@@ -37,7 +37,7 @@ class ShardForward:
         leaves: For each input the tensor in which backward stores its gradient, or None if no gradient is wanted.
         returned: The value that the replica returned, with its graph if one was kept.
         tensors: The tensors in that value, in order.
-        buffers: The leaf tensors in which backward stores the gradients of buffers that require one.
+        buffer_leaves: The leaf tensors in which backward stores the gradients of buffers that require one.
         stream_position: The state of the shard's random stream after the forward, or None if no graph was kept.
     """
 
@@ -45,7 +45,7 @@ class ShardForward:
     leaves: list[torch.Tensor | None]
     returned: Any
     tensors: list[torch.Tensor]
-    buffers: list[torch.Tensor]
+    buffer_leaves: list[torch.Tensor]
     stream_position: list[torch.Tensor] | None
 
 
@@ -56,26 +56,26 @@ class Outputs:
     Attributes:
         names: The path of each output.
         dims: For each output the dimension that counts samples, at least 0, or None if it is one value for all samples.
-        shards: The results of the shards, in order.
+        results: The results of the shards, in order.
         num_samples: The number of samples in the batch.
     """
 
     names: list[str]
     dims: list[int | None]
-    shards: list[ShardForward]
+    results: list[ShardForward]
     num_samples: int
 
     def merged(
-        self, device: torch.device, shards: Sequence[ShardForward] | None = None, *, attached: bool = False
+        self, device: torch.device, results: Sequence[ShardForward] | None = None, *, attached: bool = False
     ) -> list[torch.Tensor]:
         """Return the merged outputs.
 
         Args:
             device: The device of the results.
-            shards: The shards to merge, which must be neighbors. All shards are merged by default.
+            results: The results to merge, which must be of neighboring shards. All of them are merged by default.
             attached: Whether to keep the autograd graphs of the outputs.
         """
-        selected = self.shards if shards is None else shards
+        selected = self.results if results is None else results
         merged = []
         for index, dim in enumerate(self.dims):
             parts = []
@@ -86,47 +86,47 @@ class Outputs:
         return merged
 
     def by_device(
-        self, devices: Sequence[torch.device], done: Sequence[Sequence[ShardForward]]
+        self, devices: Sequence[torch.device], results: Sequence[Sequence[ShardForward]]
     ) -> list[list[torch.Tensor | None]]:
         """Return for each output a list with one tensor per device, or None for a device without a shard.
 
         Args:
             devices: The devices of the group.
-            done: The shards of each device.
+            results: The results of the shards of each device.
         """
-        parts = [self.merged(device, each) if each else None for device, each in zip(devices, done, strict=True)]
+        parts = [self.merged(device, each) if each else None for device, each in zip(devices, results, strict=True)]
         return [[None if part is None else part[index] for part in parts] for index in range(len(self.dims))]
 
-    def nest(self, parts: Sequence[Any]) -> Any:
+    def unflatten(self, parts: Sequence[Any]) -> Any:
         """Return values, one for each output, in containers like those that the model returned.
 
         Args:
             parts: The values, in the order of the outputs.
         """
-        if isinstance(self.shards[0].returned, torch.Tensor):
+        if isinstance(self.results[0].returned, torch.Tensor):
             return parts[0]
         rest = iter(parts)
-        return nest.map_tensors(lambda _: next(rest), self.shards[0].returned)
+        return nest.map_tensors(lambda _: next(rest), self.results[0].returned)
 
-    def shard_grads(self, shard: ShardForward, grads: Sequence[torch.Tensor | None]) -> Tensors:
+    def shard_grads(self, result: ShardForward, grads: Sequence[torch.Tensor | None]) -> Tensors:
         """Return the part of the gradients of merged outputs that belongs to a shard, on the device of the shard.
 
         Args:
-            shard: The shard.
+            result: The result of the forward of the shard.
             grads: The gradient of each merged output, or None.
         """
-        share = len(shard.shard.samples) / self.num_samples
+        share = len(result.shard.samples) / self.num_samples
         return [
-            None if grad is None else _shard_gradient(grad, dim, shard, share).to(tensor.device)
-            for grad, dim, tensor in zip(grads, self.dims, shard.tensors, strict=True)
+            None if grad is None else _shard_gradient(grad, dim, result, share).to(tensor.device)
+            for grad, dim, tensor in zip(grads, self.dims, result.tensors, strict=True)
         ]
 
 
-def read_outputs(shards: Sequence[ShardForward], num_samples: int, output_dim: BatchDim) -> Outputs:
+def read_outputs(results: Sequence[ShardForward], num_samples: int, output_dim: BatchDim) -> Outputs:
     """Check that the outputs of shards fit together, and collect them.
 
     Args:
-        shards: The results of the shards, in order.
+        results: The results of the shards, in order.
         num_samples: The number of samples of all shards.
         output_dim: The dimension that counts samples: one for all outputs, or one for each by name, or None for an
             output that is one value for all samples. An output without dimensions always is, and so is one that is
@@ -137,16 +137,16 @@ def read_outputs(shards: Sequence[ShardForward], num_samples: int, output_dim: B
         ValueError: If shards returned different structures, an output has the wrong number of samples, or `output_dim`
             names an output that does not exist.
     """
-    _check_same_structure(shards)
-    found = named_outputs(shards[0].returned)
+    _check_same_structure(results)
+    found = named_outputs(results[0].returned)
     if not found:
-        raise TypeError(f"`model` must return at least one tensor, got a {type(shards[0].returned).__name__}.")
+        raise TypeError(f"`model` must return at least one tensor, got a {type(results[0].returned).__name__}.")
     names = [path for path, _ in found]
     dims = dims_by_path(output_dim, names, "output_dim")
     for index, (path, tensor) in enumerate(found):
         dims[index] = _output_dim(path, tensor, dims[index])
-    outputs = Outputs(names, dims, list(shards), num_samples)
-    for each in shards:
+    outputs = Outputs(names, dims, list(results), num_samples)
+    for each in results:
         _check_samples(outputs, each)
     return outputs
 
@@ -178,21 +178,21 @@ def named_outputs(returned: Any) -> list[tuple[str, torch.Tensor]]:
     return list(nest.named_tensors(returned, "output"))
 
 
-def _check_same_structure(shards: Sequence[ShardForward]) -> None:
+def _check_same_structure(results: Sequence[ShardForward]) -> None:
     """Check that all shards returned the same containers and plain values.
 
     Args:
-        shards: The results of the shards.
+        results: The results of the shards.
 
     Raises:
         ValueError: If they differ.
     """
-    first = _structure(shards[0].returned)
-    for each in shards[1:]:
+    first = _structure(results[0].returned)
+    for each in results[1:]:
         if _structure(each.returned) != first:
             raise ValueError(
                 "`model` must return the same containers and plain values for every shard, got something "
-                f"else for shard {each.shard.index} than for shard {shards[0].shard.index}."
+                f"else for shard {each.shard.index} than for shard {results[0].shard.index}."
             )
 
 
@@ -215,18 +215,18 @@ def _structure(returned: Any) -> Any:
     )
 
 
-def _check_samples(outputs: Outputs, shard: ShardForward) -> None:
+def _check_samples(outputs: Outputs, result: ShardForward) -> None:
     """Check that the outputs of a shard have the samples of that shard.
 
     Args:
         outputs: The names and dimensions of the outputs.
-        shard: The result of the shard.
+        result: The result of the shard.
 
     Raises:
         ValueError: If an output has another length.
     """
-    wanted = len(shard.shard.samples)
-    for name, dim, tensor in zip(outputs.names, outputs.dims, shard.tensors, strict=True):
+    wanted = len(result.shard.samples)
+    for name, dim, tensor in zip(outputs.names, outputs.dims, result.tensors, strict=True):
         shape = tuple(tensor.shape)
         if dim is not None and (tensor.dim() <= dim or tensor.shape[dim] != wanted):
             raise ValueError(
@@ -236,7 +236,7 @@ def _check_samples(outputs: Outputs, shard: ShardForward) -> None:
 
 
 def _merge(
-    parts: list[torch.Tensor], dim: int | None, shards: Sequence[ShardForward], device: torch.device
+    parts: list[torch.Tensor], dim: int | None, results: Sequence[ShardForward], device: torch.device
 ) -> torch.Tensor:
     """Merge one output of several shards."""
     moved = [part if part.device == device else part.to(device) for part in parts]
@@ -246,7 +246,7 @@ def _merge(
         return torch.cat(moved, dim)
     if not (moved[0].is_floating_point() or moved[0].is_complex()):
         return _only_value(moved)
-    return _weighted_mean(moved, shards)
+    return _weighted_mean(moved, results)
 
 
 def _only_value(values: list[torch.Tensor]) -> torch.Tensor:
@@ -266,23 +266,23 @@ def _only_value(values: list[torch.Tensor]) -> torch.Tensor:
     return values[0]
 
 
-def _weighted_mean(values: list[torch.Tensor], shards: Sequence[ShardForward]) -> torch.Tensor:
+def _weighted_mean(values: list[torch.Tensor], results: Sequence[ShardForward]) -> torch.Tensor:
     """Return the mean over shards, weighted by their numbers of samples and summed in the order of the tree."""
     # Half precision is summed in float32 and rounded once, because each addition in half precision loses bits.
     dtype = torch.float32 if values[0].dtype in HALF_PRECISION else values[0].dtype
-    weights = [len(each.shard.samples) for each in shards]
+    weights = [len(each.shard.samples) for each in results]
     partials = [
         PartialSum(each.shard.index, [value.to(dtype) * weight])
-        for value, weight, each in zip(values, weights, shards, strict=True)
+        for value, weight, each in zip(values, weights, results, strict=True)
     ]
     (summed,) = (tensor for tensor in total(partials) if tensor is not None)
     return (summed / sum(weights)).to(values[0].dtype)
 
 
-def _shard_gradient(grad: torch.Tensor, dim: int | None, shard: ShardForward, share: float) -> torch.Tensor:
+def _shard_gradient(grad: torch.Tensor, dim: int | None, result: ShardForward, share: float) -> torch.Tensor:
     """Return the part of the gradient of one merged output that belongs to a shard."""
     if dim is None:
         # With one shard the gradient passes unchanged, as it would on one device.
         return grad if share == 1.0 else grad * share
-    samples = shard.shard.samples
+    samples = result.shard.samples
     return grad if len(samples) == grad.shape[dim] else grad.narrow(dim, samples.start, len(samples))

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from lockstep.precision import sent
+from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
@@ -77,7 +77,7 @@ class BufferSum:
 
 
 def combine_known(
-    sums: Sequence[BufferSum], refs: Sequence[BufferRef], *, weight: float, unless: Tensor | None
+    sums: Sequence[BufferSum], refs: Sequence[BufferRef], *, weight: float, found_inf: Tensor | None
 ) -> None:
     """Write the combined buffers of all shards to the model, as `combine_buffers` describes.
 
@@ -85,7 +85,7 @@ def combine_known(
         sums: One sum per device, in order of shards.
         refs: The buffers of the model.
         weight: The total weight of all shards.
-        unless: A tensor without dimensions. If it is above 0, the buffers keep their values.
+        found_inf: A tensor without dimensions. If it is above 0, the buffers keep their values.
     """
     partials = [
         PartialSum(partial.shard, [_move(tensor, ref) for tensor, ref in zip(partial.tensors, refs, strict=True)])
@@ -105,7 +105,7 @@ def combine_known(
             value = from_real((mean if absent == 0 else mean + as_real(target) * absent) / weight, target)
         if value is not None:
             # `torch.where` instead of a condition, which would wait for the device.
-            new = value if unless is None else torch.where(sent(unless, target.device) > 0, target, value)
+            new = value if found_inf is None else torch.where(to_device(found_inf, target.device) > 0, target, value)
             target.copy_(new)
 
 
@@ -155,4 +155,4 @@ def as_bits(tensor: Tensor) -> Tensor:
 def _move(tensor: Tensor | None, ref: BufferRef) -> Tensor | None:
     """Move a tensor to the device of the buffer that it belongs to."""
     target = ref.get()
-    return None if tensor is None or target is None else sent(tensor, target.device)
+    return None if tensor is None or target is None else to_device(tensor, target.device)

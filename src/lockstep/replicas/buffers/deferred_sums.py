@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.precision import sent
+from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef
 from lockstep.replicas.buffers.buffer_sums import BufferSum, as_bits, as_real, from_real, is_averaged
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
@@ -48,7 +48,7 @@ class Pack:
         shapes = tuple(as_real(buffer).shape for buffer in buffers)
         sizes = torch.tensor([shape.numel() for shape in shapes], device="cpu")
         owner = torch.arange(len(shapes), device="cpu").repeat_interleave(sizes)
-        return cls(tuple(indices), shapes, sent(owner, buffers[0].device), is_averaged(buffers[0]))
+        return cls(tuple(indices), shapes, to_device(owner, buffers[0].device), is_averaged(buffers[0]))
 
     def select(self, buffers: Tensors) -> list[Tensor]:
         """List those of all buffers that belong to this pack.
@@ -216,7 +216,7 @@ class DeferredBufferSum:
 
 
 def combine_packed(
-    sums: Sequence[DeferredBufferSum], refs: Sequence[BufferRef], *, weight: float, unless: Tensor | None
+    sums: Sequence[DeferredBufferSum], refs: Sequence[BufferRef], *, weight: float, found_inf: Tensor | None
 ) -> None:
     """Write the combined buffers of all shards to the model, as `combine_buffers` describes.
 
@@ -224,7 +224,7 @@ def combine_packed(
         sums: One sum per device, in order of shards.
         refs: The buffers of the model.
         weight: The total weight of all shards.
-        unless: A tensor without dimensions. If it is above 0, the buffers keep their values.
+        found_inf: A tensor without dimensions. If it is above 0, the buffers keep their values.
     """
     buffers: Tensors = [ref.get() for ref in refs]
     packs = sums[0].packs
@@ -239,14 +239,14 @@ def combine_packed(
     weights = [_to_devices(device_sum.weights, homes) for device_sum in sums]
     firsts = [_to_devices(device_sum.firsts, homes) for device_sum in sums]
     for index, (pack, mean) in enumerate(zip(packs, weighted_sums, strict=True)):
-        owner, before = sent(pack.owner, homes[index]), pack.pack(buffers)
+        owner, before = to_device(pack.owner, homes[index]), pack.pack(buffers)
         owned = [share[owner] for each in weights if (share := each[index]) is not None]
         changed = torch.stack(owned).sum(0)
         if mean is None:
             value = _first(owned, [first for each in firsts if (first := each[index]) is not None])
         else:
             value = _mean(before, mean, weight, changed)
-        keeps = changed == 0 if unless is None else (changed == 0) | (sent(unless, owner.device) > 0)
+        keeps = changed == 0 if found_inf is None else (changed == 0) | (to_device(found_inf, owner.device) > 0)
         targets = pack.select(buffers)
         parts = pack.split(torch.where(keeps, before, value))
         torch._foreach_copy_(targets, list(map(from_real, parts, targets)))
@@ -271,4 +271,6 @@ def _first(weights: Sequence[Tensor], firsts: Sequence[Tensor]) -> Tensor:
 
 
 def _to_devices(tensors: Tensors, devices: Sequence[torch.device]) -> Tensors:
-    return [None if tensor is None else sent(tensor, device) for tensor, device in zip(tensors, devices, strict=True)]
+    return [
+        None if tensor is None else to_device(tensor, device) for tensor, device in zip(tensors, devices, strict=True)
+    ]

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.precision import sent
+from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, all_buffer_refs, buffer_refs
 from lockstep.replicas.buffers.buffer_sums import BufferSum, combine_known
 from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, Pack, can_be_packed, combine_packed, create_packs
@@ -52,7 +52,7 @@ class ReplicaBuffers:
         self._sources = buffer_refs(original)
         self._refs = buffer_refs(replica)
         self._own = [ref.get() for ref in self._refs]
-        self.bindings = [(ref, ref.get()) for ref in all_buffer_refs(replica)]
+        self.entries = [(ref, ref.get()) for ref in all_buffer_refs(replica)]
         """All names of buffers and their tensors, including None; empty if the model has no buffers at all."""
         self._start: Tensors = []
         self._unchanged = [False] * len(self._refs)
@@ -70,7 +70,7 @@ class ReplicaBuffers:
         Returns:
             An empty sum to collect the changes in.
         """
-        if not self.bindings:
+        if not self.entries:
             return BufferSum(ShardSum(first), [], [])
         self._start = [
             None if own is None or (source := ref.get()) is None else source.detach().to(own.device)
@@ -93,7 +93,7 @@ class ReplicaBuffers:
 
     def restore(self) -> None:
         """Reset the buffers of the replica to those of the original, writing only buffers that may have changed."""
-        for ref, own in self.bindings:
+        for ref, own in self.entries:
             if ref.get() is not own:
                 ref.set(own)
         # Writing only stale buffers saves kernels, and keeps the version counters of the others.
@@ -131,7 +131,7 @@ class ReplicaBuffers:
             if source is not None and not source.is_leaf:
                 # Forward may write in place to a non-leaf tensor, as it may to the original, but not to a leaf.
                 fresh[id(self._own[index])] = leaf.clone()
-        for ref, own in self.bindings:
+        for ref, own in self.entries:
             ref.set(fresh.get(id(own), own))
         return leaves
 
@@ -175,7 +175,7 @@ def combine_buffers(
     refs: Sequence[BufferRef],
     *,
     weight: float,
-    unless: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
 ) -> None:
     """Write the combined buffers of all shards to the model, without waiting for a device.
 
@@ -183,16 +183,16 @@ def combine_buffers(
         sums: One sum per device, in order of shards and all of one type. They are changed in place.
         refs: The buffers of the model, which are written in place, each on its own device.
         weight: The total weight of all shards.
-        unless: A tensor without dimensions. If it is above 0, the buffers keep their values.
+        found_inf: A tensor without dimensions. If it is above 0, the buffers keep their values.
 
     Determinism: The bits depend only on the shards. Sums follow the tree and are divided once.
     """
     packed = [each for each in sums if isinstance(each, DeferredBufferSum)]
     if packed:
-        combine_packed(packed, refs, weight=weight, unless=unless)
+        combine_packed(packed, refs, weight=weight, found_inf=found_inf)
         return
     known = [each for each in sums if isinstance(each, BufferSum)]
-    combine_known(known, refs, weight=weight, unless=unless)
+    combine_known(known, refs, weight=weight, found_inf=found_inf)
 
 
 def _in_format_of(value: torch.Tensor, ref: BufferRef, start: torch.Tensor) -> torch.Tensor:
@@ -212,4 +212,4 @@ def _in_format_of(value: torch.Tensor, ref: BufferRef, start: torch.Tensor) -> t
             f"{ref.name!r} of a {type(ref.module).__name__}, which was {tuple(start.shape)}. "
             "Store a tensor without a fixed shape in a plain attribute."
         )
-    return sent(value.detach(), start.device).to(start.dtype)
+    return to_device(value.detach(), start.device).to(start.dtype)

@@ -191,9 +191,9 @@ def read_output_grads(outputs: Outputs, merged: list[torch.Tensor], given: Any) 
     """
     if given is None:
         return _loss_gradient(outputs, merged)
-    if isinstance(given, torch.Tensor) and isinstance(outputs.shards[0].returned, torch.Tensor):
+    if isinstance(given, torch.Tensor) and isinstance(outputs.results[0].returned, torch.Tensor):
         return [_check_output_grad(given, outputs.names[0], merged[0])]
-    returned = outputs.nest([_OutputIndex(index) for index in range(len(merged))])
+    returned = outputs.unflatten([_OutputIndex(index) for index in range(len(merged))])
     if isinstance(returned, _OutputIndex) and isinstance(given, tuple | list):
         returned = [returned]
     grads: Tensors = [None] * len(merged)
@@ -217,7 +217,7 @@ def _loss_gradient(outputs: Outputs, merged: list[torch.Tensor]) -> Tensors:
     """Return 1 for the only output that is a loss, and None for all others."""
     scalars = [index for index, each in enumerate(merged) if each.dim() == 0 and each.is_floating_point()]
     if len(scalars) > 1:
-        shards = [each.tensors for each in outputs.shards]
+        shards = [each.tensors for each in outputs.results]
         # Values that are returned for logging, without a graph, are not losses.
         scalars = [index for index in scalars if any(tensors[index].requires_grad for tensors in shards)]
     if len(scalars) != 1:

@@ -215,7 +215,7 @@ class ReplicaGroup(ReplicaSet):
             )
         self._merged = forward.outputs.merged(self.devices[0])
         self._forward = forward
-        return forward.outputs.nest(self._merged)
+        return forward.outputs.unflatten(self._merged)
 
     def backward(self, output_grads: Any = None, *, retain_graph: bool = False) -> None:
         """Run backward on all devices, and write or add the gradients.
@@ -255,7 +255,7 @@ class ReplicaGroup(ReplicaSet):
             OrderError: If there was no forward.
         """
         forward = self._last_forward()
-        return list(self._merged) if merge else forward.outputs.by_device(self.devices, forward.done)
+        return list(self._merged) if merge else forward.outputs.by_device(self.devices, forward.results)
 
     def output_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the name and shape of each output for the whole batch, of the last forward or the next one.
@@ -282,7 +282,7 @@ class ReplicaGroup(ReplicaSet):
         Raises:
             OrderError: If they were not requested, or there was no backward.
         """
-        if not self._input_modes.wanted:
+        if not self._input_modes.any_wanted:
             raise OrderError("Gradients of inputs require input_grads=True and a `grad_mode` other than 'null'.")
         if self._input_gradients is None:
             raise OrderError("Gradients of inputs must follow a backward.")
@@ -378,7 +378,7 @@ class ReplicaGroup(ReplicaSet):
         """
         if monitor is not None:
             monitor.attach(self)
-        self._passes.observer = monitor
+        self._passes.shard_hooks = monitor
 
     def release(self) -> None:
         """Drop threads and replicas until they are needed again. The model is left as it is."""
@@ -394,7 +394,7 @@ class ReplicaGroup(ReplicaSet):
         totals = backward.total(keep=self._keeps_parts)
         no_gradients: Tensors = [None] * len(totals)
         by_parameter = zip(*[part or no_gradients for part in parts], strict=True) if parts else [()] * len(totals)
-        for (name, parameter), total, device_parts in zip(forward.parameters, totals, by_parameter, strict=True):
+        for (name, parameter), total, device_parts in zip(forward.trained_tensors, totals, by_parameter, strict=True):
             self._store.store(parameter, total, list(device_parts), add=self._modes.get(name) == "add")
-        gradients = InputGradients(forward.inputs, forward.shards, backward.inputs)
+        gradients = InputGradients(forward.inputs, forward.shards, backward.input_gradients)
         self._input_gradients = gradients.plus(self._input_gradients, self._input_modes)

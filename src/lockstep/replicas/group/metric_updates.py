@@ -42,17 +42,17 @@ def metric_inputs(
     num_samples = forward.inputs.num_samples
     if not 0 <= pad < num_samples:
         raise ValueError(f"`pad` must lie in 0..{num_samples - 1}, got {pad}.")
-    places = forward.shards if per_device else [[shard for place in forward.shards for shard in place]]
+    groups = forward.shards if per_device else [[shard for device_shards in forward.shards for shard in device_shards]]
     cut = [
         # Padding is at the end of the batch, so a device with nothing else gets an empty range and is left out below.
         (place, range(shards[0].samples.start, min(shards[-1].samples.stop, num_samples - pad)))
-        for place, shards in enumerate(places)
+        for place, shards in enumerate(groups)
         if shards
     ]
     return [
         (
-            _outputs(forward, places[place], samples, devices[place]),
-            _target(labels.cut(samples, devices[place])),
+            _outputs(forward, groups[place], samples, devices[place]),
+            _target(labels.shard_inputs(samples, devices[place])),
         )
         for place, samples in cut
         if len(samples) > 0
@@ -62,9 +62,9 @@ def metric_inputs(
 def _outputs(forward: Forward, shards: Sequence[Shard], samples: range, device: torch.device) -> Any:
     """Return the merged outputs of some shards, as the model returns them and without padding."""
     outputs = forward.outputs
-    selected = [each for each in outputs.shards if each.shard in shards]
+    selected = [each for each in outputs.results if each.shard in shards]
     parts = outputs.merged(device, selected)
-    return outputs.nest(
+    return outputs.unflatten(
         [
             part if dim is None else part.narrow(dim, 0, len(samples))
             for part, dim in zip(parts, outputs.dims, strict=True)

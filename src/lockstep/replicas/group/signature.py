@@ -8,11 +8,11 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from lockstep.nest import call_arguments
 from lockstep.replicas.batch import (
     BatchDim,
     InputModes,
     Inputs,
-    as_call,
     named_inputs,
     number_positions,
     read_inputs,
@@ -75,7 +75,7 @@ class Signature:
             ValueError: If the batch differs from the bound inputs, its dimensions do not fit, or `modes` names an input
                 that does not exist.
         """
-        args, kwargs = as_call(batch)
+        args, kwargs = call_arguments(batch)
         absent = [] if expected is None else expected.paths
         if expected is None:
             names = number_positions(self._names, len(args))
@@ -106,7 +106,7 @@ class Signature:
         Raises:
             ValueError: If the labels are for another number of samples.
         """
-        args, kwargs = as_call(labels)
+        args, kwargs = call_arguments(labels)
         bound = [] if expected is None else expected.label_arguments
         names = [*bound, *(f"labels[{index}]" for index in range(len(bound), len(args)))][: len(args)]
         read = read_inputs(

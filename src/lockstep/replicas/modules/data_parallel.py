@@ -180,13 +180,13 @@ class DataParallel(ModuleWrapper):
             trained = [each for each in self.module.parameters() if each.requires_grad]
             buffers = trained_buffers(self.module)
             forward = attached_forward(engine.passes, inputs, trained, buffers, self, flat=self._flat)
-            return forward.outputs.nest(forward.outputs.merged(main, attached=True))
+            return forward.outputs.unflatten(forward.outputs.merged(main, attached=True))
         with _without_saved_tensor_hooks():
             forward = engine.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
-        named = forward.parameters if forward.has_graph else []
-        if not named and not any(inputs.wanted):
-            return forward.outputs.nest(forward.outputs.merged(main))
-        return forward.outputs.nest(
+        named = forward.trained_tensors if forward.has_graph else []
+        if not named and not any(inputs.requires_grad):
+            return forward.outputs.unflatten(forward.outputs.merged(main))
+        return forward.outputs.unflatten(
             BackwardBridge(engine.passes, forward, [each for _, each in named], main, self._flat).outputs()
         )
 
@@ -235,7 +235,7 @@ class DataParallel(ModuleWrapper):
         if monitor is not None:
             monitor.attach(self)
         if self._engine is not None:
-            self._engine.passes.observer = monitor
+            self._engine.passes.shard_hooks = monitor
 
     def release(self) -> None:
         """Drop threads and replicas until the next forward."""
@@ -268,7 +268,7 @@ class DataParallel(ModuleWrapper):
         kind = BroadcastingSet if self.use_nccl else ReplicaSet
         replicas = kind(self.module, self.devices, workloads=self.workloads, timeout=self.timeout)
         passes = ForwardBackward(replicas, buffers=self._buffer_rule)
-        passes.observer = self._monitor
+        passes.shard_hooks = self._monitor
         return ReplicaEngine(replicas, passes)
 
     def _flatten(self) -> FlattenedParameters:

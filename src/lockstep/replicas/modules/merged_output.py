@@ -53,7 +53,7 @@ class BackwardBridge:
         backward = self.passes.backward(self.forward, output_grads, retain_graph=retain_graph)
         # `backward` is not used again, so its sums can be added to in place.
         totals = backward.total(keep=False) or [None] * len(self.parameters)
-        inputs = InputGradients(self.forward.inputs, self.forward.shards, backward.inputs)
+        inputs = InputGradients(self.forward.inputs, self.forward.shards, backward.input_gradients)
         return inputs.merged() + [
             gradient
             if gradient is None or (gradient.dtype == parameter.dtype and gradient.device == parameter.device)
@@ -79,7 +79,7 @@ class MergedOutput(torch.autograd.Function):
         # None means that no gradient flows back, which zeros would not say.
         ctx.set_materialize_grads(False)
         merged = bridge.forward.outputs.merged(bridge.device)
-        shards = [each.tensors for each in bridge.forward.outputs.shards]
+        shards = [each.tensors for each in bridge.forward.outputs.results]
         differentiable = [any(tensor.requires_grad for tensor in each) for each in zip(*shards, strict=True)]
         ctx.mark_non_differentiable(*[out for out, yes in zip(merged, differentiable, strict=True) if not yes])
         return tuple(merged)

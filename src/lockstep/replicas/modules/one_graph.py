@@ -20,7 +20,7 @@ from lockstep.plan import Shard
 from lockstep.replicas.batch import Inputs, ShardInputs
 from lockstep.replicas.buffers import TrainedBuffer, all_buffer_refs, buffer_refs
 from lockstep.replicas.modules.flat_parameters import FlattenedParameters
-from lockstep.replicas.passes import Forward, ForwardBackward, ShardObserver, shards_of_batch
+from lockstep.replicas.passes import Forward, ForwardBackward, ShardHooks, shards_of_batch
 from lockstep.tree import PartialSum, total
 
 
@@ -37,10 +37,10 @@ class DifferentiableInputs(Inputs):
         Args:
             inputs: Inputs whose parts are detached.
         """
-        parts = (inputs.tensors, inputs.dims, inputs.wanted, inputs.num_samples)
+        parts = (inputs.tensors, inputs.dims, inputs.requires_grad, inputs.num_samples)
         return cls(inputs.args, inputs.kwargs, inputs.names, *parts)
 
-    def cut(self, samples: range, device: torch.device) -> ShardInputs:
+    def shard_inputs(self, samples: range, device: torch.device) -> ShardInputs:
         """Return the arguments for a run of samples, as views and copies that autograd records.
 
         Args:
@@ -115,14 +115,14 @@ class Aliases(torch.autograd.Function):
         return None, None, None, *total(partials)
 
 
-class AliasObserver:
-    """A `ShardObserver` that makes shards compute with aliases of the parameters of the model.
+class AliasHooks:
+    """A `ShardHooks` that makes shards compute with aliases of the parameters of the model.
 
     Args:
         parameters: The parameters of the model that require a gradient.
         buffers: The buffers of the model that require a gradient.
         devices: The device of each shard, by index.
-        inner: Another observer to enter inside of this one, or None.
+        inner: Other hooks to run inside of this one, or None.
         flat: The flattened parameters whose gradients are kept end to end, or None.
     """
 
@@ -131,7 +131,7 @@ class AliasObserver:
         parameters: Sequence[nn.Parameter],
         buffers: Sequence[TrainedBuffer],
         devices: Mapping[int, torch.device],
-        inner: ShardObserver | None,
+        inner: ShardHooks | None,
         flat: FlattenedParameters | None,
     ) -> None:
         aliases: tuple[torch.Tensor, ...] = Aliases.apply(  # type: ignore[no-untyped-call]  # torch's gap
@@ -232,9 +232,9 @@ def attached_forward(
     """
     shards = shards_of_batch(inputs.num_samples, layout.num_shards, tuple(layout.workloads))
     devices = {shard.index: device for run, device in zip(shards, layout.devices, strict=True) for shard in run}
-    inner = passes.observer
-    passes.observer = AliasObserver(parameters, buffers, devices, inner, flat)
+    inner = passes.shard_hooks
+    passes.shard_hooks = AliasHooks(parameters, buffers, devices, inner, flat)
     try:
         return passes.forward(DifferentiableInputs.of(inputs), num_shards=layout.num_shards, output_dim=layout.dim)
     finally:
-        passes.observer = inner
+        passes.shard_hooks = inner

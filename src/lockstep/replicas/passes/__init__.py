@@ -1,14 +1,14 @@
 """The forward and backward passes of shards, and the sum of their gradients."""
 
-from lockstep.replicas.passes.leaks import (
-    check_no_accumulate_hooks as check_no_accumulate_hooks,
-    check_no_leaked_gradients as check_no_leaked_gradients,
-)
-from lockstep.replicas.passes.passes import (
+from lockstep.replicas.passes.forward_backward import (
     Backward as Backward,
     Forward as Forward,
     ForwardBackward as ForwardBackward,
     shards_of_batch as shards_of_batch,
+)
+from lockstep.replicas.passes.leaks import (
+    check_no_accumulate_hooks as check_no_accumulate_hooks,
+    check_no_leaked_gradients as check_no_leaked_gradients,
 )
 from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner
 from lockstep.replicas.passes.shard_streams import ShardStreams as ShardStreams
@@ -18,4 +18,4 @@ from lockstep.replicas.passes.summing import (
     finish_whole as finish_whole,
     move_partials as move_partials,
 )
-from lockstep.replicas.passes.tasks import ShardObserver as ShardObserver
+from lockstep.replicas.passes.tasks import ShardHooks as ShardHooks

@@ -47,7 +47,7 @@ class ShardRunner:
 
     Attributes:
         place: The index of the device among those of the process.
-        replicas: The group of the replica, which knows whether to stop.
+        replicas: The replicas of all devices, which know whether to stop.
         device: The device of the replica.
         replica: The copy of the model.
         parameters: The parameters of the replica that require a gradient.
@@ -78,14 +78,14 @@ class ShardRunner:
         """
         phase = task.phase
         for shard, given in work:
-            if not self.replicas.progress.proceed(self.place, phase, shard):
+            if not self.replicas.progress.enter_phase(self.place, phase, shard):
                 return
             try:
                 with streams.open(shard, self.device):
                     task.run(self, shard, given)
             except BaseException:
                 # Backward may have stored some of the gradients, and the next one would add to them.
-                self.take_gradients()
+                self.pop_gradients()
                 raise
 
     def backward(
@@ -135,7 +135,7 @@ class ShardRunner:
         except Exception as error:
             raise self.error("backward", shard, error) from error
 
-    def take_gradients(self) -> Tensors:
+    def pop_gradients(self) -> Tensors:
         """Remove the gradients of the replica's parameters and return them, with None where backward did not reach."""
         gradients: Tensors = []
         for parameter in self.parameters:

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.errors import RandomStreamWarning
 from lockstep.plan import Shard
-from lockstep.replicas.pool import NULL_CONTEXT
+from lockstep.replicas.pool import NO_MODULE, NULL_CONTEXT
 from lockstep.streams import (
     THREAD_STREAMS,
     DefaultGeneratorGuard,
@@ -29,11 +29,11 @@ R_co = TypeVar("R_co", covariant=True)
 class Computation(Protocol[R_co]):
     """A function that computes shards. It may be called twice, in which case the first result is discarded."""
 
-    def __call__(self, *, at_once: bool) -> R_co:
+    def __call__(self, *, parallel: bool) -> R_co:
         """Compute all shards in their streams.
 
         Args:
-            at_once: Whether to use all devices at the same time instead of computing one shard after another.
+            parallel: Whether to use all devices at the same time instead of computing one shard after another.
         """
 
 
@@ -44,7 +44,7 @@ class ShardStreams:
         devices: The devices that compute the shards, by index.
         lock: A context manager to hold while the default generators are seeded or compared, so that several threads of
             the user can compute. It must not be a lock if shards are computed in other threads than the one that calls
-            `compute`, and a shard computes shards of its own there.
+            `run`, and a shard computes shards of its own there.
     """
 
     def __init__(self, devices: Sequence[torch.device], *, lock: AbstractContextManager[object] = NULL_CONTEXT) -> None:
@@ -61,28 +61,28 @@ class ShardStreams:
         self._spare_stream: DefaultStream | None = None
         weakref.finalize(self, self._override.remove)
 
-    def compute(self, run: Computation[R_co], *, seed: int, first: int = 0, in_threads: bool) -> R_co:
+    def run(self, computation: Computation[R_co], *, seed: int, first: int = 0, parallel: bool) -> R_co:
         """Compute shards, each in its own stream, and leave the default generators as they were.
 
         Args:
-            run: The function that computes the shards, and opens the stream of each by `open`.
+            computation: The function that computes the shards, and opens the stream of each by `open`.
             seed: The seed of the streams.
             first: The position of the stream of shard 0.
-            in_threads: Whether to compute in parallel threads if possible (see `ReplicaSet.wants_threads`).
+            parallel: Whether to compute in parallel threads if possible (see `ReplicaSet.wants_threads`).
 
         Returns:
-            The result of `run`.
+            The result of `computation`.
         """
         # A hook may compute other shards inside of a shard, after which the outer ones continue.
         outer = self._seed, self._first, self._default_stream
         self._seed, self._first, self._default_stream = seed, first, None
         try:
-            if in_threads and not self._one_at_a_time and (self._override_installed or self._can_override()):
+            if parallel and not self._one_at_a_time and (self._override_installed or self._can_override()):
                 # The lock is not held during the computation, only while the default generator is read or written.
                 with self._lock:
                     guard = DefaultGeneratorGuard()
                 try:
-                    computed = run(at_once=True)
+                    computed = computation(parallel=True)
                 except BaseException:
                     with self._lock:
                         # A user who catches the error must find the default generator as it was.
@@ -95,11 +95,11 @@ class ShardStreams:
                 self._fall_back("The model drew from the default random generator past its shard's stream")
             # Inside a shard of another group, whose own stream is drawn from instead of the default generator.
             if THREAD_STREAMS.generator is not None:
-                return run(at_once=False)
+                return computation(parallel=False)
             default_stream, self._spare_stream = self._spare_stream or DefaultStream(*self._devices), None
             with self._lock, default_stream:
                 self._default_stream = default_stream
-                computed = run(at_once=False)
+                computed = computation(parallel=False)
             self._spare_stream = default_stream
             return computed
         finally:
@@ -159,8 +159,8 @@ def stream_position(device: torch.device) -> list[torch.Tensor]:
     """
     generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
     position = [generator.get_state()]
-    if device.type == "cuda":
-        position.append(torch.cuda.get_rng_state(device))
+    if device.type not in NO_MODULE:
+        position.append(torch.get_device_module(device).get_rng_state(device))
     return position
 
 
@@ -173,5 +173,5 @@ def resume_stream(position: Sequence[torch.Tensor], device: torch.device) -> Non
     """
     generator = torch.default_generator if THREAD_STREAMS.generator is None else THREAD_STREAMS.generator
     generator.set_state(position[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(position[1], device)
+    if device.type not in NO_MODULE:
+        torch.get_device_module(device).set_rng_state(position[1], device)

@@ -12,7 +12,7 @@ import torch
 
 from lockstep import plan
 from lockstep.plan import Piece
-from lockstep.precision import resolved, sent
+from lockstep.precision import resolve_conj_neg, to_device
 from lockstep.replicas.pool import ReplicaSet, ThreadSettings
 from lockstep.tree import PartialSum, Tensors, merge_order, total
 
@@ -41,9 +41,9 @@ class TreeSum:
         self._replicas = replicas
         num_devices = len(replicas.devices)
         on_cpus = num_devices > 1 and all(device.type == "cpu" for device in replicas.devices)
-        self.side_by_side = on_cpus and sum(sizes) >= MIN_PARALLEL_ELEMENTS
+        self.is_parallel = on_cpus and sum(sizes) >= MIN_PARALLEL_ELEMENTS
         """Whether elementwise work on all parameters is enough for several threads."""
-        self._slices = plan.slices(sizes, num_devices) if self.side_by_side else []
+        self._slices = plan.slices(sizes, num_devices) if self.is_parallel else []
         self._several = len(set(replicas.devices)) > 1
 
     def total(self, partials: Sequence[PartialSum], *, keep: bool) -> Tensors:
@@ -62,7 +62,7 @@ class TreeSum:
             partials = move_partials(partials, self._replicas.devices[0])
         if len(partials) == 1:
             return partials[0].tensors
-        if not (self.side_by_side and self._can_be_sliced(partials)):
+        if not (self.is_parallel and self._can_be_sliced(partials)):
             return _total_out_of_place(partials) if keep else total(partials)
         roots = _new_roots(partials) if keep else _roots(partials)
 
@@ -81,7 +81,7 @@ class TreeSum:
         self._replicas.run(add)
         return roots
 
-    def finished(
+    def reduce(
         self, partials: Sequence[PartialSum], finish: Finish[Result], settings: ThreadSettings
     ) -> tuple[Tensors, list[Result]]:
         """Sum the partial sums of all devices and process the sum, slice by slice while it is in the caches.
@@ -96,18 +96,18 @@ class TreeSum:
         """
         if self._several:
             partials = move_partials(partials, self._replicas.devices[0])
-        if not (self.side_by_side and self._can_be_sliced(partials)):
+        if not (self.is_parallel and self._can_be_sliced(partials)):
             sums = total(partials)
             return sums, [finish_whole(sums, finish)]
         results: list[Result] = []
 
-        def reduce(place: int) -> None:
+        def reduce_slice(place: int) -> None:
             sums = total(_slice_of(partials, self._slices[place]))
             # Appending to a list is atomic. The results are in no particular order.
             results.append(finish([tensor for tensor in sums if tensor is not None]))
 
         roots = _roots(partials)
-        self._replicas.run(reduce, settings=settings)
+        self._replicas.run(reduce_slice, settings=settings)
         return roots, results
 
     @staticmethod
@@ -135,7 +135,7 @@ def finish_whole(sums: Tensors, finish: Finish[Result]) -> Result:
         if tensor is not None:
             # An operation in place on a lazily conjugated tensor would be an operation on its unconjugated memory.
             if tensor.is_conj() or tensor.is_neg():
-                sums[index] = tensor = resolved(tensor)  # noqa: PLW2901 - stands in for it
+                sums[index] = tensor = resolve_conj_neg(tensor)  # noqa: PLW2901 - stands in for it
             present.append(tensor)
     return finish(present)
 
@@ -148,7 +148,7 @@ def move_partials(partials: Sequence[PartialSum], device: torch.device) -> list[
         device: The device.
     """
     return [
-        PartialSum(partial.shard, [None if tensor is None else sent(tensor, device) for tensor in partial.tensors])
+        PartialSum(partial.shard, [None if tensor is None else to_device(tensor, device) for tensor in partial.tensors])
         for partial in partials
     ]
 

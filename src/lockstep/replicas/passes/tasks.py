@@ -21,8 +21,8 @@ from lockstep.replicas.pool import NULL_CONTEXT
 from lockstep.tree import ShardSum, Tensors
 
 
-class ShardObserver(Protocol):
-    """An object that is present while shards are computed. It is called by the thread that computes the shard."""
+class ShardHooks(Protocol):
+    """The context managers around the forward and backward of each shard, which run in the thread that computes it."""
 
     def forward(self, place: int, shard: Shard, replica: nn.Module) -> AbstractContextManager[object]:
         """Return a context manager to enter around the forward of a shard.
@@ -54,7 +54,7 @@ class ModuleMode:
     training: bool | None
 
     @classmethod
-    def wanted(cls, model: nn.Module, *, training: bool | None) -> ModuleMode:
+    def of(cls, model: nn.Module, *, training: bool | None) -> ModuleMode:
         """Return the mode for the `training` argument of a call.
 
         Modules that the model keeps in evaluation mode stay in it, unless the model is in evaluation mode as a whole.
@@ -68,7 +68,7 @@ class ModuleMode:
         return cls(None if as_model else training)
 
     @contextmanager
-    def applied(self, replica: nn.Module) -> Iterator[None]:
+    def apply(self, replica: nn.Module) -> Iterator[None]:
         """Return a context manager that switches the modules of a replica to this mode, if `training` is not None.
 
         Args:
@@ -92,22 +92,22 @@ class ForwardTask:
     Attributes:
         inputs: The inputs to split.
         mode: The mode of the modules.
-        observer: An observer of each forward, or None.
-        window: A context manager to enter while the model runs, during which an interrupt may be raised.
+        hooks: The hooks around each forward, or None.
+        interruptible: A context manager to enter while the model runs, during which an interrupt may be raised.
         keeps_graph: Whether graphs are kept for a later backward.
-        buffers: The sum of the changes that shards made to the buffers.
-        trained_buffers: The indices of the buffers that require a gradient.
-        done: The results of the shards so far.
+        buffer_sum: The sum of the changes that shards made to the buffers.
+        trained_buffer_indices: The indices of the buffers that require a gradient.
+        results: The results of the shards so far.
     """
 
     inputs: Inputs
     mode: ModuleMode
-    observer: ShardObserver | None
-    window: AbstractContextManager[None]
+    hooks: ShardHooks | None
+    interruptible: AbstractContextManager[None]
     keeps_graph: bool
-    buffers: AnyBufferSum
-    trained_buffers: Sequence[int] = ()
-    done: list[ShardForward] = field(default_factory=list)
+    buffer_sum: AnyBufferSum
+    trained_buffer_indices: Sequence[int] = ()
+    results: list[ShardForward] = field(default_factory=list)
     phase: ClassVar[str] = "forward"
 
     def restore_buffers(self, runner: ShardRunner) -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ class ForwardTask:
             runner: The replica.
         """
         if self.keeps_graph:
-            return runner.buffers.restore_as_new(self.trained_buffers)
+            return runner.buffers.restore_as_new(self.trained_buffer_indices)
         runner.buffers.restore()
         return []
 
@@ -130,24 +130,24 @@ class ForwardTask:
             given: This argument is not used.
         """
         replica = runner.replica
-        leaves = self.restore_buffers(runner) if runner.buffers.bindings else []
+        leaves = self.restore_buffers(runner) if runner.buffers.entries else []
         with (
-            NULL_CONTEXT if self.mode.training is None else self.mode.applied(replica),
-            NULL_CONTEXT if self.observer is None else self.observer.forward(runner.place, shard, replica),
+            NULL_CONTEXT if self.mode.training is None else self.mode.apply(replica),
+            NULL_CONTEXT if self.hooks is None else self.hooks.forward(runner.place, shard, replica),
         ):
             try:
-                inputs = self.inputs.cut(shard.samples, runner.device)
-                with self.window:
+                inputs = self.inputs.shard_inputs(shard.samples, runner.device)
+                with self.interruptible:
                     returned = replica(*inputs.args, **inputs.kwargs)
             except Exception as error:
                 raise runner.error("forward", shard, error) from error
-            # Recorded inside of the observer's context, right after the forward, where backward has to continue.
+            # Recorded inside of the hooks' context, right after the forward, where backward has to continue.
             position = stream_position(runner.device) if self.keeps_graph else None
-        self.done.append(ShardForward(shard, inputs.leaves, returned, nest.tensors(returned), leaves, position))
-        if runner.buffers.bindings:
+        self.results.append(ShardForward(shard, inputs.leaves, returned, nest.tensors(returned), leaves, position))
+        if runner.buffers.entries:
             # The buffers of a single shard are used as they are, because x * n / n is not always x.
             is_only_shard = len(shard.samples) == self.inputs.num_samples
-            runner.buffers.collect(shard.index, 1 if is_only_shard else len(shard.samples), self.buffers)
+            runner.buffers.collect(shard.index, 1 if is_only_shard else len(shard.samples), self.buffer_sum)
 
 
 @dataclass(slots=True)
@@ -157,20 +157,20 @@ class BackwardTask:
     Attributes:
         output_grads: A function that returns the gradient of each tensor that a shard returned, on its device, or None.
         mode: The mode of the modules, in case backward runs forward again.
-        observer: An observer of each backward, or None.
-        window: A context manager to enter while backward runs, during which an interrupt may be raised.
+        hooks: The hooks around each backward, or None.
+        interruptible: A context manager to enter while backward runs, during which an interrupt may be raised.
         retain_graph: Whether backward can be run again.
         sums: The sum of the gradients of parameters and trained buffers, with those in half precision as float32.
-        inputs: By shard the gradient of each input, or None.
+        input_gradients: By shard the gradient of each input, or None.
     """
 
     output_grads: Callable[[ShardForward], Tensors]
     mode: ModuleMode
-    observer: ShardObserver | None
-    window: AbstractContextManager[None]
+    hooks: ShardHooks | None
+    interruptible: AbstractContextManager[None]
     retain_graph: bool
     sums: ShardSum
-    inputs: dict[int, Tensors] = field(default_factory=dict)
+    input_gradients: dict[int, Tensors] = field(default_factory=dict)
     phase: ClassVar[str] = "backward"
 
     def run(self, runner: ShardRunner, shard: Shard, given: ShardForward, /) -> None:
@@ -183,21 +183,21 @@ class BackwardTask:
         """
         replica = runner.replica
         with (
-            NULL_CONTEXT if self.mode.training is None else self.mode.applied(replica),
-            NULL_CONTEXT if self.observer is None else self.observer.backward(runner.place, shard, replica),
+            NULL_CONTEXT if self.mode.training is None else self.mode.apply(replica),
+            NULL_CONTEXT if self.hooks is None else self.hooks.backward(runner.place, shard, replica),
         ):
             # Activation checkpointing draws again what forward drew, and a custom backward may draw too.
             if given.stream_position is not None:
                 resume_stream(given.stream_position, runner.device)
             tensors, gradients = _paired(given.tensors, self.output_grads(given))
             try:
-                with self.window:
+                with self.interruptible:
                     if tensors:
                         runner.backward(shard, tensors, gradients, retain_graph=self.retain_graph)
             finally:
                 # Also after an error, so that a gradient does not stay in a leaf and get added to by a second backward.
-                self.inputs[shard.index] = _pop_gradients(given.leaves)
-        self.sums.push(shard.index, _to_float32(runner.take_gradients() + _pop_gradients(given.buffers)))
+                self.input_gradients[shard.index] = _pop_gradients(given.leaves)
+        self.sums.push(shard.index, _to_float32(runner.pop_gradients() + _pop_gradients(given.buffer_leaves)))
 
 
 def _paired(tensors: Sequence[torch.Tensor], gradients: Tensors) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -6,6 +6,7 @@ from lockstep.replicas.pool.copies import (
     copy_model as copy_model,
 )
 from lockstep.replicas.pool.devices import (
+    NO_MODULE as NO_MODULE,
     NULL_CONTEXT as NULL_CONTEXT,
     Devices as Devices,
     device_context as device_context,

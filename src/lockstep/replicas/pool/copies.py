@@ -2,7 +2,7 @@
 
 On the device where the model lives, a copy shares the memory of the parameters and has everything else for itself:
 gradients, buffers and plain attributes. On other devices its parameters are copies as well (see
-`replicas.pool.sending`). The model itself is never run, so nothing of it changes before an update is applied.
+`replicas.pool.parameter_copier`). The model itself is never run, so nothing of it changes before an update is applied.
 """
 
 from __future__ import annotations
@@ -173,11 +173,11 @@ def _parts(hook: object) -> list[object]:
 class ModelChangeDetector:
     """A record of a model, to detect changes that its copies would not see.
 
-    The values of parameters and buffers are not recorded, because parameters share memory or are sent before each use,
-    and buffers are copied before each shard. What is detected: attributes set to another object (including ``train()``
-    and ``eval()``), modules, parameters, buffers or hooks that are added, replaced or removed, and a parameter that is
-    frozen or moved to other memory (``model.double()``, ``parameter.data = …``). What is not detected: in-place changes
-    of a list or dict that is the value of an attribute.
+    The values of parameters and buffers are not recorded, because parameters share memory or are copied before each
+    use, and buffers before each shard. What is detected: attributes set to another object (including ``train()``
+    and ``eval()``), modules, parameters, buffers or hooks that are added, replaced or removed, and a parameter that
+    is frozen or moved to other memory (``model.double()``, ``parameter.data = …``). What is not detected: in-place
+    changes of a list or dict that is the value of an attribute.
 
     A comparison takes about 1 µs per module and 0.2 µs per parameter.
 

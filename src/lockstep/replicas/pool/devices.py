@@ -17,6 +17,12 @@ SINGLE_PROCESS: Final = RunEnvironment(0, 1)
 NULL_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 """A context manager without effect. It has no state, so one object serves all threads."""
 
+NO_MODULE: Final = frozenset({"cpu", "meta"})
+"""The types of devices that have no current device."""
+
+NEEDED: Final = ("default_generators", "device", "get_rng_state", "set_rng_state", "set_stream")
+"""What shards need of torch's module for a type of accelerator, such as `torch.cuda`."""
+
 Devices: TypeAlias = "str | int | torch.device | Sequence[str | torch.device]"
 """The names of devices, the number of devices, or "auto"."""
 
@@ -63,8 +69,9 @@ def parse_device(device: str | torch.device, argument: str) -> torch.device:
 
 def _rank_share(environment: RunEnvironment) -> list[torch.device]:
     """Return this rank's share of the machine's GPUs or cores, and at least one core."""
-    if torch.cuda.is_available():
-        return [torch.device("cuda", index) for index in _gpus_of(environment, torch.cuda.device_count())]
+    kind, count = _accelerators()
+    if count:
+        return [torch.device(kind, index) for index in _gpus_of(environment, count)]
     cores = len(_share_of(range(_usable_cores()), environment))
     return [torch.device("cpu")] * max(1, cores)
 
@@ -73,13 +80,14 @@ def _first_devices(count: int, environment: RunEnvironment) -> list[torch.device
     """Return the first GPUs of this rank, or that many CPU devices, which share the cores if there are fewer cores."""
     if count < 1:
         raise ValueError(f"`devices` must be at least 1, got {count}.")
-    if not torch.cuda.is_available():
+    kind, available = _accelerators()
+    if not available:
         return [torch.device("cpu")] * count
-    gpus = _gpus_of(environment, torch.cuda.device_count())
+    gpus = _gpus_of(environment, available)
     if count > len(gpus):
         share = "" if environment.local_size == 1 else f" for each of its {environment.local_size} ranks"
         raise ValueError(f"`devices` must be at most {len(gpus)}, the GPUs that this machine has{share}, got {count}.")
-    return [torch.device("cuda", index) for index in gpus[:count]]
+    return [torch.device(kind, index) for index in gpus[:count]]
 
 
 def _gpus_of(environment: RunEnvironment, count: int) -> range:
@@ -128,12 +136,15 @@ def _parse(name: str | torch.device, rule: str = "`devices` must name") -> torch
 
 
 def device_context(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context manager that makes a device the current one of its type, which only matters for GPUs.
+    """Return a context manager that makes a device the current one of its type, which only matters for accelerators.
 
     Args:
         device: The device.
     """
-    return torch.cuda.device(device) if device.type == "cuda" else NULL_CONTEXT
+    if device.type in NO_MODULE:
+        return NULL_CONTEXT
+    context: AbstractContextManager[object] = torch.get_device_module(device).device(device)
+    return context
 
 
 def _indices(device_type: str) -> range:
@@ -142,3 +153,11 @@ def _indices(device_type: str) -> range:
     if accelerator is None or accelerator.type != device_type:
         return range(0)
     return range(torch.accelerator.device_count())
+
+
+def _accelerators() -> tuple[str, int]:
+    """Return the type of the accelerators that can compute shards and how many there are, which may be none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or not all(hasattr(torch.get_device_module(accelerator), name) for name in NEEDED):
+        return "cpu", 0
+    return accelerator.type, torch.accelerator.device_count()

@@ -13,6 +13,8 @@ from abc import ABC, abstractmethod
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from lockstep.stopping import STOP
+
 Self = TypeVar("Self", bound="DeferredSigint")
 
 
@@ -30,7 +32,8 @@ class DeferredSigint(ABC):
             handler = _signal.getsignal(_signal.SIGINT)
             # A handler that is not callable (SIG_IGN, SIG_DFL, or one set by C code) cannot be called later, so it
             # stays.
-            if callable(handler):
+            # Nor does the handler of a run that ends by itself after the update: it raises nothing.
+            if callable(handler) and not (STOP.holds_interrupts and handler == STOP.handle):
                 self._handler = handler
                 _signal.signal(_signal.SIGINT, self._on_signal)
         return self
@@ -57,27 +60,27 @@ class DeferredSigint(ABC):
 
 
 class CallSigint(DeferredSigint):
-    """A context manager that defers SIGINT for the duration of a call, except inside of its windows."""
+    """A context manager that defers SIGINT for the duration of a call, except inside of its interruptible sections."""
 
     def __init__(self) -> None:
         self._open = False
         self._thread = get_ident()
 
     @property
-    def window(self) -> Window:
+    def interruptible(self) -> InterruptibleSection:
         """A new context manager for a section that may be interrupted.
 
-        Any thread may enter it, but it only has an effect in the main thread. Keeping one window in this object would
+        Any thread may enter it, but it only has an effect in the main thread. Keeping one section in this object would
         be a reference cycle, so that every forward and backward would leave garbage that only the cycle collector
         frees.
         """
-        return Window(self)
+        return InterruptibleSection(self)
 
     def switch(self, *, opened: bool) -> None:
-        """Open or close the window, if the calling thread receives signals, and deliver a deferred signal on opening.
+        """Open or close the section, if the calling thread receives signals, and deliver a deferred signal on opening.
 
         Args:
-            opened: Whether to open the window.
+            opened: Whether to open the section.
         """
         if self._handler is None or get_ident() != self._thread:
             return
@@ -94,22 +97,22 @@ class CallSigint(DeferredSigint):
             self._pending = True
             return
         self._open = False
-        # The handler usually raises. If it does not, the work goes on and the window is open again.
+        # The handler usually raises. If it does not, the work goes on and the section is open again.
         self._handler(number, frame)
         self._open = True
 
 
-class Window:
+class InterruptibleSection:
     """A section inside of which an interrupt is raised immediately.
 
     Args:
-        interrupts: The object that defers interrupts outside of the window.
+        interrupts: The object that defers interrupts outside of the section.
     """
 
     __slots__ = ("_switch",)
 
     def __init__(self, interrupts: CallSigint) -> None:
-        # Only the bound method, looked up once: windows are entered once per shard.
+        # Only the bound method, looked up once: sections are entered once per shard.
         self._switch = interrupts.switch
 
     def __enter__(self) -> None:

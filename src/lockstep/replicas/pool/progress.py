@@ -1,4 +1,4 @@
-"""Track what each device of a group is doing, so that errors can name an interrupted or hanging device.
+"""Track what each device is doing, so that errors can name an interrupted or hanging device.
 
 Threads record what they do next by storing it in a list, which takes no noticeable time. The records are read only
 after something has gone wrong.
@@ -44,14 +44,14 @@ class DeviceStatus:
 
 
 class DeviceProgress:
-    """The current activities of the devices of a group.
+    """The current activities of the devices of a `ReplicaSet`.
 
     As a context manager, it replaces a KeyboardInterrupt by an error that names the devices at work. Each piece of work
     has an object of its own, so that a thread that was abandoned in the middle of earlier work does not count as being
     at work.
 
     Args:
-        devices: The devices of the group.
+        devices: The devices of the replicas.
 
     Attributes:
         stopping: Whether devices are to skip their remaining work.
@@ -71,7 +71,7 @@ class DeviceProgress:
         """
         self._statuses[place] = DeviceStatus(threading.get_ident())
 
-    def proceed(self, place: int, phase: str, shard: Shard) -> bool:
+    def enter_phase(self, place: int, phase: str, shard: Shard) -> bool:
         """Record what a device does next, and return whether to do it.
 
         The work is to be skipped if devices were asked to stop, or if the calling thread was abandoned in the middle of

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,8 +19,8 @@ from lockstep import plan
 from lockstep.errors import OrderError
 from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
+from lockstep.replicas.pool.parameter_copier import ParameterCopier
 from lockstep.replicas.pool.progress import DeviceProgress
-from lockstep.replicas.pool.sending import ParameterCopier
 from lockstep.replicas.pool.settings import ComputeMode, InheritedSettings, ThreadSettings
 from lockstep.replicas.pool.worker import Worker, keep_freed_memory
 from lockstep.replicas.pool.wrapped import refuse_wrapped
@@ -57,9 +58,9 @@ class ReplicaSet:
             number.
 
     Example:
-        >>> with ReplicaSet(nn.Linear(2, 1), devices=["cpu", "cpu"]) as group:
-        ...     group.run(lambda place: group.replicas[place].weight.data.add_(1.0) if place == 0 else None)
-        ...     torch.equal(group.replicas[0].weight, group.replicas[1].weight)
+        >>> with ReplicaSet(nn.Linear(2, 1), devices=["cpu", "cpu"]) as replicas:
+        ...     replicas.run(lambda place: replicas.replicas[place].weight.data.add_(1.0) if place == 0 else None)
+        ...     torch.equal(replicas.replicas[0].weight, replicas.replicas[1].weight)
         True
     """
 
@@ -84,6 +85,15 @@ class ReplicaSet:
                 f"`workloads` must hold one number per device ({len(self.devices)}), got {len(self.workloads)}."
             )
         self.device_types = sorted({device.type for device in self.devices})
+        self.accelerators = [device for device in dict.fromkeys(self.devices) if device.type != "cpu"]
+        """The devices other than CPUs, each one once."""
+        if len(self.device_types) > 1:
+            warnings.warn(
+                f"`devices` are of several types ({', '.join(self.device_types)}), whose kernels round differently, so "
+                "the determinism guarantee is suspended: the bits depend on which device computes a shard. Autocast "
+                "also casts other operations on each type.",
+                stacklevel=3,
+            )
         self._seconds = _check_timeout(timeout)
         self._watches_all = timeout is not None and timeout != "auto"
         self.uses_threads = len(self.devices) > 1 or self._watches_all
@@ -143,7 +153,7 @@ class ReplicaSet:
             Whether the replicas were created anew.
 
         Raises:
-            OrderError: If the group is closed, or was created before this process was forked.
+            OrderError: If the set is closed, or was created before this process was forked.
         """
         if self._closed or self._process != os.getpid():
             raise self._unusable_error()
@@ -197,7 +207,7 @@ class ReplicaSet:
         work: Callable[[int], None],
         *,
         settings: ThreadSettings | None = None,
-        at_once: bool = True,
+        parallel: bool = True,
         waiting: AbstractContextManager[None] = NULL_CONTEXT,
     ) -> None:
         """Run one piece of work on every replica, and return when all of them have finished.
@@ -206,11 +216,11 @@ class ReplicaSet:
             work: The function to call with the index of each device. Long work should check `stopping`.
             settings: The settings under which all threads compute, if the calling thread is in that state already. By
                 default the settings of the calling thread are captured.
-            at_once: Whether to run in the threads of the devices at the same time instead of one device after another.
+            parallel: Whether to run in the threads of the devices at the same time instead of one device after another.
             waiting: A context manager to enter while the calling thread waits for the others.
 
         Raises:
-            OrderError: If the group is closed, or was created before this process was forked.
+            OrderError: If the set is closed, or was created before this process was forked.
             ReplicaError: If a device is still at work after the timeout.
             ReplicaInterrupt: If the calling thread was interrupted.
             BaseException: The error of the first device (by index) that failed. The other devices were asked to stop.
@@ -218,13 +228,13 @@ class ReplicaSet:
         if self._closed or self._process != os.getpid():
             raise self._unusable_error()
         if settings is None:
-            with ComputeMode(ThreadSettings.capture(self.device_types)) as taken:
-                self.run(work, settings=taken, at_once=at_once, waiting=waiting)
+            with ComputeMode(ThreadSettings.capture(self.device_types, self.accelerators)) as taken:
+                self.run(work, settings=taken, parallel=parallel, waiting=waiting)
             return
         self.progress = progress = DeviceProgress(self.devices)
         try:
-            if self._watches_all or (at_once and len(self.devices) > 1):
-                self._run_in_threads(work, settings, at_once, waiting)
+            if self._watches_all or (parallel and len(self.devices) > 1):
+                self._run_in_threads(work, settings, parallel, waiting)
             else:
                 for place in range(len(self.devices)):
                     self._work(work, place, progress)
@@ -240,7 +250,7 @@ class ReplicaSet:
         self,
         work: Callable[[int], None],
         settings: ThreadSettings,
-        at_once: bool,
+        parallel: bool,
         waiting: AbstractContextManager[None],
     ) -> None:
         """Run work in threads, where the first device uses the calling thread unless all devices are watched.
@@ -248,7 +258,7 @@ class ReplicaSet:
         After an interrupt or a timeout, no thread stays in use.
         """
         progress = self.progress
-        runs = self._place_ranges if at_once else [range(len(self.devices))]
+        runs = self._place_ranges if parallel else [range(len(self.devices))]
         thread_runs = runs if self._watches_all else runs[1:]
         # So far one thread may have worked for all devices in turn, so more may be missing.
         for run in thread_runs[len(self._workers) :]:
@@ -319,11 +329,11 @@ class ReplicaSet:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process was forked from the one that created the group, and so does not have its threads."""
+        """Whether this process was forked from the one that created the set, and so does not have its threads."""
         return self._process != os.getpid()
 
     def _unusable_error(self) -> OrderError:
-        """Return the error for the use of a closed group, or of a group created before a fork."""
+        """Return the error for the use of a closed set, or of a set created before a fork."""
         if self.is_forked:
             return fork_error(type(self).__name__)
         return OrderError(f"A closed {type(self).__name__} cannot be used. Create a new one.")

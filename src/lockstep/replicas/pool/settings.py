@@ -44,8 +44,8 @@ class ThreadSettings:
             process and is cleared by the first thread that leaves autocast, so shards never use it.
         default_device: The device on which factory functions without a `device` create tensors, or None for the CPU.
         flush_denormal: Whether the processor rounds denormal numbers to zero.
-        streams: The current CUDA stream of each GPU, so that what a worker reads has been written and what it writes is
-            read afterwards.
+        streams: The current stream of each accelerator in use, so that what a worker reads has been written and what it
+            writes is read afterwards.
     """
 
     grad: bool
@@ -53,14 +53,17 @@ class ThreadSettings:
     autocast: tuple[AutocastState, ...]
     default_device: torch.device | None
     flush_denormal: bool
-    streams: tuple[torch.cuda.Stream, ...] = ()
+    streams: tuple[torch.Stream, ...] = ()
 
     @classmethod
-    def capture(cls, device_types: Sequence[str], *, training: bool = False) -> ThreadSettings:
+    def capture(
+        cls, device_types: Sequence[str], accelerators: Sequence[torch.device] = (), *, training: bool = False
+    ) -> ThreadSettings:
         """Return the settings of the calling thread.
 
         Args:
             device_types: The types of devices whose autocast state is captured.
+            accelerators: The accelerators whose current streams are captured.
             training: Whether to record operations for backward even if the thread currently does not.
         """
         has_modes = torch._C._len_torch_function_stack()  # noqa: SLF001 - a tenth of the time of the public way
@@ -72,7 +75,7 @@ class ThreadSettings:
             default_device=_default_device() if has_modes else None,
             # torch can set this switch but not read it, so a product shows how the processor rounds.
             flush_denormal=SMALLEST_DENORMAL * 1.0 == 0.0,
-            streams=_current_streams() if "cuda" in device_types else (),
+            streams=tuple(map(torch.accelerator.current_stream, accelerators)) if accelerators else (),
         )
 
 
@@ -204,16 +207,13 @@ def _default_device() -> torch.device | None:
     return None if device.type == "cpu" else device
 
 
-def _current_streams() -> tuple[torch.cuda.Stream, ...]:
-    return tuple(torch.cuda.current_stream(index) for index in range(torch.cuda.device_count()))
-
-
-def _switch_streams(streams: Iterable[torch.cuda.Stream]) -> tuple[torch.cuda.Stream, ...]:
-    """Set the current stream of each GPU, and return the previous ones.
-
-    This may change the current GPU.
-    """
-    before = _current_streams()
+def _switch_streams(streams: Iterable[torch.Stream]) -> list[torch.Stream]:
+    """Set the current streams of accelerators where they differ, and return the previous ones of those."""
+    before = []
     for stream in streams:
-        torch.cuda.set_stream(stream)
+        current = torch.accelerator.current_stream(stream.device)
+        # Compared first, because setting a stream may also make its device the current one.
+        if current != stream:
+            before.append(current)
+            torch.get_device_module(stream.device).set_stream(stream)
     return before

@@ -18,14 +18,15 @@ def refuse_wrapped(model: nn.Module, argument: str) -> None:
     """Refuse a model that is, or holds, a module that computes on several devices or processes by itself.
 
     Such a module would sum its gradients over the ranks during backward, shard by shard, or hang where ranks have
-    different numbers of shards.
+    different numbers of shards. So would the batch statistics of a `torch.nn.SyncBatchNorm`.
 
     Args:
         model: The model.
         argument: The name of the argument for the error message.
 
     Raises:
-        TypeError: There is a `DistributedDataParallel`, a `torch.nn.DataParallel`, or a module sharded by FSDP.
+        TypeError: There is a `DistributedDataParallel`, a `torch.nn.DataParallel`, a module sharded by FSDP, or a
+            `torch.nn.SyncBatchNorm`.
     """
     kinds: list[tuple[type, str, str]] = [
         (DistributedDataParallel, "DistributedDataParallel", _INSIDE),
@@ -39,9 +40,16 @@ def refuse_wrapped(model: nn.Module, argument: str) -> None:
             (fsdp.FSDPModule, "module sharded by fully_shard", _UNSHARDED),
         ]
     for path, module in model.named_modules():
+        where = f" at {path!r}" if path else ""
+        if isinstance(module, nn.SyncBatchNorm):
+            raise TypeError(
+                f"`{argument}` must not exchange batch statistics between processes, got a SyncBatchNorm{where}. Use "
+                "BatchNorm, that is, omit SyncBatchNorm.convert_sync_batchnorm: every shard is then normalized by its "
+                "own statistics, on any devices and ranks, and running statistics are averaged over shards "
+                '(buffers="mean"). With num_shards=1 the statistics are those of the whole batch.'
+            )
         for kind, name, cure in kinds:
             if isinstance(module, kind):
-                where = f" at {path!r}" if path else ""
                 raise TypeError(
                     f"`{argument}` must not be spread over devices or processes already, got a {name}{where}. lockstep "
                     f"copies the model to every device and sums gradients over devices and ranks itself: {cure}."

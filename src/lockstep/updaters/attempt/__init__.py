@@ -1,9 +1,10 @@
 """One attempt at an update: its request, its state, the settings of its thread, and the deferred overflow check."""
 
 from lockstep.updaters.attempt.attempt import (
+    FINITE as FINITE,
     Attempt as Attempt,
     GradientRequest as GradientRequest,
     check_finite as check_finite,
 )
-from lockstep.updaters.attempt.context import StepContext as StepContext, UpdateSigint as UpdateSigint
-from lockstep.updaters.attempt.deferred import Deferral as Deferral
+from lockstep.updaters.attempt.context import UpdateContext as UpdateContext, UpdateSigint as UpdateSigint
+from lockstep.updaters.attempt.deferred import Deferral as Deferral, DeferredCheck as DeferredCheck

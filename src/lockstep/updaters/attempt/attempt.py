@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -13,8 +13,8 @@ from lockstep.plan import Shard
 from lockstep.precision import MovingScale, first_nonfinite, nonfinite_flags
 from lockstep.replicas import AnyBufferSum
 from lockstep.tree import Tensors
-from lockstep.updaters.attempt.deferred import Check, DeferredCheck, FiniteCheck
-from lockstep.updaters.compute import DeviceGradients, GradientTask, RankShare
+from lockstep.updaters.attempt.deferred import DeferredCheck, FiniteCheck, OverflowCheck
+from lockstep.updaters.compute import DeviceGradientTask, GradientContext, RankShare
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import ShardReport, UpdateResult
 
@@ -26,27 +26,29 @@ class GradientRequest:
     Attributes:
         loss_fn: Returns the loss of a shard.
         wanted: The parameters that get a gradient, by ``id``; None for all that require one.
-        ordinal: The number of gradients that the update has computed before.
+        computation: The number of gradients that the update has computed before.
         deferred: Whether the overflow check stays on the device; see `updaters.attempt.deferred`.
         inspect_shard: Called with every shard that takes part, its gradients and its report, in the thread that
             computed it. If given, the gradient is not assigned to any parameter.
         taken: Descriptions, for the other ranks, of the batches that a step function has taken from iterators.
         summed: Whether `loss_fn` returns sums over samples instead of means.
+        buffers_of: The names of the models whose buffers the step may change; None for all.
     """
 
     loss_fn: LossFunction
     wanted: frozenset[int] | None = None
-    ordinal: int = 0
+    computation: int = 0
     deferred: bool = False
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
     taken: Sequence[list[str]] = ()
     summed: bool = False
+    buffers_of: Collection[str] | None = None
 
 
 FINITE: Final = FiniteCheck()
 
 
-def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]) -> Check:
+def check_finite(names: Iterable[str], gradients: Tensors, finite: Sequence[bool | None]) -> OverflowCheck:
     """Check whether gradients are finite, and name the first parameter whose gradient is not.
 
     If the check was deferred, nothing is read from the device.
@@ -88,17 +90,19 @@ class Attempt:
         batches: *Take*: the batches of this attempt.
         sizes: *Plan*: the number of samples in each batch.
         share: The shards that this process computes.
-        device_shards: These shards by device, each with its arrays.
-        task: What the computations of all shards have in common.
-        device_gradients: *Compute*: the sums over the shards of each device.
+        device_shards: These shards by device, each with its tensors.
+        gradient_context: What the computations of all shards have in common.
+        device_tasks: *Compute*: the tasks with the sums over the shards of each device.
         gradients: *Reduce*: the gradient of each parameter that requires one; None where no shard reached it.
-        finite_slices: Whether each slice of the gradients is finite; None where the check was deferred.
-        buffers: The buffers that shards have left, one entry per part that is to be combined.
-        samples: The number of samples that took part; 1 where a single shard did.
+        slices_are_finite: Whether each slice of the gradients is finite; None where the check was deferred.
+        buffer_sums: The sums of what shards have left in the buffers, one per device, or one over all ranks.
+        buffer_weight: The total weight of these sums: the number of samples that took part; 1 where a single shard did.
         reports: What each shard that took part measured, in order.
+        carried: The new values that are carried to the next batch; None if nothing is carried.
         complete: Whether no shard was left out, as can happen after an interrupt whose handler returns.
-        check: *Check*: whether the gradient is finite.
+        overflow_check: *Check*: whether the gradient is finite.
         gradients_assigned: Whether the gradients have been stored where optimizers read them.
+        grad_norm: *Commit*: the norm of the gradients before they were clipped; None if they were not.
     """
 
     request: GradientRequest
@@ -114,16 +118,18 @@ class Attempt:
     sizes: Sequence[int] = ()
     share: RankShare = field(init=False)
     device_shards: Sequence[Sequence[tuple[Shard, Any]]] = ()
-    task: GradientTask = field(init=False)
-    device_gradients: Sequence[DeviceGradients] = ()
+    gradient_context: GradientContext = field(init=False)
+    device_tasks: Sequence[DeviceGradientTask] = ()
     gradients: Tensors = field(default_factory=list)
-    finite_slices: Sequence[bool | None] = ()
-    buffers: Sequence[AnyBufferSum] = ()
-    samples: int = 0
+    slices_are_finite: Sequence[bool | None] = ()
+    buffer_sums: Sequence[AnyBufferSum] = ()
+    buffer_weight: int = 0
     reports: Sequence[ShardReport] = ()
+    carried: Sequence[torch.Tensor] | None = None
     complete: bool = True
-    check: Check = FINITE
+    overflow_check: OverflowCheck = FINITE
     gradients_assigned: bool = False
+    grad_norm: torch.Tensor | None = None
 
     @property
     def consumed_batches(self) -> int:
@@ -133,15 +139,15 @@ class Attempt:
     @property
     def nonfinite(self) -> str | None:
         """The first non-finite parameter of this attempt, or else of the last failed one before it, or None."""
-        return self.check.nonfinite or self.previous_nonfinite
+        return self.overflow_check.nonfinite or self.previous_nonfinite
 
     @property
     def applied(self) -> bool | torch.Tensor:
         """Whether the weights move, because the gradient is finite; a tensor where only the device knows."""
-        if self.check.flag is not None:
-            return self.check.flag == 0
+        if self.overflow_check.found_inf is not None:
+            return self.overflow_check.found_inf == 0
         # Without reports every shard had weight 0, and there is nothing to step by.
-        return self.check.nonfinite is None and bool(self.reports)
+        return self.overflow_check.nonfinite is None and bool(self.reports)
 
     def result(self, *, applied: bool | torch.Tensor) -> UpdateResult:
         """Return the result for the user, who may read it at any later time.
@@ -150,14 +156,16 @@ class Attempt:
             applied: Whether the weights have moved; a tensor where only the device knows.
         """
         # Bound to the check alone: a reference to the attempt would keep its gradients in memory.
-        check, previous = self.check, self.previous_nonfinite
+        check, previous = self.overflow_check, self.previous_nonfinite
         return UpdateResult(
             applied=partial(bool, applied),
             tries=self.number,
-            loss_scale=partial(float, self.task.loss_scale),
+            loss_scale=partial(float, self.gradient_context.loss_scale_factor),
             nonfinite=lambda: check.nonfinite or previous,
             reports=self.reports,
             summed=self.request.summed,
+            skipped=check.nonfinite is not None if check.found_inf is None else check.found_inf,
+            grad_norm=self.grad_norm,
         )
 
     def next_scale(self, scale: MovingScale) -> MovingScale:
@@ -167,12 +175,12 @@ class Attempt:
             scale: The current loss scale of the updater. It differs from `first_scale` if another gradient was computed
                 between this one and its step; then an overflow still lowers the scale, but success does not raise it.
         """
-        if self.check.flag is not None:
-            return scale.after(self.check.flag, given=self.first_scale)
+        if self.overflow_check.found_inf is not None:
+            return scale.after(self.overflow_check.found_inf, given=self.first_scale)
         # An attempt whose shards all had weight 0 says nothing about the scale.
         if not self.reports or scale.fixed_factor is not None:
             return scale
-        next_value, now = self.scale.value.after(finite=self.check.nonfinite is None), scale.value
+        next_value, now = self.scale.value.after(finite=self.overflow_check.nonfinite is None), scale.value
         may_rise = now is self.first_scale.value
         if next_value is now or not (may_rise or next_value.factor < now.factor):
             return scale

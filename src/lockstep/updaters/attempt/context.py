@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]  # the module `signal` wraps it in enums, at ten times the cost
+from dataclasses import replace
 from types import FrameType, TracebackType
 
 from lockstep.replicas import SINGLE_THREAD, ComputeMode, DeferredSigint, ReplicaSet, ThreadSettings
@@ -58,11 +59,12 @@ class UpdateSigint(DeferredSigint):
         self._replicas.stop()
 
 
-class StepContext:
+class UpdateContext:
     """Holds Ctrl-C, and puts the calling thread into the settings under which all devices compute.
 
     Args:
         replicas: The replicas that an interrupt stops.
+        training: Whether to record operations for backward.
 
     Attributes:
         interrupts: The interrupts that are held.
@@ -72,15 +74,17 @@ class StepContext:
 
     __slots__ = ("_mode", "interrupts", "savepoint", "settings")
 
-    def __init__(self, replicas: ReplicaSet) -> None:
+    def __init__(self, replicas: ReplicaSet, *, training: bool = True) -> None:
         self.interrupts = UpdateSigint(replicas)
         self.settings = SINGLE_THREAD
         if replicas.uses_threads:
-            self.settings = ThreadSettings.capture(replicas.device_types, training=True)
+            self.settings = ThreadSettings.capture(replicas.device_types, replicas.accelerators, training=True)
+        if not training:
+            self.settings = replace(self.settings, grad=False)
         self.savepoint: Savepoint | None = None
         self._mode = ComputeMode(self.settings)
 
-    def __enter__(self) -> StepContext:
+    def __enter__(self) -> UpdateContext:
         # Interrupts first, so that Ctrl-C cannot arrive between the change of settings and its undoing.
         self.interrupts.__enter__()
         self._mode.__enter__()

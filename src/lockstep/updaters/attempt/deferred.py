@@ -19,7 +19,7 @@ import torch
 from lockstep.precision import LossScale, cannot_skip, first_flagged
 from lockstep.replicas import unpackable_buffer
 from lockstep.updaters.setup import Names, OnOverflow
-from lockstep.updaters.state import Training
+from lockstep.updaters.state import TrainingState
 
 LOG = logging.getLogger("lockstep")
 
@@ -30,11 +30,11 @@ class FiniteCheck:
 
     Attributes:
         nonfinite: The name of the first parameter whose gradient is not finite; None if all are.
-        flag: Always None, because there is nothing for the device to decide.
+        found_inf: Always None, because there is nothing for the device to decide.
     """
 
     nonfinite: str | None = None
-    flag: None = None
+    found_inf: None = None
 
 
 class DeferredCheck:
@@ -45,23 +45,23 @@ class DeferredCheck:
         flags: One float32 per name: 1 where the gradient is not finite, else 0.
 
     >>> check = DeferredCheck(["weight", "bias"], torch.tensor([0.0, 1.0]))
-    >>> check.flag, check.nonfinite
+    >>> check.found_inf, check.nonfinite
     (tensor(1.), 'bias')
     """
 
     def __init__(self, names: Sequence[str], flags: torch.Tensor) -> None:
-        self._names = names
-        self._flags = flags
-        self.flag = flags.amax()
+        self.names = names
+        self.flags = flags
+        self.found_inf = flags.amax()
         """A 0-d tensor on the device, above 0 if the gradient is not finite."""
 
     @cached_property
     def nonfinite(self) -> str | None:
         """The first parameter whose gradient is not finite, or None; waits for the device."""
-        return first_flagged(self._names, self._flags)
+        return first_flagged(self.names, self.flags)
 
 
-Check: TypeAlias = FiniteCheck | DeferredCheck
+OverflowCheck: TypeAlias = FiniteCheck | DeferredCheck
 
 
 Conditions: TypeAlias = dict[str, Callable[["Deferral", str], object]]
@@ -85,7 +85,7 @@ CHECK_REASONS: Final[Conditions] = {
 # The order is that of the answer: the first reason that applies is the one the user is told.
 SYNC_REASONS: Final[Conditions] = CHECK_REASONS | {
     "{} does not override after_on_device": lambda deferral, _: (
-        (policy := deferral.training.scale.policy).after_on_device is LossScale.after_on_device and policy.__name__
+        (policy := deferral.training.scale.scale_class).after_on_device is LossScale.after_on_device and policy.__name__
     ),
     "whether a shard takes part depends on a weight that is a tensor": lambda deferral, _: deferral.has_tensor_weights,
     "the buffer {!r} is not a plain dense tensor": lambda deferral, _: unpackable_buffer(
@@ -109,7 +109,7 @@ class Deferral:
 
     on_overflow: OnOverflow
     num_processes: int
-    training: Training
+    training: TrainingState
     has_tensor_weights: bool = False
     has_logged: bool = False
 
@@ -139,7 +139,7 @@ class Deferral:
             LOG.info("Every update reads whether its gradient is finite: %s.", reason)
         return reason is None
 
-    def read_if_needed(self, check: Check, names: Names) -> Check:
+    def read_if_needed(self, check: OverflowCheck, names: Names) -> OverflowCheck:
         """Read a deferred check if these optimizers need it by now, for example because of a new hook.
 
         Args:

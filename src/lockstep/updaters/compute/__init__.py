@@ -1,9 +1,21 @@
 """Compute the part of an update that belongs to this process: from shards to partial sums."""
 
 from lockstep.updaters.compute.device_timer import DeviceTimer as DeviceTimer
-from lockstep.updaters.compute.global_random import GlobalRandomWatch as GlobalRandomWatch
-from lockstep.updaters.compute.layout import ModelLayout as ModelLayout, without_gradients as without_gradients
-from lockstep.updaters.compute.shard_gradients import DeviceGradients as DeviceGradients, GradientTask as GradientTask
+from lockstep.updaters.compute.global_random import GlobalRandomDetector as GlobalRandomDetector
+from lockstep.updaters.compute.lightning_logs import observe_logs as observe_logs
+from lockstep.updaters.compute.prepared_model import (
+    PreparedModel as PreparedModel,
+    without_gradients as without_gradients,
+)
+from lockstep.updaters.compute.shard_forwards import (
+    DeviceForwards as DeviceForwards,
+    ShardFunction as ShardFunction,
+    ShardResult as ShardResult,
+)
+from lockstep.updaters.compute.shard_gradients import (
+    DeviceGradientTask as DeviceGradientTask,
+    GradientContext as GradientContext,
+)
 from lockstep.updaters.compute.shares import (
     RankShare as RankShare,
     ShardAssignment as ShardAssignment,

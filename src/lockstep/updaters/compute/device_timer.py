@@ -19,7 +19,7 @@ TIMED_COMPUTATIONS: Final = 10
 """The number of computations that are timed."""
 
 DeviceShards = Sequence[Sequence[tuple[Shard, Any]]]
-"""The shards of each device, each with its arrays on that device."""
+"""The shards of each device, each with its tensors on that device."""
 
 
 class DeviceTimer:

@@ -10,8 +10,8 @@ from typing import Final
 
 from lockstep.errors import RandomStreamWarning
 
-WATCHED: Final = 3
-"""The number of updates that are watched after an updater was built or a state was loaded."""
+CHECKED_UPDATES: Final = 3
+"""The number of updates that are checked after an updater was built or a state was loaded."""
 
 _CURE: Final = (
     "Such numbers depend on which device and rank computes which shard, and a saved state does not hold the "
@@ -20,8 +20,8 @@ _CURE: Final = (
 )
 
 
-class GlobalRandomWatch:
-    """Watches Python's `random` and NumPy's global generator during the first updates, and warns once.
+class GlobalRandomDetector:
+    """Detects draws from Python's `random` and NumPy's global generator during the first updates, and warns once.
 
     The generators are compared before and after the shards of all devices are computed, so it does not matter
     which thread drew. Anything else that draws in another thread at that time counts as well.
@@ -30,15 +30,15 @@ class GlobalRandomWatch:
     def __init__(self) -> None:
         self._has_warned = False
         self.end = 0
-        """The number of done updates from which on nothing is watched."""
+        """The number of done updates from which on nothing is checked."""
 
     def restart(self, update: int) -> None:
-        """Watch the next updates, unless a warning has been given already.
+        """Check the next updates, unless a warning has been given already.
 
         Args:
             update: The number of updates that are done.
         """
-        self.end = 0 if self._has_warned else update + WATCHED
+        self.end = 0 if self._has_warned else update + CHECKED_UPDATES
 
     def states(self) -> dict[str, object]:
         """Return the states of the generators by name; NumPy's only where NumPy has been imported."""
@@ -50,7 +50,7 @@ class GlobalRandomWatch:
         return found
 
     def check(self, before: dict[str, object]) -> None:
-        """Warn if a generator has moved; nothing is watched after that.
+        """Warn if a generator has moved; nothing is checked after that.
 
         Args:
             before: The `states` from before the shards were computed.

@@ -14,13 +14,13 @@ from torch import nn
 
 from lockstep.communicators import Watch
 from lockstep.metrics import Observers, collecting
+from lockstep.nest import call_arguments
 from lockstep.plan import Shard
-from lockstep.precision import Precision, divide_, first_gradient, multiply_, unscale_and_check_
+from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import AnyBufferSum, ShardRunner
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
 from lockstep.updaters.result import ShardReport
-from lockstep.updaters.setup import call_arguments
 
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -53,16 +53,46 @@ class EarlyReceiver(Protocol):
         """
 
 
+class CarriedExchange(Protocol):
+    """Exchanges values with a loss function that are carried from batch to batch."""
+
+    def part(self, samples: range, device: torch.device) -> Any:
+        """Return the values of some samples, to be passed to the loss function.
+
+        Args:
+            samples: The samples of the shard.
+            device: The device of the shard.
+        """
+
+    def keep(self, samples: range, returned: Any) -> None:
+        """Keep the new values that the loss function has returned.
+
+        Args:
+            samples: The samples of the shard.
+            returned: The new values.
+
+        Raises:
+            ValueError: If they do not have the shapes of the old ones.
+        """
+
+    def merged(self, exchange: Callable[[bytes], list[bytes]] | None = None) -> list[torch.Tensor]:
+        """Return the values after the update.
+
+        Args:
+            exchange: Sends the values of this process to all others, and returns those of all; None for one process.
+        """
+
+
 @dataclass(slots=True)
-class GradientTask:
+class GradientContext:
     """What all shards of one attempt have in common, on whichever device they run.
 
     Attributes:
-        loss_fn: Called with a replica and the arrays of a shard; returns the loss.
+        loss_fn: Called with a replica and the tensors of a shard; returns the loss.
         precision: The precision policy.
         weight_scale: The power of two that weights are multiplied by, which keeps the products at most 1 where weights
             count samples; None where a single shard makes up the update and its weight cancels.
-        loss_scale: The factor of the loss scale; a tensor where the host does not read it.
+        loss_scale_factor: The factor of the loss scale; a tensor where the host does not read it.
         watch: Where this process records what it is doing.
         mean: Whether the gradient is that of the weighted mean over all shards. Otherwise the gradients of the shards'
             mean losses are summed.
@@ -71,22 +101,26 @@ class GradientTask:
         early_receiver: Receives the sums of the only device during backward of its last shard; None where sums are not
             sent early.
         has_tensor_weights: Whether the weight of a loss was a tensor, for which the host had to wait.
+        carried: Exchanges values with the loss function that are carried from batch to batch; None if there are none.
     """
 
     loss_fn: LossFunction
     precision: Precision
     weight_scale: float | None
-    loss_scale: float | torch.Tensor
+    loss_scale_factor: float | torch.Tensor
     watch: Watch
     mean: bool = True
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
     deferred: bool = False
     early_receiver: EarlyReceiver | None = None
     has_tensor_weights: bool = False
+    carried: CarriedExchange | None = None
 
     def loss_factor(self, weight: float) -> float | torch.Tensor:
         """Return the factor that multiplies the loss of a shard of this weight before backward."""
-        return self.loss_scale * (1.0 if self.weight_scale is None or not self.mean else weight * self.weight_scale)
+        return self.loss_scale_factor * (
+            1.0 if self.weight_scale is None or not self.mean else weight * self.weight_scale
+        )
 
     def normalizer(self, reports: Sequence[ShardReport]) -> Callable[[list[torch.Tensor]], bool | None]:
         """Return a function that divides sums over these shards by their factor and returns whether they are finite.
@@ -98,30 +132,31 @@ class GradientTask:
         if self.mean:
             for report in reports:
                 total += 1.0 if self.weight_scale is None else report.weight * self.weight_scale
-        return partial(divide_ if self.deferred else unscale_and_check_, factor=self.loss_scale * total)
+        return partial(divide_ if self.deferred else unscale_and_check_, factor=self.loss_scale_factor * total)
 
 
 @dataclass(slots=True)
-class DeviceGradients:
+class DeviceGradientTask:
     """Compute and sum the gradients of the shards of one device; a `ShardTask`.
 
     Attributes:
-        task: What the shards have in common.
+        context: What the shards have in common.
         last: The last shard of the device, whose backward completes its sums; None without shards.
         observers: The replica's modules under the names that they report by.
         gradients: The partial sums, with one entry per parameter that requires a gradient.
-        buffers: The sum of what the shards left in the buffers.
+        buffer_sum: The sum of what the shards left in the buffers.
         reports: What each shard that took part measured.
-        samples: The number of samples in these shards; 1 where a single shard makes up the update.
+        buffer_weight: The weight of the sum of the buffers: the number of samples in these shards; 1 where a single
+            shard makes up the update.
     """
 
-    task: GradientTask
+    context: GradientContext
     last: Shard | None
     observers: Observers
     gradients: ShardSum
-    buffers: AnyBufferSum
+    buffer_sum: AnyBufferSum
     reports: list[ShardReport] = field(default_factory=list)
-    samples: int = 0
+    buffer_weight: int = 0
     phase: ClassVar[str] = FORWARD
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
@@ -130,45 +165,51 @@ class DeviceGradients:
         Args:
             runner: The runner of the replica to use.
             shard: The shard.
-            given: The arrays of the shard, on the runner's device.
+            given: The tensors of the shard, on the runner's device.
 
         Raises:
             ReplicaError: If user code raised; the original error is the cause.
             TypeError: If the loss function returned something other than a loss.
             ValueError: If it returned a loss that cannot be used.
         """
-        task = self.task
+        context = self.context
         # Every shard starts from the buffers of the last update. One that saw those of the shard before it on this
         # device would depend on the number of devices.
-        if runner.buffers.bindings:
+        if runner.buffers.entries:
             runner.buffers.restore()
         args, kwargs = (given, NO_KWARGS) if type(given) is tuple else call_arguments(given)
-        task.watch.doing = FORWARD
+        if context.carried is not None:
+            kwargs = {**kwargs, "carried": context.carried.part(shard.samples, runner.device)}
+        context.watch.phase = FORWARD
         try:
             # Reports are collected around forward only: activation checkpointing runs the forward again during
             # backward, and would report everything twice.
             with (
-                NO_CONTEXT if task.precision.autocast_dtype is None else task.precision.autocast(runner.device.type),
-                collecting(self.observers, len(shard.samples)) as reports,
+                NO_CONTEXT
+                if context.precision.autocast_dtype is None
+                else context.precision.autocast(runner.device.type),
+                collecting(self.observers, len(shard.samples)) as reported,
             ):
-                returned = task.loss_fn(runner.replica, *args, **kwargs)
+                returned = context.loss_fn(runner.replica, *args, **kwargs)
         except Exception as error:
             raise runner.error(FORWARD, shard, error) from error
         loss = check_loss(returned)
+        if context.carried is not None:
+            context.carried.keep(shard.samples, loss.carried)
         weight = loss_weight(loss, len(shard.samples))
-        task.has_tensor_weights |= isinstance(loss.weight, torch.Tensor)
+        context.has_tensor_weights |= isinstance(loss.weight, torch.Tensor)
         # Before its last shard the device's sums are incomplete, and nothing of them can be sent.
-        early_receiver = task.early_receiver if shard is self.last else None
+        early_receiver = context.early_receiver if shard is self.last else None
         remaining_factor = self._backward(runner, shard, loss.value, weight, early_receiver) if weight > 0 else None
         # Also for a shard of weight 0, without gradients: the early receiver must learn that backward did not run.
-        gradients = runner.take_gradients()
+        gradients = runner.pop_gradients()
         sent_early = early_receiver is not None and early_receiver.finish(gradients)
         if weight > 0:
-            if not sent_early and (remaining_factor is not None or task.precision.held_dtype is not None):
+            if not sent_early and (remaining_factor is not None or context.precision.held_dtype is not None):
                 self._finish_gradients(gradients, remaining_factor)
             # The name "loss" belongs to the loss of the update, which is recorded below.
-            reports.pairs.pop("loss", None)
-            metrics = reports.pairs | _detach_metrics(loss) if loss.metrics else reports.pairs
+            reported.pairs.pop("loss", None)
+            metrics = reported.pairs | _detach_metrics(loss) if loss.metrics else reported.pairs
             report = ShardReport(shard.index, weight, loss.value.detach(), metrics)
             self._add(runner, shard, report, gradients, sent_early=sent_early)
 
@@ -185,23 +226,23 @@ class DeviceGradients:
         Returns:
             The factor by which the gradients have still to be multiplied; None if there is none.
         """
-        first, remaining_factor = first_gradient(loss, self.task.loss_factor(weight))
-        self.task.watch.doing = BACKWARD
+        initial, remaining_factor = initial_gradient(loss, self.context.loss_factor(weight))
+        self.context.watch.phase = BACKWARD
         # The returned value is ignored on purpose: a shard whose forward has run is completed even after a request to
         # stop.
-        runner.replicas.progress.proceed(runner.place, BACKWARD, shard)
+        runner.replicas.progress.enter_phase(runner.place, BACKWARD, shard)
         # Gradients that have still to be multiplied are not yet the values to send.
         if early_receiver is None or remaining_factor is not None:
-            runner.backward(shard, (loss,), (first,))
+            runner.backward(shard, (loss,), (initial,))
         else:
             with early_receiver.sending(shard.index, self.gradients.partials, runner.parameters):
-                runner.backward(shard, (loss,), (first,))
+                runner.backward(shard, (loss,), (initial,))
         return remaining_factor
 
     def _finish_gradients(self, gradients: Tensors, remaining_factor: float | torch.Tensor | None) -> None:
         """Convert gradients to the dtype they are summed in, and multiply them by the remaining factor."""
         # Converted first: the remaining factor would round gradients that are still in half precision.
-        if self.task.precision.held_dtype is not None:
+        if self.context.precision.held_dtype is not None:
             gradients[:] = [None if gradient is None else gradient.float() for gradient in gradients]
         if remaining_factor is not None:
             multiply_(gradients, remaining_factor)
@@ -210,17 +251,17 @@ class DeviceGradients:
         self, runner: ShardRunner, shard: Shard, report: ShardReport, gradients: Tensors, *, sent_early: bool
     ) -> None:
         """Add the gradients, buffers and report of a shard to the sums of the device."""
-        task = self.task
+        context = self.context
         # Before the push, which adds to the gradients in place.
-        if task.inspect_shard is not None:
-            task.inspect_shard(shard, gradients, report)
+        if context.inspect_shard is not None:
+            context.inspect_shard(shard, gradients, report)
         if not sent_early:
             self.gradients.push(shard.index, gradients)
         # The buffers of a single shard get weight 1: in floating point, x * n / n is not always x.
-        share = 1 if task.weight_scale is None else len(shard.samples)
-        if runner.buffers.bindings:
-            runner.buffers.collect(shard.index, share, self.buffers)
-        self.samples += share
+        weight = 1 if context.weight_scale is None else len(shard.samples)
+        if runner.buffers.entries:
+            runner.buffers.collect(shard.index, weight, self.buffer_sum)
+        self.buffer_weight += weight
         self.reports.append(report)
 
 

@@ -18,7 +18,7 @@ class RankShare:
     """The shards of an update that one process computes.
 
     Attributes:
-        runs: The shards of each of its devices, in order.
+        shards_by_device: The shards of each of its devices, in order.
         start: The first number past the shards of processes of lower rank. All shards from here up to `stop` belong to
             this process.
         stop: The first shard number of the processes of higher rank; without any, a number past all subtrees.
@@ -26,7 +26,7 @@ class RankShare:
         first_shard: The first shard over all processes.
     """
 
-    runs: list[list[Shard]]
+    shards_by_device: list[list[Shard]]
     start: int
     stop: int
     num_shards: int
@@ -36,7 +36,7 @@ class RankShare:
 RankWorkloads: TypeAlias = tuple[tuple[float, ...], ...]
 """The workloads of the devices of each of several ranks."""
 
-DeviceRuns: TypeAlias = list[list[Shard]]
+ShardsByDevice: TypeAlias = list[list[Shard]]
 """The shards of each device of one rank."""
 
 
@@ -83,7 +83,9 @@ def share_of(
     """
     workloads = (*assignment.lower, own, *assignment.higher)
     rank, speeds = len(assignment.lower), assignment.speeds
-    runs = plan.shards_by_device(sizes, num_shards, [each for rank in workloads for each in rank], strided=strided)
+    runs = plan.shards_by_device(
+        sizes, num_shards, [each for devices in workloads for each in devices], strided=strided
+    )
     rest = iter(runs)
     ranks = [list(islice(rest, len(each))) for each in workloads]
     # Without a fixed number of shards, workloads decide the sizes of shards and so the bits; a clock must not.
@@ -95,7 +97,7 @@ def share_of(
     higher = [shard.index for run in chain(*ranks[rank + 1 :]) for shard in run]
     shards = [shard for run in runs for shard in run]
     return RankShare(
-        runs=ranks[rank],
+        shards_by_device=ranks[rank],
         start=1 + lower[-1] if lower else 0,
         stop=higher[0] if higher else 2 * (1 + shards[-1].index),
         num_shards=len(shards),
@@ -103,19 +105,19 @@ def share_of(
     )
 
 
-def _rebalance(ranks: Sequence[DeviceRuns], workloads: RankWorkloads, speeds: RankSpeeds) -> list[DeviceRuns]:
+def _rebalance(ranks: Sequence[ShardsByDevice], workloads: RankWorkloads, speeds: RankSpeeds) -> list[ShardsByDevice]:
     """Cut shards over ranks by the measured speeds, then over the devices of each rank by their workloads."""
     shards = [shard for runs in ranks for run in runs for shard in run]
     stops = list(accumulate(sum(map(len, runs)) for runs in ranks))
     usual = [range(start, stop) for start, stop in pairwise([0, *stops])]
     cuts = speeds.cut([shard.index for shard in shards], usual, workloads)
-    # `plan.schedule` has rounded over all devices at once, which may differ from rounding within each rank.
+    # `plan.shards_by_device` has rounded over all devices at once, which may differ from rounding within each rank.
     if cuts == usual:
         return list(ranks)
     return [_assign_to_devices(shards[run.start : run.stop], each) for run, each in zip(cuts, workloads, strict=True)]
 
 
-def _assign_to_devices(shards: Sequence[Shard], workloads: Sequence[float]) -> DeviceRuns:
+def _assign_to_devices(shards: Sequence[Shard], workloads: Sequence[float]) -> ShardsByDevice:
     """Assign the shards of one rank to its devices."""
     # `plan.assign` refuses zero shards, but a slow rank may get none.
     if not shards:

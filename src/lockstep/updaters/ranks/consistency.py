@@ -20,7 +20,7 @@ from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
 from lockstep.replicas import SINGLE_THREAD, ComputeMode
 from lockstep.updaters.setup import Recipe
-from lockstep.updaters.state import Training
+from lockstep.updaters.state import TrainingState
 
 LOG = logging.getLogger("lockstep")
 
@@ -46,7 +46,7 @@ class RankConsistency:
     def __init__(
         self,
         communicator: Communicator,
-        training: Training,
+        training: TrainingState,
         recipe: Callable[[], Fields],
         *,
         every: int,
@@ -80,7 +80,7 @@ class RankConsistency:
 
     def state_digest(self) -> str:
         """Return the digest of the part of the state that is due in this update."""
-        return self._comparer.part_of(self._training.iteration)
+        return self._comparer.digest_at(self._training.iteration)
 
     def check_digests(self, digests: Sequence[str]) -> None:
         """Check that the digests of all ranks are equal.
@@ -147,7 +147,7 @@ Fields = dict[str, str]
 """Descriptions by name."""
 
 
-def describe_run(training: Training, recipe: Recipe) -> Fields:
+def describe_run(training: TrainingState, recipe: Recipe) -> Fields:
     """Describe the current state of a run, for comparison between ranks.
 
     Args:

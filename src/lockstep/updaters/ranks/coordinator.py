@@ -7,22 +7,19 @@ same point, where the training state has not changed yet, instead of waiting for
 from __future__ import annotations
 
 import os
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
-from lockstep.communicators import Communicator, first_difference
-from lockstep.errors import DisagreementError, PeerError, PeerInterrupt
+from lockstep.communicators import Communicator, first_difference, traceback_text
+from lockstep.errors import DisagreementError, PeerError, PeerInterrupt, SignalExit
 from lockstep.replicas import fork_error
+from lockstep.stopping import STOP
 from lockstep.updaters.attempt import UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.rank_sum import RankSum
 from lockstep.updaters.ranks.same_batches import BATCHES, CURE, find_other_batches
-
-TRACEBACK_LIMIT: Final = 20_000
-"""The number of characters of a traceback that are sent. Its end is kept, which says most about the error."""
 
 Position = Mapping[str, Any]
 """What ranks must agree on in an exchange, by the names that errors use."""
@@ -172,6 +169,8 @@ class RankCoordinator(Coordinator):
             PeerInterrupt: If a rank was interrupted.
         """
         own = {"position": position, "repeat": repeat, "report": report, "state": self._consistency.state_digest()}
+        if STOP.received:
+            own["stop"] = STOP.received
         # From here on an error either is raised on the other ranks as well or cannot be sent to them. A second message
         # would pair up with one of another meaning.
         self._failed = True
@@ -186,6 +185,9 @@ class RankCoordinator(Coordinator):
         for each in messages:
             repeat |= each["repeat"]
             digests.append(each["state"])
+            # All ranks read the same messages, so that all of them stop after the same update.
+            if "stop" in each:
+                STOP.agreed = STOP.agreed or each["stop"]
             reports.append(each["report"])
         # After the positions: digests of different parts of the state cannot be compared.
         self._consistency.check_digests(digests)
@@ -211,14 +213,14 @@ class RankCoordinator(Coordinator):
         """Send this rank's error in place of the message that the other ranks are waiting for."""
         self._failed = True
         ended = isinstance(error, StopIteration)
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         messages = self._sum.exchange(
             {
                 "error": f"{type(error).__name__}: {error}",
-                "traceback": text[-TRACEBACK_LIMIT:],
-                "phase": self._communicator.watch.doing,
+                "traceback": traceback_text(error),
+                "phase": self._communicator.watch.phase,
                 "interrupt": isinstance(error, KeyboardInterrupt),
                 "ended": ended,
+                "stop": error.number if isinstance(error, SignalExit) else 0,
             }
         )
         # Where the iterators of all ranks end in the same update, every rank keeps its own StopIteration.
@@ -228,6 +230,8 @@ class RankCoordinator(Coordinator):
 
 def _raise_error(rank: int, message: Mapping[str, Any]) -> None:
     """Raise the error that is described by the message of a rank."""
+    if message["stop"]:
+        raise SignalExit(message["stop"])
     # The end of the data on one rank is a disagreement and not a failure: the other ranks have batches left.
     if message["ended"]:
         _raise_ended(rank)

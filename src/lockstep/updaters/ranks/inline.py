@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from lockstep.communicators import Contribution, Table, is_pair
+from lockstep.communicators import Contribution, MessageTable, can_sum_as_pair
 from lockstep.tree import PartialSum, Tensors, add_into, total
 
 INLINE_BYTES: Final = 2**20
@@ -96,7 +96,7 @@ class InlineGradients:
     def __init__(self, rank: int, size: int, limit: int) -> None:
         self._rank = rank
         self._limit = limit
-        self.table = Table(size)
+        self.table = MessageTable(size)
         """The table of bodies, one per rank."""
         self._reset_layouts(())
 
@@ -108,9 +108,9 @@ class InlineGradients:
             contribution: The description of these sums.
             like: Tensors with the shapes, dtypes and devices of the gradients.
         """
-        if not self.table.room or contribution.sparse:
+        if not self.table.body_bytes or contribution.sparse:
             return
-        # The model has another layout now; views for the old shapes would write to the wrong places.
+        # The gradients have other shapes now; views for the old ones would write to the wrong places.
         if self._like is not like:
             self._reset_layouts(like)
         layout = self._layout(self._rank, contribution)
@@ -140,7 +140,7 @@ class InlineGradients:
         if not received.dense:
             return None
         # Decided by what all ranks contribute and not by what this rank has sent, so all ranks take the same branch.
-        if received.needed > self.table.room:
+        if received.needed > self.table.body_bytes:
             self._grow_table(received.needed, len(contributions))
             return None
         if received.pair:
@@ -166,7 +166,7 @@ class InlineGradients:
     def _grow_table(self, needed: int, size: int) -> None:
         """Replace the table by one with larger bodies, if they stay within the limit."""
         if needed * (size - 1) <= self._limit:
-            self.table = Table(size, needed)
+            self.table = MessageTable(size, needed)
             self._reset_layouts(self._like)
 
     def _reset_layouts(self, like: Sequence[torch.Tensor]) -> None:
@@ -187,7 +187,7 @@ class InlineGradients:
                 layouts,
                 max(each.size for each in layouts),
                 fits and not any(each.sparse for each in contributions),
-                is_pair(contributions, like),
+                can_sum_as_pair(contributions, like),
             )
 
         self._layout, self._received = layout, received

@@ -120,7 +120,7 @@ class Overlap:
         prediction, send, pending = self._prediction, self._early_send, self._pending
         self._prediction = self._early_send = self._summed = None
         self._was_predicted = prediction is not None
-        if prediction is None or (send is not None and send.is_whole):
+        if prediction is None or (send is not None and send.is_complete):
             return KEPT if prediction is None else SENT
         # From here on the pending sum is worthless, here by its zeros and on the other ranks by this rank's answer.
         self._pending = None
@@ -187,7 +187,7 @@ class EarlySend:
             self._missing.update(index for index in range(mask.bit_length()) if mask >> index & 1)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether everything was sent as it was announced."""
         return self.has_begun and not self._spoiled and not self._missing
 
@@ -250,7 +250,7 @@ class EarlySend:
             return
         self._missing.discard(index)
         self._sent[index] = gradient
-        self._pending.bring(index, tensors)
+        self._pending.add(index, tensors)
 
     def _is_announced(self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
         """Check whether the partial sums of one tensor are those that all ranks expect."""

@@ -9,7 +9,7 @@ from typing import Final
 from lockstep.communicators import Communicator, Contribution
 from lockstep.replicas import BufferRef, BufferSum, as_real, move_partials
 from lockstep.tree import PartialSum, ShardSum
-from lockstep.updaters.compute import DeviceGradients, RankShare
+from lockstep.updaters.compute import DeviceGradientTask, RankShare
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import merge_devices
 
@@ -31,7 +31,9 @@ class RankBuffers:
     contribution: Contribution = NO_CONTRIBUTION
 
     @classmethod
-    def of(cls, devices: Sequence[DeviceGradients], share: RankShare, buffer_refs: Sequence[BufferRef]) -> RankBuffers:
+    def of(
+        cls, devices: Sequence[DeviceGradientTask], share: RankShare, buffer_refs: Sequence[BufferRef]
+    ) -> RankBuffers:
         """Merge the buffers of all devices.
 
         Args:
@@ -39,7 +41,7 @@ class RankBuffers:
             share: The shards of this rank.
             buffer_refs: References to the model's buffers, at least one.
         """
-        sums = [device.buffers.resolve() for device in devices]
+        sums = [device.buffer_sum.resolve() for device in devices]
         main_device = next(buffer.device for ref in buffer_refs if (buffer := ref.get()) is not None)
         partials = merge_devices([each.weighted_sums.partials for each in sums], share, main_device)
         # Devices are in order of shards, so the first device that has a value has that of the earliest shard.
@@ -69,7 +71,7 @@ def sum_buffers(
         buffer_refs: References to the model's buffers.
     """
     count = len(buffer_refs)
-    weights = [sum(each) for each in zip(*(report.buffer_weights for report in reports), strict=True)]
+    weights = [sum(each) for each in zip(*(report.changed_weights for report in reports), strict=True)]
     # No shard on any rank has changed a buffer. All ranks see that in the reports and skip the sum together.
     if not any(mask for report in reports for mask in report.buffers.present):
         unchanged = PartialSum(0, [None] * count)

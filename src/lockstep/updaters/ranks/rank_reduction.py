@@ -86,9 +86,9 @@ class RankReduction:
         """
         # With several devices a sum is complete only after all of them; in half precision gradients are converted
         # first.
-        complete = len(attempt.device_shards) == 1 and attempt.task.precision.held_dtype is None
+        complete = len(attempt.device_shards) == 1 and attempt.gradient_context.precision.held_dtype is None
         key = json.dumps([position["computation"], position["batch sizes"]]) if complete else None
-        attempt.task.early_receiver = self._sum.begin_sum(key, attempt.share, like)
+        attempt.gradient_context.early_receiver = self._sum.begin_sum(key, attempt.share, like)
 
     def reduce(
         self,
@@ -115,26 +115,26 @@ class RankReduction:
             DisagreementError: If a rank is at another position.
             PeerInterrupt: If a rank was interrupted.
         """
-        devices, share, timer, main_device = attempt.device_gradients, attempt.share, self._timer, like[0].device
+        devices, share, timer, main_device = attempt.device_tasks, attempt.share, self._timer, like[0].device
         # Partial sums are merged before the clock stops, because they are part of this rank's work.
         gradients = self._sum.announce([each.gradients.partials for each in devices], share)
         buffers = RankBuffers.of(devices, share, buffer_refs) if buffer_refs else RankBuffers()
-        timer.end_compute(main_device, share.runs, self.workloads)
+        timer.end_compute(main_device, share.shards_by_device, self.workloads)
         shards: list[ShardReport] = []
-        samples = 0
+        buffer_weight = 0
         for device in devices:
             shards += device.reports
-            samples += device.samples
+            buffer_weight += device.buffer_weight
         report = RankReport(
             shards,
-            samples,
+            buffer_weight,
             gradients,
             buffers.contribution,
             buffers.weights,
             workloads,
             timer.measurement,
         )
-        self._watch.doing = "reduce"
+        self._watch.phase = "reduce"
         # All shards are computed by now but nothing has been summed, so ranks with other batches can raise here.
         position = {**position, BATCHES: self._batches}
         plain_reports = self.coordinator.exchange_reports(position, report.to_plain(), repeat=repeat)
@@ -142,7 +142,11 @@ class RankReduction:
         if plain_reports is not None:
             reports = list(map(RankReport.from_plain, plain_reports))
             self._add_up(attempt, reports, timed=position["computation"] == 0, device=main_device)
-            attempt.buffers = [sum_buffers(self._communicator, buffers, reports, buffer_refs)] if buffer_refs else []
+            attempt.buffer_sums = (
+                [sum_buffers(self._communicator, buffers, reports, buffer_refs)] if buffer_refs else []
+            )
+            if attempt.gradient_context.carried is not None:
+                attempt.carried = attempt.gradient_context.carried.merged(self._communicator.exchange)
         # Only after the sums: an error within them reaches the other ranks anyway, and must not be sent twice.
         self.coordinator.end_exchange()
 
@@ -155,12 +159,12 @@ class RankReduction:
             timed: Whether the time of the sum counts. That of a search or of another network does not.
             device: The device of the sums.
         """
-        attempt.reports, attempt.samples = [], 0
+        attempt.reports, attempt.buffer_weight = [], 0
         contributions, steady = [], self._update_assignment(reports)
         # In order of ranks, which is the order of shards: divisor and mean loss are the same on every rank.
         for report in reports:
             attempt.reports += report.shards
-            attempt.samples += report.samples
+            attempt.buffer_weight += report.buffer_weight
             contributions.append(report.gradients)
             steady &= len(report.workloads) == 1
         self._timer.start_sum()

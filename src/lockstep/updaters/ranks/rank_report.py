@@ -24,19 +24,20 @@ class RankReport:
 
     Attributes:
         shards: What each shard that took part measured, in order.
-        samples: The number of samples in these shards; 1 where a single shard makes up the update.
+        buffer_weight: The weight of the sum of the buffers: the number of samples in these shards; 1 where a single
+            shard makes up the update.
         gradients: The description of this rank's partial sums of gradients.
         buffers: The description of this rank's partial sums of buffers.
-        buffer_weights: For each buffer, the total weight of the shards that changed it.
+        changed_weights: For each buffer, the total weight of the shards that changed it.
         workloads: The relative speeds of the rank's devices from the next attempt on.
         measurement: The times that this rank has measured; None as long as it has too few.
     """
 
     shards: Sequence[ShardReport]
-    samples: int
+    buffer_weight: int
     gradients: Contribution
     buffers: Contribution
-    buffer_weights: Sequence[float]
+    changed_weights: Sequence[float]
     workloads: Sequence[float]
     measurement: RankMeasurement | None
 
@@ -51,10 +52,10 @@ class RankReport:
         measurement = self.measurement
         return {
             "shards": shards,
-            "samples": self.samples,
+            "buffer_weight": self.buffer_weight,
             "gradients": _encode_contribution(self.gradients),
             "buffers": _encode_contribution(self.buffers),
-            "buffer_weights": self.buffer_weights,
+            "changed_weights": self.changed_weights,
             "workloads": self.workloads,
             "measurement": None if measurement is None else [measurement.seconds, measurement.transfer],
         }
@@ -71,10 +72,10 @@ class RankReport:
         measurement = plain["measurement"]
         return cls(
             shards,
-            plain["samples"],
+            plain["buffer_weight"],
             _decode_contribution(plain["gradients"]),
             _decode_contribution(plain["buffers"]),
-            plain["buffer_weights"],
+            plain["changed_weights"],
             plain["workloads"],
             None if measurement is None else RankMeasurement(*measurement),
         )

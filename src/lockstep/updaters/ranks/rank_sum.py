@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.communicators import Communicator, Contribution, Table
+from lockstep.communicators import Communicator, Contribution, MessageTable
 from lockstep.replicas import move_partials
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute import RankShare
@@ -58,7 +58,7 @@ class RankSum:
         if heuristics.inline_gradients:
             limit = INLINE_BYTES if one_machine else INLINE_BYTES_OVER_NETWORK
             self._inline = InlineGradients(communicator.rank, communicator.size, limit)
-        self._no_table = Table(communicator.size)
+        self._no_table = MessageTable(communicator.size)
         self._like: Sequence[torch.Tensor] = ()
         self._key: str | None = None
         self._early_send: EarlySend | None = None
@@ -113,7 +113,7 @@ class RankSum:
             message = {**message, "early": early.end_prediction()}
         # A table is sent even if this rank's body is empty: all ranks must take part in the same transfers.
         table = self._no_table if inline is None else inline.table
-        replies = self._communicator.exchange_with(_COMPACT.encode(message).encode(), table)
+        replies = self._communicator.exchange_with_table(_COMPACT.encode(message).encode(), table)
         messages = list(map(json.loads, replies))
         if early is not None:
             early.wait()

@@ -17,7 +17,8 @@ CONTENTS_EVERY: Final = 16
 CURE: Final = (
     "Every rank must be given the same batches, because lockstep cuts each of them over the ranks itself: remove a "
     "DistributedSampler and every other split of the data by rank, and use seeds that do not depend on the rank. A "
-    "DataLoader that shuffles also needs the same torch.manual_seed on every rank."
+    "DataLoader that shuffles also needs the same torch.manual_seed on every rank, and a dataset that draws from "
+    "random or NumPy the same seeds of these."
 )
 
 Described = list[str]

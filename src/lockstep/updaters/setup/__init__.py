@@ -4,8 +4,7 @@ from lockstep.updaters.setup import recipe as recipe
 from lockstep.updaters.setup.batches import (
     Converter as Converter,
     batch_size as batch_size,
-    call_arguments as call_arguments,
-    shard_arrays as shard_arrays,
+    shard_tensors as shard_tensors,
 )
 from lockstep.updaters.setup.names import (
     MAIN as MAIN,

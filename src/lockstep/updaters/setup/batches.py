@@ -1,45 +1,63 @@
-"""Create the arrays of a shard from a batch of samples, or from arrays that hold the whole batch."""
+"""Create the tensors of a shard from a batch of samples, or from tensors that hold the whole batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from lockstep import nest
 from lockstep.data import Samples
+from lockstep.nest import call_arguments
 from lockstep.plan import Shard
-from lockstep.precision import sent
+from lockstep.precision import to_device
+from lockstep.replicas import BatchDim, count_samples, dims_by_path, named_inputs, positive_dim
+
+CUTTING: Final = (
+    "Tuples, lists, dicts and dataclasses of tensors are cut into shards, by default along the first dimension of "
+    "every tensor; `batch_dim` names other dimensions. For other batches, such as graphs or images with boxes, give "
+    "the samples themselves and collate those of each shard by a `converter`, which is called with (samples, device). "
+    "lockstep.BatchIterator(dataset, batch_size) gives samples, and so does lockstep.IterableBatches(DataLoader(..., "
+    "collate_fn=list), batches_of='samples')."
+)
 
 Converter: TypeAlias = Callable[[Sequence[Any], torch.device], Any]
-"""Called as ``converter(samples, device)``; returns the arrays of a shard on that device."""
+"""Called as ``converter(samples, device)``; returns the tensors of a shard on that device."""
 
 
-def batch_size(batch: Any) -> int:
+def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:
     """Count the samples of a batch.
 
     Args:
         batch: `Samples`, or nested tensors with the samples along their first dimension.
+        batch_dim: The dimension that counts samples, if it is not the first one of all tensors.
 
     Raises:
         ValueError: If there are no samples, or if tensors of the batch differ in length.
     """
-    size = len(batch.indices) if type(batch) is Samples else nest.rows(batch)
+    if type(batch) is Samples:
+        size = len(batch.indices)
+    else:
+        try:
+            size = nest.rows(batch) if batch_dim == 0 else count_samples(*_dims(batch, batch_dim))
+        except ValueError as error:
+            raise ValueError(f"{error} Got a batch of type {type(batch).__name__}. {CUTTING}") from None
     if size == 0:
         raise ValueError("`batch` must hold at least one sample, got none.")
     return size
 
 
-def shard_arrays(batch: Any, shard: Shard, device: torch.device, converter: Converter) -> Any:
-    """Return the arrays of one shard on the device it runs on.
+def shard_tensors(batch: Any, shard: Shard, device: torch.device, converter: Converter, batch_dim: BatchDim = 0) -> Any:
+    """Return the tensors of one shard on the device it runs on.
 
     Args:
         batch: `Samples`, which are passed to the converter, or nested tensors with the samples along their first
             dimension, which are cut as views (or as copies if the samples of a shard are not adjacent).
         shard: The shard, which says which samples to take.
-        device: The device to put the arrays on.
-        converter: Converts samples to arrays.
+        device: The device to put the tensors on.
+        converter: Converts samples to tensors.
+        batch_dim: The dimension of tensors that counts samples, if it is not the first one of all tensors.
     """
     part = shard.samples
     if type(batch) is Samples:
@@ -47,22 +65,38 @@ def shard_arrays(batch: Any, shard: Shard, device: torch.device, converter: Conv
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         mine = tensor if len(part) == tensor.size(0) else tensor[part.start : part.stop : part.step]
-        # Kernels may round differently for strided arrays, and the bits must not depend on how shards are cut.
+        # Kernels may round differently for strided tensors, and the bits must not depend on how shards are cut.
         mine = mine if part.step == 1 else mine.contiguous()
         # Transfers to the CPU wait here, because the host would otherwise read data that has not arrived yet.
-        return sent(mine, device)
+        return to_device(mine, device)
 
-    return nest.map_tensors(rows, batch)
+    if batch_dim == 0:
+        return nest.map_tensors(rows, batch)
+    dims = iter(_dims(batch, batch_dim)[2])
+
+    def along(tensor: torch.Tensor) -> torch.Tensor:
+        dim = next(dims)
+        if dim is None:
+            return to_device(tensor, device)
+        # Contiguous, so that a shard has the strides of a tensor of its size, as one that is cut along the first
+        # dimension has.
+        return to_device(tensor[(slice(None),) * dim + (slice(part.start, part.stop, part.step),)].contiguous(), device)
+
+    return nest.map_tensors(along, batch)
 
 
-def call_arguments(arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert the arrays of a shard to call arguments: a tuple or list by position, a dict by name, else one argument.
+def _dims(batch: Any, batch_dim: BatchDim) -> tuple[list[str], list[torch.Tensor], list[int | None]]:
+    """Return the tensors of a batch, their names (a position or a key), and the dimension of each that counts samples.
 
-    >>> call_arguments({"x": 1})
-    ((), {'x': 1})
+    Raises:
+        ValueError: If a tensor lacks its dimension, or if `batch_dim` names none of them.
     """
-    if isinstance(arrays, (tuple, list)):
-        return tuple(arrays), {}
-    if isinstance(arrays, Mapping):
-        return (), dict(arrays)
-    return (arrays,), {}
+    args, kwargs = call_arguments(batch)
+    named = list(named_inputs(args, kwargs, list(map(str, range(len(args))))))
+    names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+    by_name = {str(name): dim for name, dim in batch_dim.items()} if isinstance(batch_dim, Mapping) else batch_dim
+    dims = dims_by_path(by_name, names, "batch_dim")
+    for index, dim in enumerate(dims):
+        if dim is not None:
+            dims[index] = positive_dim(names[index], tensors[index], dim)
+    return names, tensors, dims

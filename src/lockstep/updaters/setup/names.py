@@ -116,6 +116,7 @@ def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimiz
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
                 f"`{argument}` must hold schedulers that step without a measured value, got {name!r}, a "
-                "ReduceLROnPlateau. Step it in an extension of the trainer."
+                "ReduceLROnPlateau. Step it by an extension of the trainer: trainer.extend(lockstep.extensions."
+                'StepScheduler(scheduler, value="validation/main/loss")).'
             )
     return found

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -59,6 +60,14 @@ class NetworkSet:
         """The networks as one module."""
         return Networks(self.modules) if self.several else self.modules[MAIN]
 
+    def selector(self, name: str) -> Callable[[nn.Module], nn.Module]:
+        """Return a function that finds a network in a replica of `module`.
+
+        Args:
+            name: The name of the network.
+        """
+        return partial(_select, name) if self.several else _itself
+
     def loss_fn(self, loss_fn: LossFunction) -> LossFunction:
         """Convert a loss function of the user to one that receives `module`.
 
@@ -66,6 +75,14 @@ class NetworkSet:
             loss_fn: Called with one network, or with a dict of several by name.
         """
         return NamedLoss(loss_fn) if self.several else loss_fn
+
+
+def _select(name: str, replica: nn.Module) -> nn.Module:
+    return cast("Networks", replica).by_name[name]
+
+
+def _itself(replica: nn.Module) -> nn.Module:
+    return replica
 
 
 def parse_networks(model: object, models: object) -> NetworkSet:

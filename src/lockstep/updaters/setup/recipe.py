@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from torch.nn.modules.loss import _Loss
 
 from lockstep.integers import check_integer
 from lockstep.precision import Precision, parse_precision
-from lockstep.replicas import BufferRule
+from lockstep.replicas import BatchDim, BufferRule, check_dims
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.setup.batches import Converter
+
+CRITERIA_MODULES: Final = frozenset({"torch.nn.functional", "torch._C._nn"})
+"""The modules of PyTorch's criteria that are functions."""
 
 Split = Literal["contiguous", "strided"]
 Reduction = Literal["mean", "sum"]
@@ -41,18 +45,24 @@ class Recipe:
     on_overflow: OnOverflow
     max_tries: int
     on_exhausted: OnExhausted
+    max_skipped: int | None
     flat_gradients: bool
     auto_new_epoch: bool
     loss_fn: LossFunction | None
     step_fn: StepFunction | None
     converter: Converter
+    batch_dim: BatchDim
+    clip_grad_norm: float | Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         if self.num_shards is not None:
             check_integer("num_shards", self.num_shards, minimum=1)
         check_integer("accumulate", self.accumulate, minimum=1)
         check_integer("max_tries", self.max_tries, minimum=1)
+        if self.max_skipped is not None:
+            check_integer("max_skipped", self.max_skipped, minimum=1)
         check_integer("seed", self.seed)
+        check_dims(self.batch_dim, "batch_dim")
         check_choice("split", self.split, get_args(Split))
         check_choice("reduction", self.reduction, get_args(Reduction))
         check_choice("on_overflow", self.on_overflow, get_args(OnOverflow))
@@ -62,7 +72,7 @@ class Recipe:
         check_functions(converter=self.converter, loss_fn=self.loss_fn, step_fn=self.step_fn)
 
     @property
-    def policy(self) -> Precision:
+    def precision_policy(self) -> Precision:
         """The precision policy."""
         return parse_precision(self.precision)
 
@@ -74,11 +84,11 @@ class Recipe:
         """
         if self.accumulate > 1:
             raise ValueError(
-                f"`accumulate` must be 1 with a step function, got {self.accumulate}. Use larger batches with "
+                f"`accumulate` must be 1 with a step function or LBFGS, got {self.accumulate}. Use larger batches with "
                 "more shards instead."
             )
         if self.on_overflow == "next":
-            raise ValueError("`on_overflow` must be 'retry' or 'skip' with a step function, got 'next'.")
+            raise ValueError("`on_overflow` must be 'retry' or 'skip' with a step function or LBFGS, got 'next'.")
 
 
 def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> None:
@@ -93,11 +103,13 @@ def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> N
         TypeError: If a function cannot be called, or if the loss function is a criterion.
     """
     # A criterion is callable too, and would otherwise only fail inside the first shard.
-    if isinstance(loss_fn, _Loss):
-        kind = type(loss_fn).__name__
+    function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    if isinstance(function, _Loss) or getattr(function, "__module__", None) in CRITERIA_MODULES:
+        kind = getattr(function, "__name__", type(function).__name__)
+        given = f"{kind}(...)" if isinstance(function, _Loss) else kind
         raise TypeError(
             f"`loss_fn` must take the model before the batch, got a criterion, {kind}. Pass "
-            f"lockstep.supervised({kind}(...))."
+            f"lockstep.supervised({given})."
         )
     optional = {"loss_fn": loss_fn, "step_fn": step_fn}
     given = {"converter": converter} | {name: each for name, each in optional.items() if each is not None}

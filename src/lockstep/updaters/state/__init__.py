@@ -1,6 +1,22 @@
 """The state that an update changes: how it is saved, loaded and restored."""
 
 from lockstep.updaters.state import lazy as lazy
-from lockstep.updaters.state.checkpoint import load_state as load_state, state_of as state_of
+from lockstep.updaters.state.carried import (
+    Carried as Carried,
+    CarriedAttempt as CarriedAttempt,
+    CarriedValues as CarriedValues,
+    ShardValues as ShardValues,
+)
+from lockstep.updaters.state.checkpoint import (
+    live_state_of as live_state_of,
+    load_state as load_state,
+    state_of as state_of,
+)
+from lockstep.updaters.state.recipe_fields import (
+    CODE as CODE,
+    UNKNOWN_SHAPE as UNKNOWN_SHAPE,
+    RecipeFields as RecipeFields,
+    recipe_fields as recipe_fields,
+)
 from lockstep.updaters.state.savepoint import Savepoint as Savepoint
-from lockstep.updaters.state.training import Training as Training
+from lockstep.updaters.state.training import TrainingState as TrainingState

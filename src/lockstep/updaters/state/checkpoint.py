@@ -11,10 +11,10 @@ from lockstep.state import check_keys
 from lockstep.updaters.state import lazy
 from lockstep.updaters.state.registered import RegisteredTensors
 from lockstep.updaters.state.savepoint import copy_state
-from lockstep.updaters.state.training import Training
+from lockstep.updaters.state.training import TrainingState
 
 
-def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
+def state_of(training: TrainingState, *, num_shards: int, seed: int) -> dict[str, Any]:
     """Return everything the next update depends on, as of the last complete update.
 
     Counters and tensors are copies, so later updates do not change them.
@@ -24,12 +24,18 @@ def state_of(training: Training, *, num_shards: int, seed: int) -> dict[str, Any
         num_shards: The number of shards per batch.
         seed: The seed of the random streams.
     """
-    state: dict[str, Any] = copy_state(_parts(training, num_shards=num_shards, seed=seed))
+    state: dict[str, Any] = copy_state(live_state_of(training, num_shards=num_shards, seed=seed))
     return state
 
 
-def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
-    """Collect the parts of the state; its tensors are the ones being trained."""
+def live_state_of(training: TrainingState, *, num_shards: int, seed: int) -> dict[str, Any]:
+    """Return what `state_of` returns, with the tensors that are being trained instead of copies.
+
+    Args:
+        training: The training state.
+        num_shards: The number of shards per batch.
+        seed: The seed of the random streams.
+    """
     return {
         "num_shards": num_shards,
         "seed": seed,
@@ -41,10 +47,11 @@ def _parts(training: Training, *, num_shards: int, seed: int) -> dict[str, Any]:
         "models": {name: lazy.state_of(each) for name, each in training.models.items()},
         "schedulers": {name: each.state_dict() for name, each in training.schedulers.items()},
         "epoch_schedulers": {name: each.state_dict() for name, each in training.epoch_schedulers.items()},
+        **({} if training.carried is None else {"carried": training.carried.state_dict()}),
     }
 
 
-def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int, seed: int) -> None:
+def load_state(training: TrainingState, state: Mapping[str, Any], *, num_shards: int, seed: int) -> None:
     """Load a saved state.
 
     Args:
@@ -60,7 +67,9 @@ def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int,
     checked against the names and shapes of their owner, so they can migrate an older one.
     """
     # Everything that can be checked is checked first. What only fails while loading is undone below.
-    _check_state(state, _parts(training, num_shards=num_shards, seed=seed))
+    _check_state(state, live_state_of(training, num_shards=num_shards, seed=seed))
+    if training.carried is not None:
+        training.carried.check_state(state["carried"])
     # Restored into a new value here, so that an error leaves the current one in use.
     loss_scale = training.loss_scale.restored(state["loss_scale"])
     iterators = {name: each.state_dict() for name, each in training.iterators.items()}
@@ -75,12 +84,14 @@ def load_state(training: Training, state: Mapping[str, Any], *, num_shards: int,
         for name, before in iterators.items():
             training.iterators[name].load_state_dict(before)
         raise
+    if training.carried is not None:
+        training.carried.load_state_dict(state["carried"])
     training.scale = MovingScale(loss_scale)
     training.iteration = state["iteration"]
-    training.applied = state["applied_updates"]
+    training.num_applied = state["applied_updates"]
 
 
-def _load_parts(training: Training, state: Mapping[str, Any]) -> None:
+def _load_parts(training: TrainingState, state: Mapping[str, Any]) -> None:
     for name, iterator in training.iterators.items():
         iterator.load_state_dict(state["iterators"][name])
     for name, model in training.models.items():

@@ -28,7 +28,7 @@ def initialise(model: nn.Module, forward: Callable[[], object], *, device: torch
 
     Args:
         model: The model. Its parameters keep their identity, its buffers their values from before the forward.
-        forward: Runs the model on the arrays of a shard.
+        forward: Runs the model on the tensors of a shard.
         device: The device to run on.
         seed: The seed of the run.
     """
@@ -64,10 +64,15 @@ def _keep_buffers(buffers: dict[torch.Tensor, torch.Tensor], module: nn.Module, 
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return the state of a model, with None for parameters that have no shape yet."""
-    state = model.state_dict()
-    plain = {name: None if is_lazy(value) else value for name, value in state.items()}
-    return with_metadata(plain, state)
+    """Return the state of a model, with its own tensors, and None for parameters that have no shape yet.
+
+    Args:
+        model: The model.
+    """
+    state: dict[str, Any] = model.state_dict()
+    # In place, because PyTorch attaches the versions of modules to this dict.
+    state.update({name: None for name, value in state.items() if is_lazy(value)})
+    return state
 
 
 def load_state(model: nn.Module, state: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,14 +14,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import LossScale, MasterWeights, MovingScale
+from lockstep.precision import LossScale, MasterWeights, MovingScale, to_device
 from lockstep.replicas import ReplicaSet
 from lockstep.updaters.setup import MAIN, Names, look_up
+from lockstep.updaters.state.carried import CarriedValues
+from lockstep.updaters.state.recipe_fields import RecipeFields, settings_of
 from lockstep.updaters.state.savepoint import Savepoint
 
 
 @dataclass(slots=True)
-class Training:
+class TrainingState:
     """Everything that is trained, and how far training has come.
 
     Attributes:
@@ -33,8 +36,10 @@ class Training:
         scale: The loss scale of the next attempt, with its numbers on the host or on a device.
         masters: The float32 master weights of parameters in half precision, by the name of their optimizer.
         iteration: The number of complete updates.
-        applied: The number of updates that moved the weights; a tensor where only the device knows.
+        num_applied: The number of updates that moved the weights; a tensor where only the device knows.
+        carried: The values that are carried from batch to batch, if there are any.
         mode_was_changed: Whether `ensure_training_mode` has warned.
+        settings: The settings of the parts as they were when the run was set up.
     """
 
     replicas: ReplicaSet
@@ -46,8 +51,21 @@ class Training:
     scale: MovingScale
     masters: dict[str, MasterWeights] = field(default_factory=dict)
     iteration: int = 0
-    applied: int | torch.Tensor = 0
+    num_applied: int | torch.Tensor = 0
+    carried: CarriedValues | None = None
     mode_was_changed: bool = False
+    settings: RecipeFields = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Now, because schedules move the options of optimizers, and a resumed script sets up the same ones.
+        self.settings = settings_of(
+            self.scale.value,
+            iterators=self.iterators,
+            optimizers=self.optimizers,
+            schedulers=self.schedulers,
+            epoch_schedulers=self.epoch_schedulers,
+            carried=self.carried,
+        )
 
     def ensure_training_mode(self) -> None:
         """Switch the networks to training mode if all of their modules are in evaluation mode, and warn of it once.
@@ -76,15 +94,29 @@ class Training:
     def applied_updates(self) -> int:
         """The number of updates that moved the weights; waits for the device if they are counted there."""
         # Kept as a number, so that the next read does not wait again.
-        self.applied = int(self.applied)
-        return self.applied
+        self.num_applied = int(self.num_applied)
+        return self.num_applied
 
     @property
     def iterator(self) -> Iterator:
         """The main iterator, which provides the batch that an update begins with."""
         return self.iterators[MAIN]
 
-    def make_masters(self) -> None:
+    def keep_carried(self, new: Sequence[torch.Tensor] | None, *, unless: torch.Tensor | None) -> None:
+        """Replace the values that are carried to the next batch.
+
+        Args:
+            new: The new values; None if nothing is carried.
+            unless: A 0-d tensor. If it is above 0, the values stay as they are.
+        """
+        if self.carried is None or new is None:
+            return
+        if unless is not None:
+            pairs = zip(self.carried.current, new, strict=True)
+            new = [torch.where(to_device(unless, after.device) > 0, before, after) for before, after in pairs]
+        self.carried.current = list(new)
+
+    def create_master_weights(self) -> None:
         """Create float32 master weights for every optimizer; optimizers of lockstep have their own."""
         self.masters = {name: _masters_for(each) for name, each in self.optimizers.items()}
 
@@ -128,7 +160,7 @@ class Training:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the state by name: parameters, buffers, master weights and optimizer state."""
-        found: dict[str, torch.Tensor] = {}
+        found: dict[str, torch.Tensor] = {} if self.carried is None else self.carried.state_dict()
         names: dict[torch.Tensor, str] = {}
         for model, network in self.models.items():
             prefix = "" if len(self.models) == 1 else f"{model}."
@@ -137,7 +169,7 @@ class Training:
                 if not is_lazy(tensor):
                     found[f"{prefix}{name}"] = tensor
                     names[tensor] = f"{prefix}{name}"
-            for masters in self._held():
+            for masters in self._all_masters():
                 for name, tensor in masters.named(network).items():
                     found[f"the master of {prefix}{name}"] = tensor
         for optimizer in self.optimizers.values():
@@ -149,7 +181,7 @@ class Training:
         # order.
         return {name: found[name] for name in sorted(found)}
 
-    def _held(self) -> list[MasterWeights]:
+    def _all_masters(self) -> list[MasterWeights]:
         """List the master weights of all optimizers, including those that optimizers hold themselves."""
         held = [self.masters.get(name) or _own_masters(each) for name, each in self.optimizers.items()]
         return [each for each in held if each is not None]
@@ -157,7 +189,7 @@ class Training:
     def save(self) -> Savepoint:
         """Copy everything that steps may change."""
         schedulers = [*self.schedulers.values(), *self.epoch_schedulers.values()]
-        return Savepoint(self.replicas.model, self.optimizers.values(), schedulers, self._held())
+        return Savepoint(self.replicas.model, self.optimizers.values(), schedulers, self._all_masters())
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights:

@@ -1,5 +1,9 @@
 """The stages of an update, and the objects that run them."""
 
 from lockstep.updaters.step.assembly import Schedulers as Schedulers, assemble as assemble
-from lockstep.updaters.step.checks import check_communicator as check_communicator
+from lockstep.updaters.step.checks import (
+    any_asks_for_closure as any_asks_for_closure,
+    check_run_options as check_run_options,
+)
 from lockstep.updaters.step.custom_step import CustomStep as CustomStep
+from lockstep.updaters.step.forward import ForwardEngine as ForwardEngine

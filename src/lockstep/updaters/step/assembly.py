@@ -26,11 +26,12 @@ from lockstep.updaters.setup import (
     named_schedulers,
     parse_networks,
 )
-from lockstep.updaters.state import Training
-from lockstep.updaters.step.checks import check_fit, choose_loss_scale, fixed_workloads
+from lockstep.updaters.state import Carried, CarriedValues, TrainingState
+from lockstep.updaters.step.checks import check_fit, check_reached, choose_loss_scale, fixed_workloads
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.retry import OverflowRetry
+from lockstep.updaters.step.skips import SkippedUpdates
 
 Schedulers: TypeAlias = "LRScheduler | Sequence[LRScheduler] | Mapping[str, LRScheduler]"
 
@@ -49,17 +50,19 @@ class Parts:
         retry: Decides what follows a non-finite gradient.
         committer: Runs the last stage.
         deferral: Decides whether the overflow check stays on the device.
+        skips: Notices updates that are skipped.
     """
 
     recipe: Recipe
     networks: NetworkSet
-    training: Training
+    training: TrainingState
     communicator: Communicator
     coordinator: Coordinator
     engine: GradientEngine
     retry: OverflowRetry
     committer: Committer
     deferral: Deferral
+    skips: SkippedUpdates
 
 
 def assemble(
@@ -76,6 +79,7 @@ def assemble(
     check_every: int,
     differing_models: OnMismatch,
     custom_step: bool,
+    carried: Carried | None,
 ) -> Parts:
     """Check the arguments of an updater that are not in its recipe, and create its parts.
 
@@ -92,6 +96,7 @@ def assemble(
         check_every: The number of updates within which processes compare their states.
         differing_models: What to do with models that differ between processes.
         custom_step: Whether a step function defines the update.
+        carried: What is carried from batch to batch; None for nothing.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -105,29 +110,25 @@ def assemble(
     check_unnamed(devices, workloads)
     networks = parse_networks(*models)
     # Before replicas are created: nothing of the user's is touched until its arguments are known to fit.
-    check_fit(recipe, networks, optimizers, custom_step=custom_step)
+    check_fit(recipe, networks, optimizers, carried, custom_step=custom_step)
     fixed = fixed_workloads(recipe, workloads)
-    training = Training(
-        replicas=ReplicaSet(networks.module, devices, workloads=fixed, timeout=timeout),
+    replicas = ReplicaSet(networks.module, devices, workloads=fixed, timeout=timeout)
+    training = TrainingState(
+        replicas=replicas,
         models=networks.modules,
         optimizers=optimizers,
         iterators=iterators_by_name(iterator),
         schedulers=named_schedulers("scheduler", schedulers[0], optimizers),
         epoch_schedulers=named_schedulers("epoch_scheduler", schedulers[1], optimizers),
         scale=MovingScale(choose_loss_scale(loss_scale, optimizers)),
+        carried=None if carried is None else CarriedValues(carried, replicas.devices[0]),
     )
-    replicas = training.replicas
+    description = partial(describe_run, training, recipe)
     # Collective: every rank must reach this call.
     ranks = join_ranks(
         communicator,
         replicas.workloads,
-        RankConsistency(
-            communicator,
-            training,
-            partial(describe_run, training, recipe),
-            every=check_every,
-            differing=differing_models,
-        ),
+        RankConsistency(communicator, training, description, every=check_every, differing=differing_models),
         movable=recipe.num_shards is not None,
         measure=workloads == "auto",
     )
@@ -135,12 +136,13 @@ def assemble(
     engine = GradientEngine(training, recipe, watch=communicator.watch, device_timer=device_timer, ranks=ranks)
     # Before master weights are created, which are allocated on the devices of their parameters.
     replicas.model.to(replicas.devices[0])
-    if recipe.policy.held_dtype:
-        training.make_masters()
+    check_reached(training.optimizers, training.models)
+    if recipe.precision_policy.held_dtype:
+        training.create_master_weights()
     if ranks is not None:
         # Each process loads only the samples of its own shards.
         for each in training.iterators.values():
-            each.read_only(engine.own_samples)
+            each.load_only(engine.own_samples)
     if recipe.num_shards is None and engine.shards_per_batch > 1 and recipe.split == "contiguous":
         warnings.warn(
             f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
@@ -150,6 +152,7 @@ def assemble(
         )
     coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
+    skips = SkippedUpdates(training, recipe.max_skipped)
     return Parts(
         recipe,
         networks,
@@ -158,6 +161,7 @@ def assemble(
         coordinator,
         engine,
         OverflowRetry(engine, training, recipe, deferral, coordinator),
-        Committer(engine, training, deferral, auto_new_epoch=recipe.auto_new_epoch),
+        Committer(engine, training, deferral, skips, auto_new_epoch=recipe.auto_new_epoch, clip=recipe.clip_grad_norm),
         deferral,
+        skips,
     )

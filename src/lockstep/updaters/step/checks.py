@@ -3,39 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
+from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 from lockstep.replicas import check_no_trained_buffers
+from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
+from lockstep.updaters.state import Carried
 from lockstep.updaters.step.fused import check_dense
 
 
-def check_fit(recipe: Recipe, networks: NetworkSet, optimizers: Mapping[str, Optimizer], *, custom_step: bool) -> None:
+def check_fit(
+    recipe: Recipe,
+    networks: NetworkSet,
+    optimizers: Mapping[str, Optimizer],
+    carried: object = None,
+    *,
+    custom_step: bool,
+) -> None:
     """Check that a recipe, networks and optimizers belong together.
 
     Args:
         recipe: The recipe of the update.
         networks: The networks to train.
         optimizers: The optimizers by name.
+        carried: What is carried from batch to batch, if anything is.
         custom_step: Whether a step function defines the update.
 
     Raises:
-        TypeError: If the step of an optimizer requires a closure.
+        TypeError: If `carried` has another type than `Carried`.
         ValueError: If something else does not fit.
     """
-    check_closures(optimizers)
+    clipping_norms(recipe.clip_grad_norm, optimizers)
+    check_carried(carried, recipe, custom_step=custom_step)
+    check_closures(recipe, optimizers)
     check_ownership(optimizers, networks.modules)
     check_no_trained_buffers(networks.module)
-    recipe.policy.check_model(networks.module)
+    recipe.precision_policy.check_model(networks.module)
     for optimizer in optimizers.values():
-        check_dense(optimizer, has_masters=recipe.policy.held_dtype is not None)
+        check_dense(optimizer, has_masters=recipe.precision_policy.held_dtype is not None)
     if custom_step:
         recipe.check_custom_step()
     elif recipe.loss_fn is None and networks.several:
@@ -44,14 +57,48 @@ def check_fit(recipe: Recipe, networks: NetworkSet, optimizers: Mapping[str, Opt
         check_flat(optimizers, custom_step=custom_step)
 
 
-def check_communicator(communicator: object) -> None:
-    """Check that an argument is a communicator, or None for none.
+def check_run_options(communicator: object, check_every: object, differing_models: str) -> None:
+    """Check the arguments of an updater that only concern several processes.
+
+    Args:
+        communicator: The communicator, or None for one that is found.
+        check_every: The number of updates within which processes compare their states.
+        differing_models: What happens with models that differ between processes.
 
     Raises:
-        TypeError: If it is of another type.
+        TypeError: If one of them has another type.
+        ValueError: If one of them is out of range.
     """
+    check_integer("check_every", check_every, minimum=1)
+    check_choice("differing_models", differing_models, get_args(OnMismatch))
     if not isinstance(communicator, Communicator | None):
         raise TypeError(f"`communicator` must be a Communicator or None, got a {type(communicator).__name__}.")
+
+
+def check_carried(carried: object, recipe: Recipe, *, custom_step: bool) -> None:
+    """Check that what is carried from batch to batch fits an updater.
+
+    Args:
+        carried: The argument of the updater.
+        recipe: The recipe of the update.
+        custom_step: Whether a step function defines the update.
+
+    Raises:
+        TypeError: If it is neither a `Carried` nor None.
+        ValueError: If an update has several batches or several gradients.
+    """
+    if not isinstance(carried, Carried | None):
+        raise TypeError(
+            f"`carried` must be a lockstep.Carried or None, got a {type(carried).__name__}. Pass "
+            "lockstep.Carried(initial_values)."
+        )
+    if carried is not None and (recipe.accumulate > 1 or custom_step):
+        several = "a step function or an optimizer whose step requires a closure"
+        got = several if custom_step else f"accumulate={recipe.accumulate}"
+        raise ValueError(
+            f"`carried` must be None unless an update has one batch and one gradient, got {got}. The values after a "
+            "batch are where the next one begins, so batches cannot share an update."
+        )
 
 
 def fixed_workloads(recipe: Recipe, workloads: Sequence[float] | Literal["auto"] | None) -> Sequence[float] | None:
@@ -82,17 +129,37 @@ def fixed_workloads(recipe: Recipe, workloads: Sequence[float] | Literal["auto"]
     return workloads
 
 
-def check_closures(optimizers: Mapping[str, Optimizer]) -> None:
-    """Check that no optimizer recomputes gradients in its step.
+def any_asks_for_closure(optimizer: object) -> bool:
+    """Return whether an optimizer, or one of several by name, computes gradients again in its step, as LBFGS does.
+
+    Weights have moved by then, so an update that fails there must be restored as that of a step function is.
+    """
+    given = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
+    return any(isinstance(each, Optimizer) and asks_for_closure(each) for each in given)
+
+
+def check_closures(recipe: Recipe, optimizers: Mapping[str, Optimizer]) -> None:
+    """Check that optimizers that compute gradients again in their step can do so.
 
     Raises:
-        TypeError: If one does, such as `torch.optim.LBFGS`.
+        ValueError: If the precision or the reduction does not allow it, or if several optimizers would have to step at
+            once.
     """
-    for optimizer in optimizers.values():
-        if asks_for_closure(optimizer):
-            raise TypeError(
-                "`optimizer` must step by the gradients that it is given, got "
-                f"{type(optimizer).__name__}, whose step() requires a closure that computes them again."
+    for name, optimizer in optimizers.items():
+        if not asks_for_closure(optimizer):
+            continue
+        kind = type(optimizer).__name__
+        if recipe.precision_policy.held_dtype is not None:
+            raise ValueError(
+                f"`precision` must be 'fp32', 'bf16' or 'fp16' for {kind}, whose step computes gradients at several "
+                f"points, got {recipe.precision!r}."
+            )
+        if recipe.reduction == "sum":
+            raise ValueError(f"`reduction` must be 'mean' for {kind}, which compares losses, got 'sum'.")
+        if len(optimizers) > 1 and recipe.step_fn is None:
+            raise ValueError(
+                f"`step_fn` must be given for several optimizers one of which is {kind} ({name!r}), got None. Its step "
+                "computes gradients again, so each optimizer needs its own compute_gradients and apply_gradients."
             )
 
 
@@ -118,6 +185,37 @@ def choose_loss_scale(given: LossScale | float | None, optimizers: Mapping[str, 
     return parse_loss_scale(own.pop() if own else None)
 
 
+def clipping_norms(given: float | Mapping[str, float] | None, optimizers: Mapping[str, Optimizer]) -> dict[str, float]:
+    """Return the largest norm of the gradients of each optimizer by name, without those that have no limit.
+
+    Args:
+        given: The argument `clip_grad_norm` of the updater.
+        optimizers: The optimizers by name.
+
+    Raises:
+        TypeError: If a norm is not a number.
+        ValueError: If a norm is not above 0, a name is unknown, or an optimizer computes gradients again in its step.
+    """
+    if given is None:
+        return {}
+    norms = dict(given) if isinstance(given, Mapping) else dict.fromkeys(optimizers, given)
+    unknown = sorted(norms.keys() - optimizers.keys())
+    if unknown:
+        raise ValueError(f"`clip_grad_norm` must name optimizers ({sorted(optimizers)}), got {unknown}.")
+    for name, norm in norms.items():
+        if isinstance(norm, bool) or not isinstance(norm, int | float):
+            raise TypeError(
+                f"`clip_grad_norm` must be a number for {name!r}, got a {type(norm).__name__}. Leave out optimizers "
+                "whose gradients are not to be clipped."
+            )
+        if not norm > 0:
+            raise ValueError(f"`clip_grad_norm` must be above 0, got {norm}. Pass None to clip nothing.")
+        if asks_for_closure(optimizers[name]):
+            kind = type(optimizers[name]).__name__
+            raise ValueError(f"`clip_grad_norm` must be None for {kind}, whose step computes gradients again.")
+    return norms
+
+
 def check_flat(optimizers: Mapping[str, Optimizer], *, custom_step: bool) -> None:
     """Check that the gradients of all parameters can lie in one tensor.
 
@@ -125,11 +223,33 @@ def check_flat(optimizers: Mapping[str, Optimizer], *, custom_step: bool) -> Non
         ValueError: If there are several optimizers, a step function, or parameters of several dtypes.
     """
     if custom_step or len(optimizers) > 1:
-        raise ValueError("`flat_gradients` must be False with several optimizers or a step function, got True.")
+        raise ValueError(
+            "`flat_gradients` must be False with several optimizers or a step function or LBFGS, got True."
+        )
     (optimizer,) = optimizers.values()
     dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
     if len(dtypes) > 1:
         raise ValueError(f"`flat_gradients` must be False for parameters of several dtypes, got {dtypes}.")
+
+
+def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:
+    """Check that every optimizer still holds a parameter of the models.
+
+    On CUDA devices `Module.to` keeps the parameters and replaces their memory. On other accelerators it may replace the
+    parameters, and an optimizer that was created before would step the old ones, which train nothing.
+
+    Raises:
+        ValueError: If an optimizer holds none.
+    """
+    known = {id(parameter) for network in networks.values() for parameter in network.parameters()}
+    for name, optimizer in optimizers.items():
+        held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if held and known.isdisjoint(held):
+            raise ValueError(
+                f"`optimizer` must hold parameters of `model`, but none of those in {name!r} belongs to it any more. "
+                "Moving the model to this type of device has replaced its parameters: call `model.to(device)` before "
+                "you create the optimizer."
+            )
 
 
 def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:
@@ -168,7 +288,8 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
                     shape = "unknown shape" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
                     raise ValueError(
                         f"{label} must hold parameters of `model` only, got one of {shape} in group {index} "
-                        "that does not belong to it."
+                        "that does not belong to it. If the model was moved after the optimizer was created, create "
+                        "the optimizer again: on some devices, `Module.to` replaces parameters."
                     )
                 if owners.setdefault(id(parameter), owner) != owner:
                     raise ValueError(

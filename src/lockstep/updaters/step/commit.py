@@ -12,12 +12,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
-from lockstep.updaters.attempt import Attempt, Deferral
+from lockstep.updaters.attempt import FINITE, Attempt, Deferral
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
-from lockstep.updaters.state import Training
+from lockstep.updaters.state import TrainingState
+from lockstep.updaters.step.checks import clipping_norms
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.optimizer_step import OptimizerStep
+from lockstep.updaters.step.skips import SkippedUpdates
 
 
 class Committer:
@@ -27,15 +29,30 @@ class Committer:
         engine: The gradient engine that made the attempts.
         training: The training state.
         deferral: Decides whether a deferred check is read after all.
+        skips: Notices updates that are skipped.
         auto_new_epoch: Whether to notify optimizers that count epochs.
+        clip: The argument `clip_grad_norm` of the updater.
     """
 
-    def __init__(self, engine: GradientEngine, training: Training, deferral: Deferral, *, auto_new_epoch: bool) -> None:
+    def __init__(
+        self,
+        engine: GradientEngine,
+        training: TrainingState,
+        deferral: Deferral,
+        skips: SkippedUpdates,
+        *,
+        auto_new_epoch: bool,
+        clip: float | Mapping[str, float] | None,
+    ) -> None:
+        norms = clipping_norms(clip, training.optimizers)
+        self._clips = bool(norms)
         self._deferral = deferral
+        self._skips = skips
         self._engine = engine
         self._training = training
         self._steps = {
-            name: OptimizerStep(each, training.masters.get(name)) for name, each in training.optimizers.items()
+            name: OptimizerStep(each, training.masters.get(name), norms.get(name))
+            for name, each in training.optimizers.items()
         }
         self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
 
@@ -48,12 +65,12 @@ class Committer:
         # The user may have written to weights between updates. Master weights must follow before the step.
         for each in masters.values():
             each.refresh()
-        layout, wanted = self._engine.layout, attempt.request.wanted
-        for parameter in layout.frozen:
+        prepared, wanted = self._engine.prepared, attempt.request.wanted
+        for parameter in prepared.frozen:
             # A parameter that has been frozen since still has the gradient of its last update, by which an optimizer
             # would move it.
             parameter.grad = None
-        for parameter, gradient in zip(layout.parameters, attempt.gradients, strict=True):
+        for parameter, gradient in zip(prepared.parameters, attempt.gradients, strict=True):
             if wanted is not None and id(parameter) not in wanted:
                 continue
             if gradient is not None and parameter._backward_hooks:
@@ -73,7 +90,7 @@ class Committer:
     def _gradient_target(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter or master weight whose ``grad`` an optimizer reads."""
         for masters in self._training.masters.values():
-            parameter = masters.receiver(parameter)
+            parameter = masters.gradient_target(parameter)
         return parameter
 
     def commit(
@@ -95,9 +112,8 @@ class Committer:
         """
         if not attempt.gradients_assigned:
             self.assign_gradients(attempt)
-        # A hook or a scheduler that the user has added since the first stage may need the check on the host.
-        if attempt.check.flag is not None:
-            attempt.check = self._deferral.read_if_needed(attempt.check, names)
+        if attempt.overflow_check is not FINITE:
+            self.note(names, attempt)
         if len(names) > 1:
             return self._commit_several(names, attempt, settings, consumed)
         applied = attempt.applied
@@ -115,11 +131,14 @@ class Committer:
         """Step several optimizers: all of them, or none if an exception is raised."""
         # One optimizer cannot take its step back, so the state is copied first. A single optimizer saves this copy.
         savepoint, applied = self._training.save(), attempt.applied
+        carried = self._training.carried
+        before = None if carried is None else carried.current
         try:
             _raise_first([] if applied is False else self._apply(names, attempt, settings))
             self.count_or_undo(applied, consumed)
         except BaseException:
             savepoint.restore()
+            self._training.keep_carried(before, unless=None)
             raise
         self._training.scale = attempt.next_scale(self._training.scale)
         return attempt.result(applied=applied)
@@ -137,13 +156,28 @@ class Committer:
         Returns:
             Whether weights have moved; a tensor where only the device knows.
         """
-        if attempt.check.flag is not None:
-            attempt.check = self._deferral.read_if_needed(attempt.check, names)
+        if attempt.overflow_check is not FINITE:
+            self.note(names, attempt)
         applied = attempt.applied
         if applied is not False:
             _raise_first(self._apply(names, attempt, settings))
         self._training.scale = attempt.next_scale(self._training.scale)
         return applied
+
+    def note(self, names: Names, attempt: Attempt) -> None:
+        """Read a deferred check if it is needed by now, and note an update that may be skipped.
+
+        Args:
+            names: The optimizers that the gradient is for.
+            attempt: The final attempt, whose gradient may be finite.
+
+        Raises:
+            NonFiniteError: If too many updates in a row are skipped; nothing has changed then.
+        """
+        # A hook or a scheduler that the user has added since the first stage may need the check on the host.
+        if attempt.overflow_check.found_inf is not None:
+            attempt.overflow_check = self._deferral.read_if_needed(attempt.overflow_check, names)
+        self._skips.note(attempt)
 
     def _apply(self, names: Names, attempt: Attempt, settings: ThreadSettings) -> list[BaseException]:
         """Step the optimizers, then store the new buffers in the model.
@@ -154,23 +188,54 @@ class Committer:
         Raises:
             BaseException: An error that was raised before the first weight moved, or in the middle of the step.
         """
-        engine, flag = self._engine, attempt.check.flag
-        engine.watch.doing = "optimizer"
-        layout, replicas = engine.layout, engine.replicas
-        num_devices = len(replicas.devices) if layout.tree_sum.side_by_side else 1
+        engine, found_inf = self._engine, attempt.overflow_check.found_inf
+        engine.watch.phase = "optimizer"
+        prepared, replicas = engine.prepared, engine.replicas
+        num_devices = len(replicas.devices) if prepared.tree_sum.is_parallel else 1
         run = partial(replicas.run, settings=settings)
         late_errors: list[BaseException] = []
         for name in names:
-            error = self._steps[name].step(num_devices=num_devices, run=run, unless=flag)
+            error = self._steps[name].step(num_devices=num_devices, run=run, found_inf=found_inf)
             if error is not None:
                 late_errors.append(error)
+        if self._clips:
+            norms = [self._steps[name].grad_norm for name in names]
+            attempt.grad_norm = _total_norm([norm for norm in norms if norm is not None])
         # After the steps: an error before the weights move must leave the buffers as they are, too.
-        if layout.buffer_refs:
-            combine_buffers(attempt.buffers, layout.buffer_refs, weight=attempt.samples, unless=flag)
+        if prepared.buffer_refs:
+            self.store_buffers(attempt)
+        if attempt.carried is not None:
+            self._training.keep_carried(attempt.carried, unless=found_inf)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 late_errors += collect_error(scheduler.step)
         return late_errors
+
+    def step_with_closure(self, name: str, closure: Callable[[], torch.Tensor]) -> None:
+        """Step an optimizer that computes gradients again by a closure, without counting.
+
+        The caller must restore the state after an exception, which may be raised when some weights have moved.
+
+        Args:
+            name: The optimizer that steps.
+            closure: Computes the loss, stores its gradients where the optimizer reads them, and returns it.
+        """
+        optimizer = self._training.optimizers[name]
+        self._engine.watch.phase = "optimizer"
+        optimizer.step(closure)  # type: ignore[arg-type]  # typed as returning a float, which a tensor can be
+        for scheduler in self._training.schedulers.values():
+            if scheduler.optimizer is optimizer:
+                scheduler.step()
+
+    def store_buffers(self, attempt: Attempt) -> None:
+        """Write the combined buffers of an attempt's shards to the models whose buffers it may change."""
+        wanted = attempt.request.buffers_of
+        others = () if wanted is None else [each for name, each in self._training.models.items() if name not in wanted]
+        kept = [(buffer, buffer.detach().clone()) for network in others for buffer in network.buffers()]
+        refs, found_inf = self._engine.prepared.buffer_refs, attempt.overflow_check.found_inf
+        combine_buffers(attempt.buffer_sums, refs, weight=attempt.buffer_weight, found_inf=found_inf)
+        for buffer, before in kept:
+            buffer.detach().copy_(before)
 
     def _count(self, applied: bool | torch.Tensor, consumed: Mapping[str, int]) -> list[BaseException]:
         """Count the update, advance its iterators, and begin the epochs that follow.
@@ -178,11 +243,11 @@ class Committer:
         Returns:
             The errors that user code raised. Everything else was done nevertheless.
         """
-        self._engine.watch.doing = "end"
+        self._engine.watch.phase = "end"
         training = self._training
         training.iteration += 1
         # Not in place: `count_or_undo` keeps the old value, which may be a tensor.
-        training.applied = training.applied + applied
+        training.num_applied = training.num_applied + applied
         iterator = training.iterators[MAIN]
         previous_epoch = iterator.epoch
         late_errors: list[BaseException] = []
@@ -192,6 +257,8 @@ class Committer:
             except BaseException as error:  # noqa: BLE001 - raised by the caller when the update is complete
                 late_errors.append(error)
         new_epochs = iterator.epoch - previous_epoch
+        if new_epochs and training.carried is not None:
+            training.carried.start_epoch()
         return late_errors + self._epoch_listeners.notify(new_epochs) if new_epochs else late_errors
 
     def count_or_undo(self, applied: bool | torch.Tensor, consumed: Mapping[str, int]) -> None:
@@ -203,14 +270,26 @@ class Committer:
         """
         training = self._training
         before = {name: training.iterators[name].state_dict() for name in consumed}
-        counters = training.iteration, training.applied
+        counters = training.iteration, training.num_applied
         try:
             _raise_first(self._count(applied, consumed))
         except BaseException:
-            training.iteration, training.applied = counters
+            training.iteration, training.num_applied = counters
             for name, state in before.items():
                 training.iterators[name].load_state_dict(state)
             raise
+
+
+def _total_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return the norm of the gradients of several optimizers, given that of each; None if there is none."""
+    if not norms:
+        return None
+    first, *others = norms
+    if not others:
+        # The norm itself: the root of its square may be another number.
+        return first
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first.device) for norm in norms]))
+    return total
 
 
 def _raise_first(errors: Sequence[BaseException]) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 
 from lockstep.errors import OrderError
-from lockstep.precision import MovingScale
+from lockstep.precision import MovingScale, asks_for_closure
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
-from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext
+from lockstep.updaters.attempt import Attempt, GradientRequest, UpdateContext
 from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.ranks import BATCHES, Described, describe_batch
 from lockstep.updaters.result import UpdateResult
@@ -35,7 +35,7 @@ class CustomStepState:
         described: Descriptions of the batches taken from iterators, if there are other ranks to compare them with.
     """
 
-    context: StepContext
+    context: UpdateContext
     consumed: Counter[str]
     pending: dict[Names, Attempt] = field(default_factory=dict)
     computations: int = 0
@@ -76,11 +76,12 @@ class CustomStep:
         self._default_request = default_request
         self._has_ranks = parts.communicator.size > 1
         self._has_loss = parts.recipe.loss_fn is not None or not parts.networks.several
+        self._with_closure = [name for name, each in self._training.optimizers.items() if asks_for_closure(each)]
         self._pending: dict[Names, Attempt] = {}
         self.state: CustomStepState | None = None
         """The update that a step function is making; None while none runs."""
 
-    def update(self, core: Callable[[Any], object], context: StepContext) -> UpdateResult:
+    def update(self, core: Callable[[Any], object], context: UpdateContext) -> UpdateResult:
         """Run a step function as one update.
 
         Args:
@@ -96,7 +97,8 @@ class CustomStep:
         training, engine = self._training, self._engine
         self._pending = {}
         with self._coordinator.reporting_errors():
-            batch = training.iterator.peek()
+            # Raises StopIteration where the data ends.
+            batch = next(iter(engine.next_batches(0)))
         scale = training.scale
         # Also kept in the context: parameters that get their shapes inside the update are added to it.
         context.savepoint = savepoint = training.save()
@@ -123,21 +125,30 @@ class CustomStep:
             self.state = None
         return state.result(scale)
 
-    def compute(self, batch: Any, loss_fn: LossFunction | None, optimizer: str | None) -> UpdateResult:
+    def compute(
+        self, batch: Any, loss_fn: LossFunction | None, optimizer: str | None, buffers_of: Collection[str] | None
+    ) -> UpdateResult:
         """Compute the gradient of a batch and assign it to parameters; see `ParallelUpdater.compute_gradients`."""
         names = self._training.names_of(optimizer)
         if loss_fn is None and not self._has_loss:
             raise ValueError("`loss_fn` must be given here or to the updater, got None.")
+        if isinstance(buffers_of, str):
+            raise TypeError(
+                f"`buffers_of` must be a collection of names, such as [{buffers_of!r}], got {buffers_of!r}."
+            )
+        for network in buffers_of or ():
+            look_up(network, self._training.models)
         loss_fn = self._default_request.loss_fn if loss_fn is None else self._networks.loss_fn(loss_fn)
         request = replace(
             self._default_request,
             loss_fn=loss_fn,
             summed=is_summed(loss_fn),
             wanted=None if optimizer is None else self._training.parameters_of(optimizer),
+            buffers_of=buffers_of,
         )
         state = self.state
         if state is not None:
-            request = replace(request, ordinal=state.computations, taken=tuple(state.described))
+            request = replace(request, computation=state.computations, taken=tuple(state.described))
             attempt = self._final_attempt(request, names, batch, state.context, no_retry=False)
             state.computations += 1
             state.pending[names] = attempt
@@ -146,16 +157,16 @@ class CustomStep:
             return result
         previous = self._pending.get(names)
         # A gradient that replaces one for the same optimizers uses the same random streams again.
-        ordinal = len(self._pending) if previous is None else previous.request.ordinal
+        computation = len(self._pending) if previous is None else previous.request.computation
         self._coordinator.start_update()
-        with StepContext(self._training.replicas) as context:
-            request = replace(request, ordinal=ordinal)
+        with UpdateContext(self._training.replicas) as context:
+            request = replace(request, computation=computation)
             attempt = self._final_attempt(request, names, batch, context, no_retry=True)
         self._pending[names] = attempt
         return attempt.result(applied=False)
 
     def _final_attempt(
-        self, request: GradientRequest, names: Names, batch: Any, context: StepContext, *, no_retry: bool
+        self, request: GradientRequest, names: Names, batch: Any, context: UpdateContext, *, no_retry: bool
     ) -> Attempt:
         """Run the stages of `ParallelUpdater.update` before the commit for a given batch, until an attempt is final."""
         engine, attempt = self._engine, self._retry.first_attempt(request, names, [batch], no_retry=no_retry)
@@ -175,21 +186,82 @@ class CustomStep:
         """Step by the gradient that was computed; see `ParallelUpdater.apply_gradients`.
 
         Raises:
-            OrderError: If no gradient was computed for these optimizers, or this process was forked since.
+            OrderError: If no gradient was computed for these optimizers, or this process was forked since, or an
+                optimizer that computes gradients again steps outside of an update.
         """
         names = self._training.names_of(optimizer)
         state = self.state
         if state is None:
+            for name in self._with_closure:
+                if name in names:
+                    kind = type(self._training.optimizers[name]).__name__
+                    raise OrderError(
+                        f"`apply_gradients` must be called by a step function for {kind}, whose step computes "
+                        "gradients again. Call `update` instead, or pass `step_fn`."
+                    )
             self._coordinator.check_process()
             attempt = _pop(self._pending, names)
-            with StepContext(self._training.replicas) as context:
+            with UpdateContext(self._training.replicas) as context:
                 self._coordinator.hold_interrupts(context.interrupts)
                 return self._committer.commit(names, attempt, context.settings, consumed={})
         attempt = _pop(state.pending, names)
         state.context.interrupts.check()
-        applied = self._committer.step(names, attempt, state.context.settings)
+        if names[0] in self._with_closure:
+            attempt = self._step_with_closure(names[0], attempt, state)
+            applied = attempt.applied
+        else:
+            applied = self._committer.step(names, attempt, state.context.settings)
         state.applied = state.applied | applied
+        if attempt.grad_norm is not None:
+            # The result was recorded before the step, which measures the norm.
+            next(result for each, result in reversed(state.results) if each == names).grad_norm = attempt.grad_norm
         return attempt.result(applied=applied)
+
+    def _step_with_closure(self, name: str, attempt: Attempt, state: CustomStepState) -> Attempt:
+        """Step an optimizer that computes gradients again; each time with the same batch and random streams.
+
+        As in a loop of PyTorch, each computation leaves its buffers in the model, the first one included.
+
+        Args:
+            name: The optimizer.
+            attempt: The gradient at the current weights, which was computed already.
+            state: The update.
+
+        Returns:
+            The given attempt; or the one whose gradient is not finite, after the state before the step was restored.
+
+        Raises:
+            NonFiniteError: If too many updates in a row are skipped; nothing has changed then.
+        """
+        computed = [attempt]
+
+        @torch.enable_grad()
+        def closure() -> torch.Tensor:
+            if computed:
+                now = computed.pop()
+            else:
+                batch, context = attempt.given_batches[0], state.context
+                now = self._final_attempt(attempt.request, (name,), batch, context, no_retry=False)
+            self._training.scale = now.next_scale(self._training.scale)
+            if not bool(now.applied):
+                raise _NotFinite(now)
+            if self._engine.prepared.buffer_refs:
+                self._committer.store_buffers(now)
+            # A single loss as it is: in float64 its product with the weight, divided by it, may be another number, and
+            # a line search compares losses.
+            return now.reports[0].loss if len(now.reports) == 1 else now.result(applied=False).loss
+
+        savepoint = self._training.save()
+        try:
+            self._committer.step_with_closure(name, closure)
+        except _NotFinite as end:
+            savepoint.restore()
+            attempt = end.attempt
+            # What was recorded before the step is the gradient at the first point, which may be finite.
+            last = max(index for index, (names, _) in enumerate(state.results) if names == (name,))
+            state.results[last] = (name,), attempt.result(applied=False)
+            self._committer.note((name,), attempt)
+        return attempt
 
     def forget_gradients(self) -> None:
         """Forget gradients that were computed but not applied."""
@@ -222,6 +294,14 @@ class CustomStep:
         if self.state is None:
             raise OrderError("`next_batch` must be called by a step function. Elsewhere, use the iterator.")
         return self.state
+
+
+class _NotFinite(Exception):  # noqa: N818 - ends a step, and is no error
+    """A gradient that a step computed again is not finite, or no shard took part in it."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        super().__init__()
+        self.attempt = attempt
 
 
 def _pop(pending: dict[Names, Attempt], names: Names) -> Attempt:
@@ -266,4 +346,15 @@ def _merge_results(
         reports=[report for result in results for report in result.reports],
         summed=bool(results) and all(result.summed for result in results),
         parts=parts,
+        skipped=_any([result.skipped_flag for result in results]),
+        grad_norm=next((result.grad_norm for result in reversed(results) if result.grad_norm is not None), None),
     )
+
+
+def _any(flags: Sequence[bool | torch.Tensor]) -> bool | torch.Tensor:
+    """Return whether any flag is set; a tensor where only the device knows."""
+    on_device = [flag for flag in flags if isinstance(flag, torch.Tensor)]
+    # Not by `in`, which would compare the tensors too, and wait for the device.
+    if any(flag is True for flag in flags) or not on_device:
+        return any(flag is True for flag in flags)
+    return reduce(torch.maximum, on_device)

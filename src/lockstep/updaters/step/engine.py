@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any, Final
 
 import torch
 
 from lockstep.communicators import Watch
+from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import first_nonfinite
 from lockstep.replicas import (
@@ -21,15 +23,16 @@ from lockstep.replicas import (
     check_no_trained_buffers,
     finish_whole,
 )
+from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.attempt import Attempt, GradientRequest, StepContext, check_finite
+from lockstep.updaters.attempt import Attempt, GradientRequest, UpdateContext, check_finite
 from lockstep.updaters.compute import (
-    DeviceGradients,
+    DeviceGradientTask,
     DeviceTimer,
-    GlobalRandomWatch,
-    GradientTask,
-    ModelLayout,
+    GlobalRandomDetector,
+    GradientContext,
+    PreparedModel,
     RankShare,
     ShardAssignment,
     share_of,
@@ -37,8 +40,9 @@ from lockstep.updaters.compute import (
 )
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import NonFiniteShard, ShardReport
-from lockstep.updaters.setup import MAIN, Recipe, batch_size, call_arguments, shard_arrays
-from lockstep.updaters.state import Training, lazy
+from lockstep.updaters.setup import MAIN, Recipe, batch_size, shard_tensors
+from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
+from lockstep.updaters.step.checks import check_reached
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
@@ -60,7 +64,7 @@ class GradientEngine:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingState,
         recipe: Recipe,
         *,
         watch: Watch,
@@ -73,17 +77,17 @@ class GradientEngine:
         self.replicas = training.replicas
         self._ranks = ranks
         self._device_timer = device_timer
-        self._policy = recipe.policy
-        self._streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
-        self.layout = ModelLayout(TreeSum(self.replicas, []))
-        """The layout of the model as of the last attempt; empty before the first."""
+        self._precision = recipe.precision_policy
+        self.streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
+        self.prepared = PreparedModel(TreeSum(self.replicas, []))
+        """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
-        self._random_watch = GlobalRandomWatch()
-        self.refresh_uninitialised()
+        self._random_detector = GlobalRandomDetector()
+        self.restart_checks()
 
-    def refresh_uninitialised(self) -> None:
-        """Check again whether parameters lack their shapes, after a load may have changed that, and watch draws."""
-        self._random_watch.restart(self.training.iteration)
+    def restart_checks(self) -> None:
+        """Check again for parameters without a shape, and watch again for draws from generators outside of streams."""
+        self._random_detector.restart(self.training.iteration)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
@@ -92,31 +96,34 @@ class GradientEngine:
         Raises:
             StopIteration: If the iterator has ended.
         """
-        if attempt.given_batches:
-            attempt.batches = attempt.given_batches
-            return
-        self.watch.doing = "data loading"
-        attempt.batches = self._next_batches(attempt.skipped_batches)
+        attempt.batches = attempt.given_batches or self.next_batches(attempt.skipped_batches)
         if not attempt.batches:
             raise StopIteration
 
     def has_batches(self, skip: int) -> bool:
         """Return whether the iterator has a batch after the next `skip` ones."""
-        return bool(self._next_batches(skip))
+        return bool(self.next_batches(skip))
 
-    def _next_batches(self, skip: int) -> list[Any]:
+    def next_batches(self, skip: int) -> list[Any]:
         """Return the batches of one attempt; fewer than `accumulate`, or none, where the iterator ends."""
+        self.watch.phase = "data loading"
         batches: list[Any] = []
         iterator = self.training.iterators[MAIN]
+        # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
+        STOP.waits = True
         try:
+            if STOP.received:
+                STOP.end_wait()
             for ahead in range(skip, skip + self.recipe.accumulate):
                 batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
         except StopIteration:
             pass
+        finally:
+            STOP.waits = False
         return batches
 
-    def plan(self, attempt: Attempt, context: StepContext) -> None:
-        """Cut the batches into shards, and copy the arrays of each to the device that computes it.
+    def plan(self, attempt: Attempt, context: UpdateContext) -> None:
+        """Cut the batches into shards, and copy the tensors of each to the device that computes it.
 
         Raises:
             ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
@@ -127,39 +134,41 @@ class GradientEngine:
                 break
         else:
             self.training.ensure_training_mode()
-        attempt.sizes = list(map(batch_size, attempt.batches))
+        attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
             self._initialise(attempt, context)
-        self._refresh_layout()
+        self.refresh_prepared()
         attempt.share = share = self.share(attempt.sizes)
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self._ranks is not None:
             self._ranks.start_attempt(attempt, self.training.iteration)
+        conversion = recipe.converter, recipe.batch_dim
         attempt.device_shards = [
-            [(shard, shard_arrays(attempt.batches[shard.batch], shard, device, recipe.converter)) for shard in run]
-            for run, device in zip(share.runs, self.replicas.devices, strict=True)
+            [(shard, shard_tensors(attempt.batches[shard.batch], shard, device, *conversion)) for shard in run]
+            for run, device in zip(share.shards_by_device, self.replicas.devices, strict=True)
         ]
-        attempt.task = GradientTask(
+        attempt.gradient_context = GradientContext(
             request.loss_fn,
-            self._policy,
+            self._precision,
             # The same power of two for all shards cancels exactly; it keeps the factors of backward at most 1.
             None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
-            self._factor(attempt),
+            self._loss_scale_factor(attempt),
             self.watch,
             recipe.reduction == "mean" and not request.summed,
             request.inspect_shard,
             request.deferred,
+            carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
         )
 
-    def _factor(self, attempt: Attempt) -> float | torch.Tensor:
+    def _loss_scale_factor(self, attempt: Attempt) -> float | torch.Tensor:
         """Return the loss scale factor; with a deferred check it stays on the device."""
         scale = attempt.scale
         if scale.fixed_factor is not None:
             return scale.fixed_factor
         return scale.factor_on(self.replicas.devices[0]) if attempt.request.deferred else scale.value.factor
 
-    def _refresh_layout(self) -> None:
-        """Update the layout if the model has changed since the last attempt.
+    def refresh_prepared(self) -> None:
+        """Prepare the model again if it has changed since the last attempt.
 
         Raises:
             ValueError: If the model cannot be trained any more.
@@ -167,31 +176,35 @@ class GradientEngine:
         if self.replicas.refresh() or self._is_stale:
             # Stays set if the model is refused below, so that the next attempt checks it again.
             self._is_stale = True
-            self.layout = ModelLayout.of(self.replicas, self.recipe)
+            check_reached(self.training.optimizers, self.training.models)
+            self.prepared = PreparedModel.of(self.replicas, self.recipe)
             self._is_stale = False
-        for parameter in self.layout.parameters:
+        for parameter in self.prepared.parameters:
             if parameter._post_accumulate_grad_hooks:
-                check_no_accumulate_hooks(self.layout.named_parameters)
-        if self.layout.buffer_refs:
-            check_no_trained_buffers(self.replicas.model, self.layout.buffer_refs)
+                check_no_accumulate_hooks(self.prepared.named_parameters)
+        if self.prepared.buffer_refs:
+            check_no_trained_buffers(self.replicas.model, self.prepared.buffer_refs)
 
-    def _initialise(self, attempt: Attempt, context: StepContext) -> None:
+    def _initialise(self, attempt: Attempt, context: UpdateContext) -> None:
         """Initialise parameters without a shape by the first shard of the first batch."""
         replicas, batch = self.replicas, attempt.batches[0]
-        first_shard = self.share([batch_size(batch)]).first_shard
-        args, kwargs = call_arguments(shard_arrays(batch, first_shard, replicas.devices[0], self.recipe.converter))
+        shard = self.share([attempt.sizes[0]]).first_shard
+        conversion = self.recipe.converter, self.recipe.batch_dim
+        args, kwargs = call_arguments(shard_tensors(batch, shard, replicas.devices[0], *conversion))
+        if self.training.carried is not None:
+            kwargs["carried"] = self.training.carried.part(shard.samples, replicas.devices[0])
         lazy.initialise(
             replicas.model,
             lambda: attempt.request.loss_fn(replicas.model, *args, **kwargs),
             device=replicas.devices[0],
             seed=self.recipe.seed,
         )
-        self.refresh_uninitialised()
+        self.restart_checks()
         # A failed step function keeps these shapes, so their first values belong to its savepoint.
         if context.savepoint is not None:
             context.savepoint.include(replicas.model)
 
-    def compute(self, attempt: Attempt, context: StepContext) -> None:
+    def compute(self, attempt: Attempt, context: UpdateContext) -> None:
         """Run forward and backward of all shards of this process, concurrently where there are several threads.
 
         Raises:
@@ -199,48 +212,48 @@ class GradientEngine:
             TypeError: If the loss function did not return a loss.
             ValueError: If the loss cannot be used.
         """
-        layout, request, device_shards = self.layout, attempt.request, attempt.device_shards
+        prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
         if request.inspect_shard is None:
-            for parameter in layout.parameters:
+            for parameter in prepared.parameters:
                 # Frees the memory of the last gradient for this one, and lets `reduce` detect gradients of the
                 # original.
                 if request.wanted is None or id(parameter) in request.wanted:
                     parameter.grad = None
         if self._ranks is not None:
-            self._ranks.begin_early_send(attempt, self._position(attempt), layout.like)
-        unwanted = [] if request.wanted is None else layout.unwanted_indices(request.wanted)
-        device_gradients: list[DeviceGradients | None] = [None] * len(device_shards)
+            self._ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
+        unwanted = [] if request.wanted is None else prepared.unwanted_indices(request.wanted)
+        device_tasks: list[DeviceGradientTask | None] = [None] * len(device_shards)
 
-        def on_device(place: int) -> None:
-            runner, shards = layout.runners[place], device_shards[place]
+        def compute_shards(place: int) -> None:
+            runner, shards = prepared.runners[place], device_shards[place]
             first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
-            device_gradients[place] = own = DeviceGradients(
-                attempt.task,
+            device_tasks[place] = task = DeviceGradientTask(
+                attempt.gradient_context,
                 last,
-                layout.observers[place],
+                prepared.observers[place],
                 ShardSum(first),
                 runner.buffers.start_shards(first, deferred=request.deferred),
             )
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
-                runner.run(shards, own, self._streams)
+                runner.run(shards, task, self.streams)
 
         device_timer = self._device_timer
-        timed = on_device if device_timer is None else device_timer.timed(on_device, device_shards)
-        generators = self._random_watch.states() if self.training.iteration < self._random_watch.end else None
+        timed = compute_shards if device_timer is None else device_timer.timed(compute_shards, device_shards)
+        generators = self._random_detector.states() if self.training.iteration < self._random_detector.end else None
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        self._streams.compute(
+        self.streams.run(
             partial(self.replicas.run, timed, settings=context.settings),
             seed=self.recipe.seed,
-            first=self.first_stream(request.ordinal),
-            in_threads=self.replicas.wants_threads(device_shards),
+            first=self.first_stream(request.computation),
+            parallel=self.replicas.wants_threads(device_shards),
         )
         if generators is not None:
-            self._random_watch.check(generators)
-        attempt.device_gradients = device_gradients  # type: ignore[assignment]  # every device has put its own there
+            self._random_detector.check(generators)
+        attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if device_timer is not None:
             self.replicas.workloads = device_timer.next_workloads(self.replicas.workloads)
 
-    def reduce(self, attempt: Attempt, context: StepContext) -> None:
+    def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
 
         If a shard was left out after an interrupt whose handler returned, here or on another rank, the attempt is not
@@ -251,11 +264,12 @@ class GradientEngine:
             KeyboardInterrupt: If Ctrl-C was pressed.
             PeerError: If another rank failed.
         """
-        layout, task, request = self.layout, attempt.task, attempt.request
+        prepared, request = self.prepared, attempt.request
+        normalizer = attempt.gradient_context.normalizer
         if request.inspect_shard is None:
-            for parameter in layout.parameters:
+            for parameter in prepared.parameters:
                 if parameter.grad is not None:
-                    check_no_leaked_gradients(layout.named_parameters, request.wanted)
+                    check_no_leaked_gradients(prepared.named_parameters, request.wanted)
                     break
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
@@ -265,70 +279,66 @@ class GradientEngine:
                 position=self._position(attempt),
                 repeat=left_out,
                 workloads=self.replicas.workloads,
-                like=layout.like,
-                buffer_refs=layout.buffer_refs,
+                like=prepared.like,
+                buffer_refs=prepared.buffer_refs,
             )
             if attempt.complete:
-                attempt.finite_slices = [finish_whole(attempt.gradients, task.normalizer(attempt.reports))]
+                attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]
             return
         attempt.complete = not left_out
         if left_out:
             return
+        if attempt.gradient_context.carried is not None:
+            attempt.carried = attempt.gradient_context.carried.merged()
         partials: list[PartialSum] = []
-        attempt.reports, attempt.buffers, attempt.samples = [], [], 0
-        for device in attempt.device_gradients:
-            partials += device.gradients.partials
-            attempt.reports += device.reports
-            attempt.buffers.append(device.buffers)
-            attempt.samples += device.samples
-        attempt.gradients, attempt.finite_slices = layout.tree_sum.finished(
+        attempt.reports, attempt.buffer_sums, attempt.buffer_weight = [], [], 0
+        for task in attempt.device_tasks:
+            partials += task.gradients.partials
+            attempt.reports += task.reports
+            attempt.buffer_sums.append(task.buffer_sum)
+            attempt.buffer_weight += task.buffer_weight
+        attempt.gradients, attempt.slices_are_finite = prepared.tree_sum.reduce(
             # All shards had weight 0.
-            partials or [PartialSum(0, [None] * len(layout.parameters))],
-            task.normalizer(attempt.reports),
+            partials or [PartialSum(0, [None] * len(prepared.parameters))],
+            normalizer(attempt.reports),
             context.settings,
         )
 
     def check(self, attempt: Attempt) -> None:
-        """Check whether the gradient is finite, or leave the check on the device.
-
-        An attempt that is not complete is not checked.
+        """Check whether the gradient of a complete attempt is finite, or leave the check on the device.
 
         Raises:
             ValueError: If no parameter has a gradient.
         """
         if not attempt.complete:
             return
-        layout, gradients = self.layout, attempt.gradients
+        prepared, gradients = self.prepared, attempt.gradients
         for gradient in gradients:
             if gradient is not None:
                 break
         else:
             if attempt.reports:
                 raise ValueError(
-                    "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got "
-                    "a loss that gives none of its parameters a gradient."
+                    "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got a loss "
+                    "that gives none of its parameters a gradient."
                 )
-        if layout.flat is not None:
-            attempt.gradients = gradients = layout.flat.store(gradients)
-        attempt.check = check_finite(layout.named_parameters, gradients, attempt.finite_slices)
+        if prepared.flat is not None:
+            attempt.gradients = gradients = prepared.flat.store(gradients)
+        attempt.overflow_check = check_finite(prepared.named_parameters, gradients, attempt.slices_are_finite)
 
-    def first_stream(self, ordinal: int = 0) -> int:
-        """Return the position of the random stream of this update's first shard among all streams of the run.
-
-        Args:
-            ordinal: The number of gradients that the update has computed before.
-        """
+    def first_stream(self, computation: int = 0) -> int:
+        """Return the position of the first random stream of an update's gradient, after `computation` earlier ones."""
         # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
         first = self.training.iteration * self.recipe.accumulate * self.shards_per_batch
-        return first + computation_substream(ordinal) if ordinal else first
+        return first + computation_substream(computation) if computation else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
         """Return where this rank is, for comparison with the other ranks."""
         request = attempt.request
         return {
             "update": self.training.iteration,
-            "computation": request.ordinal if request.inspect_shard is None else "search for what is not finite",
-            "loss scale": attempt.task.loss_scale,
+            "computation": request.computation if request.inspect_shard is None else "search for what is not finite",
+            "loss scale": attempt.gradient_context.loss_scale_factor,
             "batch sizes": attempt.sizes,
         }
 
@@ -337,20 +347,21 @@ class GradientEngine:
         """The number of shards that a batch is cut into."""
         if self.recipe.num_shards is not None:
             return self.recipe.num_shards
-        return self._assignment.num_devices(len(self.replicas.devices))
+        return self.num_devices
 
     @property
-    def _assignment(self) -> ShardAssignment:
-        """The assignment of shards to the devices of all ranks."""
-        return LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
+    def num_devices(self) -> int:
+        """The number of devices of all ranks."""
+        assignment = LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
+        return assignment.num_devices(len(self.replicas.devices))
 
-    def share(self, sizes: Sequence[int]) -> RankShare:
-        """Return the shards of an update with batches of these sizes that this process computes."""
+    def share(self, sizes: Sequence[int], num_shards: int | None = None) -> RankShare:
+        """Return the shards of batches of these sizes that this process computes; by default as many as in updates."""
         # Over ranks, the workloads that were last exchanged: measured ones must not be used before all ranks know them.
         own = self.replicas.workloads if self._ranks is None else self._ranks.workloads
         assignment = LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
         strided = self.recipe.split == "strided"
-        return share_of(assignment, tuple(sizes), self.recipe.num_shards, tuple(own), strided)
+        return share_of(assignment, tuple(sizes), num_shards or self.recipe.num_shards, tuple(own), strided)
 
     def own_samples(self, ahead: int, size: int) -> list[range]:
         """Return the samples of a batch that this process computes, if all batches of the update have this size.
@@ -360,21 +371,15 @@ class GradientEngine:
             size: The number of samples in the batch.
         """
         accumulate = self.recipe.accumulate
-        batch = ahead % accumulate
-        runs = self.share([size] * accumulate).runs
-        return [shard.samples for run in runs for shard in run if shard.batch == batch]
+        runs = self.share([size] * accumulate).shards_by_device
+        return [shard.samples for run in runs for shard in run if shard.batch == ahead % accumulate]
 
-    def find_nonfinite(self, request: GradientRequest, context: StepContext) -> list[NonFiniteShard]:
-        """Compute the pending batches, and list the shards whose gradients are not finite.
-
-        Raises:
-            StopIteration: If the iterator has ended.
-            ReplicaError: If user code raised in a shard.
-        """
+    def find_nonfinite(self, request: GradientRequest, context: UpdateContext) -> list[NonFiniteShard]:
+        """Compute the pending batches, and list the shards whose gradients are not finite."""
         found: list[NonFiniteShard] = []
 
         def inspect_shard(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
-            name = first_nonfinite(dict(zip(self.layout.named_parameters, gradients, strict=True)))
+            name = first_nonfinite(dict(zip(self.prepared.named_parameters, gradients, strict=True)))
             if name is not None:
                 loss = report.loss.item()
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
@@ -391,4 +396,4 @@ class GradientEngine:
     def release(self) -> None:
         """Stop the threads of replicas and restore PyTorch's random kernels, until the next attempt."""
         self.replicas.release()
-        self._streams.release()
+        self.streams.release()

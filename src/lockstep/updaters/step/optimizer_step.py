@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import (
     ASGD,
     SGD,
@@ -72,7 +73,7 @@ def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
         optimizer: The optimizer to step.
         progress: Records how far the step has come.
     """
-    if type(optimizer) in PER_PARAMETER and not _has_observers(optimizer):
+    if type(optimizer) in PER_PARAMETER and not _needs_full_step(optimizer):
         progress.has_begun = True
         _bare_step(optimizer)
         progress.is_done = True
@@ -110,15 +111,17 @@ def _progress_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[No
         after.remove()
 
 
-def _has_observers(optimizer: Optimizer) -> bool:
-    """Check whether anything observes the step: hooks, a scheduler or a profiler."""
+def _needs_full_step(optimizer: Optimizer) -> bool:
+    """Check whether hooks, a scheduler or a profiler need the wrappers of PyTorch around the step."""
     return bool(
         "step" in vars(optimizer)
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
+        # The first knows of a profiler of this thread, and the second of one that records all threads.
         or torch._C._autograd._profiler_enabled()  # noqa: SLF001 - no public way
+        or torch.autograd.profiler._is_profiler_enabled  # noqa: SLF001 - as above
     )
 
 
@@ -222,21 +225,29 @@ class OptimizerStep:
     Args:
         optimizer: The optimizer. Its parameters must hold their gradients before each step.
         masters: The float32 master weights that are stepped in place of parameters in half precision; or None.
+        clip: The largest norm of all gradients together; None for any.
+
+    Attributes:
+        grad_norm: The norm of all gradients before the last step clipped them; None if they are not clipped.
     """
 
-    def __init__(self, optimizer: Optimizer, masters: MasterWeights | None) -> None:
+    def __init__(self, optimizer: Optimizer, masters: MasterWeights | None, clip: float | None = None) -> None:
+        self._clip = clip
+        self.grad_norm: torch.Tensor | None = None
         self._optimizer = optimizer
         self._masters = masters
         self._parts: list[frozenset[int]] = []
         self._assigned: list[int] = []
 
-    def step(self, *, num_devices: int, run: RunOnDevices, unless: torch.Tensor | None = None) -> BaseException | None:
+    def step(
+        self, *, num_devices: int, run: RunOnDevices, found_inf: torch.Tensor | None = None
+    ) -> BaseException | None:
         """Run the step of the optimizer.
 
         Args:
             num_devices: The number of threads that the step may be split over; 1 for a step in the calling thread.
             run: Runs a function on all devices at once.
-            unless: A 0-d tensor on the device, above 0 where the step must change nothing. Only for optimizers that
+            found_inf: A 0-d tensor on the device, above 0 where the step must change nothing. Only for optimizers that
                 accept a flag.
 
         Returns:
@@ -247,16 +258,16 @@ class OptimizerStep:
             BaseException: An error that was raised before any weight moved.
             LockstepError: If an error was raised in between, so that the weights are neither the old nor the new ones.
         """
-        if unless is not None:
-            with skipped_if(self._optimizer, unless):
+        if found_inf is not None:
+            with skipped_if(self._optimizer, found_inf):
                 return self.step(num_devices=num_devices, run=run)
         if self._masters is not None:
-            with self._masters.in_place():
+            with self._masters.replacing_parameters():
                 return self._step(num_devices, run)
         own = self._optimizer.masters if isinstance(self._optimizer, HookedOptimizer) else None
         if own is not None:
-            own.take_gradients()
-            with own.in_place():
+            own.copy_gradients()
+            with own.replacing_parameters():
                 return self._step(num_devices, run)
         return self._step(num_devices, run)
 
@@ -269,6 +280,12 @@ class OptimizerStep:
             fused = fused or bool(group.get("fused"))
         if fused:
             match_state_layout(self._optimizer)
+        if self._clip is not None:
+            # In one intra-op thread and on gradients with the strides of the weights, so that torch's reduction adds in
+            # an order that does not depend on the machine or on the devices.
+            own = self._optimizer if isinstance(self._optimizer, HookedOptimizer) else None
+            moving = parameters if own is None else own.moving_parameters()
+            self.grad_norm = clip_grad_norm_(moving, self._clip)
         # In-place operations increase the version of a tensor, which shows after an error which weights have moved.
         versions = list(map(VERSION_OF, parameters))
         progress = StepProgress()

@@ -11,7 +11,7 @@ from lockstep.precision import MovingScale
 from lockstep.updaters.attempt import Attempt, Deferral, GradientRequest
 from lockstep.updaters.ranks import Coordinator
 from lockstep.updaters.setup import Names, Recipe
-from lockstep.updaters.state import Training
+from lockstep.updaters.state import TrainingState
 from lockstep.updaters.step.engine import GradientEngine
 
 
@@ -29,7 +29,7 @@ class OverflowRetry:
     def __init__(
         self,
         engine: GradientEngine,
-        training: Training,
+        training: TrainingState,
         recipe: Recipe,
         deferral: Deferral,
         coordinator: Coordinator,
@@ -66,13 +66,13 @@ class OverflowRetry:
         Raises:
             NonFiniteError: If no attempt is left and `on_exhausted` is ``"raise"``.
         """
-        self._deferral.has_tensor_weights = attempt.task.has_tensor_weights
+        self._deferral.has_tensor_weights = attempt.gradient_context.has_tensor_weights
         # Shards were left out after an interrupt, so there is no gradient to judge: the same attempt runs again.
         if not attempt.complete:
             attempt.complete = True
             return attempt
         recipe = self._recipe
-        bad = None if attempt.no_retry else attempt.check.nonfinite
+        bad = None if attempt.no_retry else attempt.overflow_check.nonfinite
         if bad is None or recipe.on_overflow == "skip":
             attempt.is_final = True
             return attempt

@@ -177,7 +177,7 @@ class StateComparer:
         """Read the list of tensors again at the next update, because tensors may have been replaced."""
         self._cycle = -1
 
-    def part_of(self, update: int) -> str:
+    def digest_at(self, update: int) -> str:
         """Return the digest of the part of the state that is compared at an update, as text.
 
         Args:

@@ -36,7 +36,7 @@ from lockstep.replicas.passes.leaks import check_no_leaked_graphs
 from lockstep.replicas.passes.shard_runner import ShardRunner
 from lockstep.replicas.passes.shard_streams import ShardStreams
 from lockstep.replicas.passes.summing import TreeSum
-from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ModuleMode, ShardObserver
+from lockstep.replicas.passes.tasks import BackwardTask, ForwardTask, ModuleMode, ShardHooks
 from lockstep.replicas.pool import SINGLE_THREAD, CallSigint, ComputeMode, InheritedSettings, ReplicaSet, ThreadSettings
 from lockstep.tree import PartialSum, ShardSum, Tensors
 
@@ -50,27 +50,27 @@ class Forward:
     Attributes:
         inputs: The inputs of the model.
         shards: The shards of each device, in order.
-        key: The key of the random streams of the shards.
+        seed: The seed of the random streams of the shards.
         mode: The mode in which modules ran.
         settings: The settings under which the threads computed.
-        replicas: The replicas that ran it.
-        parameters: The parameters of the model that require a gradient, by name and in the order of those of the
+        runners: The runners of the replicas that ran it.
+        trained_tensors: The parameters of the model that require a gradient, by name and in the order of those of the
             replicas, followed by the buffers that require one.
-        trained_buffers: The indices of these buffers.
+        trained_buffer_indices: The indices of these buffers.
         has_graph: Whether backward can be run.
-        done: The results of the shards of each device.
+        results: The results of the shards of each device.
     """
 
     inputs: Inputs
     shards: list[list[Shard]]
-    key: int
+    seed: int
     mode: ModuleMode
     settings: ThreadSettings
-    replicas: list[ShardRunner]
-    parameters: list[tuple[str, torch.Tensor]]
-    trained_buffers: list[int]
+    runners: list[ShardRunner]
+    trained_tensors: list[tuple[str, torch.Tensor]]
+    trained_buffer_indices: list[int]
     has_graph: bool
-    done: list[list[ShardForward]] = field(default_factory=list)
+    results: list[list[ShardForward]] = field(default_factory=list)
     outputs: Outputs = field(init=False)
     """The outputs of the shards, ready to be merged."""
 
@@ -80,14 +80,14 @@ class Backward:
     """The gradients of a backward.
 
     Attributes:
-        parameters: For each device the sums over its shards, with one entry for each of `Forward.parameters`, where
-            half precision is float32.
-        inputs: The gradient of the part of each input, by the index of the shard.
+        device_sums: For each device the sums over its shards, with one entry for each of `Forward.trained_tensors`,
+            where half precision is float32.
+        input_gradients: The gradient of the part of each input, by the index of the shard.
         tree_sum: The object that sums in the threads of the replicas.
     """
 
-    parameters: list[ShardSum]
-    inputs: dict[int, Tensors]
+    device_sums: list[ShardSum]
+    input_gradients: dict[int, Tensors]
     tree_sum: TreeSum
 
     def device_total(self, place: int) -> Tensors:
@@ -96,7 +96,7 @@ class Backward:
         Args:
             place: The index of the device.
         """
-        partials = self.parameters[place].partials
+        partials = self.device_sums[place].partials
         return self.tree_sum.total(partials, keep=True) if partials else []
 
     def total(self, *, keep: bool) -> Tensors:
@@ -106,8 +106,8 @@ class Backward:
             keep: Whether to leave the sums of the devices unchanged instead of adding to them in place.
         """
         partials: list[PartialSum] = []
-        for place in self.parameters:
-            partials += place.partials
+        for device_sum in self.device_sums:
+            partials += device_sum.partials
         return self.tree_sum.total(partials, keep=keep)
 
 
@@ -120,18 +120,18 @@ class ForwardBackward:
     """
 
     def __init__(self, replicas: ReplicaSet, *, buffers: BufferRule = "mean") -> None:
-        self._set = replicas
+        self._replicas = replicas
         self._rule: BufferRule = buffers
         self._streams = ShardStreams(replicas.devices)
         # Threads of the user take turns. Reentrant, because a hook may run forward or backward again.
         self._lock = threading.RLock()
-        self._replicas: list[ShardRunner] = []
+        self._runners: list[ShardRunner] = []
         self._parameters: list[tuple[str, torch.Tensor]] = []
         self._tree_sum = TreeSum(replicas, [])
         self._buffer_refs: list[BufferRef] = []
         self._checked_for_leaks = False
-        self.observer: ShardObserver | None = None
-        """An observer to enter around the forward and the backward of each shard, or None, which costs nothing."""
+        self.shard_hooks: ShardHooks | None = None
+        """The hooks that run around the forward and the backward of each shard, or None, which costs nothing."""
 
     def forward(
         self,
@@ -140,7 +140,7 @@ class ForwardBackward:
         num_shards: int | None = None,
         training: bool | None = None,
         output_dim: BatchDim = 0,
-        key: int | None = None,
+        seed: int | None = None,
     ) -> Forward:
         """Run forward on all shards of a batch, and combine the buffers.
 
@@ -149,33 +149,33 @@ class ForwardBackward:
         Args:
             inputs: The batch.
             num_shards: The number of shards, or None for one per device, sized by its workload.
-            training: The mode in which modules run (see `ModuleMode.wanted`).
+            training: The mode in which modules run (see `ModuleMode.of`).
             output_dim: The dimension along which each output is merged (see `read_outputs`).
-            key: The key of the random streams of the shards, which is drawn from the default generator by default.
+            seed: The seed of the random streams of the shards, which is drawn from the default generator by default.
 
         Raises:
-            OrderError: If the group is closed, or was asked to stop.
+            OrderError: If the replicas are closed, or were asked to stop.
             ReplicaError: If the model raised in a shard, or a device hangs.
-            ReplicaInterrupt: If Ctrl-C was pressed. Except for the key that was drawn, nothing has changed.
+            ReplicaInterrupt: If Ctrl-C was pressed. Except for the seed that was drawn, nothing has changed.
             TypeError: If the model returned a value that cannot be merged.
             ValueError: If an output has the wrong shape, or the model computes with the parameters of the original
                 model.
 
         Determinism: If `num_shards` is given, the bits of all outputs and buffers depend only on the batch, the model,
-        that number and the key, and not on devices or workloads.
+        that number and the seed, and not on devices or workloads.
         """
         with self._lock, CallSigint() as interrupts, ComputeMode(self._settings()) as settings:
             self._update_replicas()
             buffers: Sequence[TrainedBuffer] = ()
             if self._buffer_refs and settings.grad and not inputs.attached:
-                buffers = trained_buffers(self._set.model, self._buffer_refs, frozen=self._set.frozen)
+                buffers = trained_buffers(self._replicas.model, self._buffer_refs, frozen=self._replicas.frozen)
             forward = Forward(
                 inputs,
-                shards_of_batch(inputs.num_samples, num_shards, tuple(self._set.workloads)),
-                draw_key() if key is None else key,
-                ModuleMode.wanted(self._set.model, training=training),
+                shards_of_batch(inputs.num_samples, num_shards, tuple(self._replicas.workloads)),
+                draw_seed() if seed is None else seed,
+                ModuleMode.of(self._replicas.model, training=training),
                 settings,
-                self._replicas,
+                self._runners,
                 [*self._parameters, *[(buffer.name, buffer.tensor) for buffer in buffers]]
                 if buffers
                 else self._parameters,
@@ -184,12 +184,12 @@ class ForwardBackward:
             )
 
             run = partial(self._forward, forward, settings, interrupts)
-            sums = self._streams.compute(run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards))
-            in_order = list(chain.from_iterable(forward.done))
+            sums = self._streams.run(run, seed=forward.seed, parallel=self._replicas.wants_threads(forward.shards))
+            in_order = list(chain.from_iterable(forward.results))
             _check_complete(len(in_order), forward.shards)
             # Once per set of replicas is enough, because it depends on the structure of the model.
             if forward.has_graph and not inputs.attached and not self._checked_for_leaks:
-                own = {id(parameter): name for name, parameter in forward.parameters}
+                own = {id(parameter): name for name, parameter in forward.trained_tensors}
                 check_no_leaked_graphs(in_order[0].tensors, own)
                 self._checked_for_leaks = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
@@ -209,7 +209,7 @@ class ForwardBackward:
             retain_graph: Whether backward can be run again.
 
         Raises:
-            OrderError: If there is no graph, or the group is closed, or was asked to stop.
+            OrderError: If there is no graph, or the replicas are closed, or were asked to stop.
             ReplicaError: If backward raised in a shard, or a device hangs.
             ReplicaInterrupt: If Ctrl-C was pressed.
 
@@ -224,53 +224,53 @@ class ForwardBackward:
         forward.has_graph = retain_graph
         graphs_used = False
 
-        def run(*, at_once: bool) -> list[BackwardTask]:
+        def run(*, parallel: bool) -> list[BackwardTask]:
             nonlocal graphs_used
             # A first run that drew from the default generator was discarded, but it has freed the graphs.
             if graphs_used:
                 with InheritedSettings(forward.settings):
-                    self._forward(forward, forward.settings, interrupts, at_once=at_once)
+                    self._forward(forward, forward.settings, interrupts, parallel=parallel)
             graphs_used = True
             return self._backward(
-                forward, output_grads, settings, interrupts, retain_graph=retain_graph, at_once=at_once
+                forward, output_grads, settings, interrupts, retain_graph=retain_graph, parallel=parallel
             )
 
         with self._lock, CallSigint() as interrupts, ComputeMode(self._settings()) as settings:
             # Replicas that were replaced since this forward keep the parameters of its graph.
-            if forward.replicas is self._replicas:
-                self._set.sync_for_backward()
-            tasks = self._streams.compute(run, seed=forward.key, in_threads=self._set.wants_threads(forward.shards))
-        inputs: dict[int, Tensors] = {}
+            if forward.runners is self._runners:
+                self._replicas.sync_for_backward()
+            tasks = self._streams.run(run, seed=forward.seed, parallel=self._replicas.wants_threads(forward.shards))
+        input_gradients: dict[int, Tensors] = {}
         for task in tasks:
-            inputs.update(task.inputs)
-        _check_complete(len(inputs), forward.shards)
-        return Backward([task.sums for task in tasks], inputs, self._tree_sum)
+            input_gradients.update(task.input_gradients)
+        _check_complete(len(input_gradients), forward.shards)
+        return Backward([task.sums for task in tasks], input_gradients, self._tree_sum)
 
     def release(self) -> None:
         """Drop the replicas, and restore the random kernels of torch, until the next forward."""
-        self._replicas = []
+        self._runners = []
         self._streams.release()
 
     def _settings(self) -> ThreadSettings:
         """Return the settings of the calling thread, as far as other threads need them."""
-        if self._set.uses_threads:
-            return ThreadSettings.capture(self._set.device_types)
+        if self._replicas.uses_threads:
+            return ThreadSettings.capture(self._replicas.device_types, self._replicas.accelerators)
         return _single_thread_settings(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
     def _update_replicas(self) -> None:
         """Create everything that depends on the replicas again if the model has changed."""
-        if not self._set.refresh() and self._replicas:
+        if not self._replicas.refresh() and self._runners:
             return
-        model, replicas, devices = self._set.model, self._set.replicas, self._set.devices
+        model, replicas, devices = self._replicas.model, self._replicas.replicas, self._replicas.devices
         pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
-        self._tree_sum = TreeSum(self._set, [parameter.numel() for _, parameter in self._parameters])
+        self._tree_sum = TreeSum(self._replicas, [parameter.numel() for _, parameter in self._parameters])
         self._buffer_refs = buffer_refs(model)
         self._checked_for_leaks = False
-        self._replicas = [
+        self._runners = [
             ShardRunner(
                 place,
-                self._set,
+                self._replicas,
                 device,
                 replica,
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
@@ -280,31 +280,31 @@ class ForwardBackward:
         ]
 
     def _forward(
-        self, forward: Forward, settings: ThreadSettings, interrupts: CallSigint, *, at_once: bool
+        self, forward: Forward, settings: ThreadSettings, interrupts: CallSigint, *, parallel: bool
     ) -> list[AnyBufferSum]:
         """Run forward on all devices from a calling thread that has the right settings."""
         tasks: list[ForwardTask | None] = [None] * len(forward.shards)
-        window = interrupts.window
+        interruptible = interrupts.interruptible
 
         def work(place: int) -> None:
-            runner, shards = forward.replicas[place], forward.shards[place]
+            runner, shards = forward.runners[place], forward.shards[place]
             tasks[place] = task = ForwardTask(
                 forward.inputs,
                 forward.mode,
-                self.observer,
-                window,
+                self.shard_hooks,
+                interruptible,
                 settings.grad,
                 runner.buffers.start_shards(shards[0].index if shards else 0),
-                forward.trained_buffers,
+                forward.trained_buffer_indices,
             )
             runner.run(zip(shards, shards, strict=True), task, self._streams)
 
-        self._set.run(work, settings=settings, at_once=at_once, waiting=window)
-        forward.done, sums = [], []
+        self._replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
+        forward.results, sums = [], []
         for task in tasks:
-            forward.done.append([] if task is None else task.done)
+            forward.results.append([] if task is None else task.results)
             if task is not None:
-                sums.append(task.buffers)
+                sums.append(task.buffer_sum)
         return sums
 
     def _backward(
@@ -315,22 +315,22 @@ class ForwardBackward:
         interrupts: CallSigint,
         *,
         retain_graph: bool,
-        at_once: bool,
+        parallel: bool,
     ) -> list[BackwardTask]:
         """Run backward on all devices from a calling thread that has the right settings."""
-        window = interrupts.window
+        interruptible = interrupts.interruptible
         grads_of = partial(forward.outputs.shard_grads, grads=output_grads)
         tasks: list[BackwardTask] = []
-        for done in forward.done:
-            sums = ShardSum(done[0].shard.index if done else 0)
-            tasks.append(BackwardTask(grads_of, forward.mode, self.observer, window, retain_graph, sums))
+        for results in forward.results:
+            sums = ShardSum(results[0].shard.index if results else 0)
+            tasks.append(BackwardTask(grads_of, forward.mode, self.shard_hooks, interruptible, retain_graph, sums))
 
         def work(place: int) -> None:
-            done = forward.done[place]
-            shards = zip(map(SHARD_OF, done), done, strict=True)
-            forward.replicas[place].run(shards, tasks[place], self._streams)
+            results = forward.results[place]
+            shards = zip(map(SHARD_OF, results), results, strict=True)
+            forward.runners[place].run(shards, tasks[place], self._streams)
 
-        self._set.run(work, settings=settings, at_once=at_once, waiting=window)
+        self._replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
         return tasks
 
     @torch.no_grad()
@@ -357,8 +357,8 @@ def _single_thread_settings(grad: bool, inference: bool) -> ThreadSettings:
     return replace(SINGLE_THREAD, grad=grad, inference=inference)
 
 
-def draw_key() -> int:
-    """Draw the key of the random streams of a forward from the default generator, or from the stream that is open."""
+def draw_seed() -> int:
+    """Draw the seed of the random streams of a forward from the default generator, or from the stream that is open."""
     return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 

@@ -12,11 +12,12 @@ from torch import nn
 from lockstep.metrics import Observers
 from lockstep.replicas import BufferRef, ReplicaBuffers, ReplicaSet, ShardRunner, TreeSum, buffer_refs
 from lockstep.updaters.compute.flat import FlatGradients
+from lockstep.updaters.compute.lightning_logs import observe_logs
 from lockstep.updaters.setup import Recipe
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLayout:
+class PreparedModel:
     """What an update needs to know about a model; valid until the model changes.
 
     Attributes:
@@ -42,8 +43,8 @@ class ModelLayout:
     flat: FlatGradients | None = None
 
     @classmethod
-    def of(cls, replicas: ReplicaSet, recipe: Recipe) -> ModelLayout:
-        """Create the layout of a model whose replicas are up to date.
+    def of(cls, replicas: ReplicaSet, recipe: Recipe) -> PreparedModel:
+        """Prepare a model whose replicas are up to date.
 
         Args:
             replicas: The model and its replicas.
@@ -58,8 +59,10 @@ class ModelLayout:
             raise ValueError("`model` must have a parameter that requires a gradient, got none.")
         parameters = list(named.values())
         # A model that is held in half precision has its gradients summed in float32, in which sums lose far fewer bits.
-        held = recipe.policy.held_dtype is not None
+        held = recipe.precision_policy.held_dtype is not None
         like = [_float32_like(each) if held else each.detach() for each in parameters]
+        for replica in replicas.replicas:
+            observe_logs(replica)
         return cls(
             TreeSum(replicas, [parameter.numel() for parameter in parameters]),
             named,

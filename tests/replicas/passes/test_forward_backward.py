@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 from lockstep.replicas.batch.inputs import Inputs, argument_names, named_inputs, read_inputs
-from lockstep.replicas.passes.passes import Backward, Forward, ForwardBackward
+from lockstep.replicas.passes.forward_backward import Backward, Forward, ForwardBackward
 from lockstep.replicas.pool.replica_set import ReplicaSet
 from tests.support.backward import in_backward
 
@@ -52,7 +52,7 @@ def run(
     with ReplicaSet(model, ["cpu"] * devices) as replicas:
         passes = ForwardBackward(replicas)
         try:
-            forward = passes.forward(inputs_of(model, *args), num_shards=num_shards, key=key)
+            forward = passes.forward(inputs_of(model, *args), num_shards=num_shards, seed=key)
             merged = forward.outputs.merged(torch.device("cpu"))
             backward = passes.backward(forward, [torch.ones_like(output) for output in merged])
         finally:
@@ -71,7 +71,7 @@ def net() -> Net:
 
 
 def bits(model: nn.Module, merged: list[torch.Tensor], backward: Backward) -> str:
-    inputs = [backward.inputs[shard] for shard in sorted(backward.inputs)]
+    inputs = [backward.input_gradients[shard] for shard in sorted(backward.input_gradients)]
     return ls.digest(model, merged, backward.total(keep=True), inputs)
 
 
@@ -215,13 +215,13 @@ def test_forwards_may_overlap() -> None:
     model = net()
     with ReplicaSet(model, ["cpu"] * 2) as replicas:
         passes = ForwardBackward(replicas)
-        kept = [passes.forward(inputs_of(model, part, scale), num_shards=3, key=1) for part in (x, x * 2)]
+        kept = [passes.forward(inputs_of(model, part, scale), num_shards=3, seed=1) for part in (x, x * 2)]
         grads = [torch.ones(11, 3), torch.tensor(1.0)]
         late = [ls.digest(passes.backward(each, grads).total(keep=False)) for each in kept]
         model.load_state_dict(net().state_dict())
         early = []
         for part in (x, x * 2):
-            forward = passes.forward(inputs_of(model, part, scale), num_shards=3, key=1)
+            forward = passes.forward(inputs_of(model, part, scale), num_shards=3, seed=1)
             early.append(ls.digest(passes.backward(forward, grads).total(keep=False)))
         passes.release()
     assert late == early

@@ -16,8 +16,8 @@ class ParameterCopier:
     """A copier of the parameters of a model to the replicas that do not share their memory.
 
     Whether a parameter has changed cannot be found out without reading it: a fused optimizer, a write to
-    ``parameter.data`` and a custom operator do not increment its version counter. All values are therefore sent every
-    time. The version counters of the copies change only if those of the model have changed. A send of values that are
+    ``parameter.data`` and a custom operator do not increment its version counter. All values are therefore copied every
+    time. The version counters of the copies change only if those of the model have changed. A copy of values that are
     already there must not invalidate the graph of an earlier forward, and a write that autograd would reject for the
     model must be rejected for its replicas too.
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from lockstep import DisagreementError, LocalCommunicator
-from lockstep.communicators.agreement import StateComparer, check_fields
+from lockstep.communicators.comparison import StateComparer, check_fields
 from lockstep.communicators.kernel_class import kernel_class, self_test
+from tests.support import zygote
 
 CPU = torch.device("cpu")
 
@@ -142,7 +143,7 @@ PRECISIONS = [
 def test_float32_precisions_of_either_api_are_told_apart() -> None:
     settings = [setting for alike in PRECISIONS for setting in alike]
     command = [sys.executable, "-c", PRECISION, *settings]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    done = zygote.run(command)
     assert done.returncode == 0, done.stderr
     found = dict(zip(settings, done.stdout.splitlines(), strict=True))
     groups = [{found[setting] for setting in alike} for alike in PRECISIONS]
@@ -177,15 +178,15 @@ def test_every_element_is_looked_at_within_so_many_updates(every: int) -> None:
         "d": torch.zeros(4, 4).T[:3],
     }
     watch = StateComparer(lambda: tensors, every)
-    calm = [watch.part_of(update) for update in range(every)]
-    assert [watch.part_of(update) for update in range(every, 2 * every)] == calm
+    calm = [watch.digest_at(update) for update in range(every)]
+    assert [watch.digest_at(update) for update in range(every, 2 * every)] == calm
     for tensor in tensors.values():
         for place in range(tensor.numel()):
             element = tensor.as_strided((1,), (1,), 0) if tensor.dim() == 0 else tensor[tuple(_at(tensor, place))]
             element.add_(1)
-            assert [watch.part_of(update) for update in range(every)] != calm
+            assert [watch.digest_at(update) for update in range(every)] != calm
             element.sub_(1)
-    assert [watch.part_of(update) for update in range(every)] == calm
+    assert [watch.digest_at(update) for update in range(every)] == calm
 
 
 def _at(tensor: torch.Tensor, place: int) -> list[int]:
@@ -199,7 +200,7 @@ def _at(tensor: torch.Tensor, place: int) -> list[int]:
 def test_a_state_that_was_replaced_is_looked_at_after_forgetting() -> None:
     tensors = {"a": torch.zeros(4)}
     watch = StateComparer(lambda: tensors, 1)
-    before = watch.part_of(0)
+    before = watch.digest_at(0)
     tensors["a"] = torch.ones(4)
     watch.forget()
-    assert watch.part_of(0) != before
+    assert watch.digest_at(0) != before

@@ -1,0 +1,204 @@
+"""Describe what the result of a run depends on, as JSON values by name, to compare a run with a saved one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lockstep._version import __version__
+from lockstep.data import BatchIterator, IterableBatches, Iterator as BatchSource
+from lockstep.digest import digest
+from lockstep.optim import HookedOptimizer
+from lockstep.precision import LossScale
+from lockstep.updaters.setup import MAIN, Recipe
+from lockstep.updaters.state.carried import CarriedValues
+
+RecipeFields: TypeAlias = dict[str, Any]
+"""JSON values by name."""
+
+CODE: Final = "code."
+"""The prefix of fields that describe code by its name alone. The same name may stand for other code."""
+
+UNKNOWN_SHAPE: Final = "unknown shape"
+"""The value of a parameter that gets its shape in the first update."""
+
+_ARGUMENTS: Final = (
+    "seed",
+    "accumulate",
+    "split",
+    "reduction",
+    "precision",
+    "buffers",
+    "batch_dim",
+    "on_overflow",
+    "max_tries",
+    "on_exhausted",
+    "auto_new_epoch",
+)
+_ITERATOR_ARGUMENTS: Final = ("batch_size", "shuffle", "repeat", "last_batch", "sample_streams")
+_MOVED: Final = frozenset({"params", "initial_lr"})
+"""Entries of an optimizer's groups that are no options: `initial_lr` belongs to schedulers, which list it."""
+
+
+def settings_of(
+    loss_scale: LossScale,
+    *,
+    iterators: Mapping[str, BatchSource],
+    optimizers: Mapping[str, Optimizer],
+    schedulers: Mapping[str, LRScheduler],
+    epoch_schedulers: Mapping[str, LRScheduler],
+    carried: CarriedValues | None,
+) -> RecipeFields:
+    """Describe the settings of the parts of a run that change during training, and must be read before it.
+
+    Args:
+        loss_scale: The loss scale.
+        iterators: The batch iterators by name.
+        optimizers: The optimizers by name.
+        schedulers: The schedulers that step with applied updates.
+        epoch_schedulers: The schedulers that step with epochs.
+        carried: The values that are carried from batch to batch, if there are any.
+    """
+    described = dict(_loss_scale_fields(loss_scale)) | dict(_carried_fields(carried))
+    parts: tuple[tuple[str, Mapping[str, Any], Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
+        ("", iterators, _iterator_fields),
+        ("optimizer", optimizers, _optimizer_fields),
+        ("scheduler", schedulers, _scheduler_fields),
+        ("epoch_scheduler", epoch_schedulers, _scheduler_fields),
+    )
+    for kind, named, describe in parts:
+        for name, each in named.items():
+            described.update({_joined(name, kind, field): value for field, value in describe(each)})
+    return described
+
+
+def recipe_fields(
+    recipe: Recipe, settings: RecipeFields, models: Mapping[str, nn.Module], *, num_shards: int
+) -> RecipeFields:
+    """Describe a run: arguments of the updater, the settings of its parts, and the tensors of its models.
+
+    Fields that begin with ``code.`` are names of code.
+
+    Args:
+        recipe: The arguments of the updater.
+        settings: What `settings_of` returned before the first update.
+        models: The models by name.
+        num_shards: The number of shards per batch.
+    """
+    code = {name: _name_of(getattr(recipe, name)) for name in ("loss_fn", "step_fn", "converter")}
+    described: RecipeFields = {"num_shards": num_shards}
+    described |= {name: as_json(getattr(recipe, name)) for name in _ARGUMENTS}
+    # A run that does not clip has the fields that it had before the argument existed.
+    if recipe.clip_grad_norm is not None:
+        described["clip_grad_norm"] = as_json(recipe.clip_grad_norm)
+    described |= settings
+    for name, model in models.items():
+        described.update({_joined(name, "model", field): value for field, value in _model_fields(model)})
+    return described | {f"{CODE}{name}": value for name, value in code.items()} | {f"{CODE}lockstep": __version__}
+
+
+def as_json(value: object) -> Any:
+    """Convert a value to a JSON value that is equal for equal values in every process.
+
+    >>> as_json((0.9, float("inf"), {1: torch.float16}))
+    [0.9, 'inf', {'1': 'torch.float16'}]
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, torch.Tensor):
+        return as_json(value.tolist())
+    if isinstance(value, tuple | list):
+        return [as_json(each) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): as_json(each) for key, each in value.items()}
+    return str(value) if isinstance(value, torch.dtype) else _name_of(value)
+
+
+def _joined(name: str, *parts: str) -> str:
+    """Join the parts of a field's name; that of the only or the main object is left out."""
+    return ".".join(part for part in ("" if name == MAIN else name, *parts) if part)
+
+
+def _name_of(value: object) -> str | None:
+    """Return the qualified name of a function, or of the class of an object."""
+    if value is None:
+        return None
+    if isinstance(value, partial):
+        return _name_of(value.func)
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def _loss_scale_fields(scale: LossScale) -> Iterator[tuple[str, Any]]:
+    yield "loss_scale", type(scale).__name__
+    for field in fields(scale):
+        # The fields that move are state.
+        if field.name not in scale.moving:
+            yield f"loss_scale.{field.name}", as_json(getattr(scale, field.name))
+
+
+def _carried_fields(carried: CarriedValues | None) -> Iterator[tuple[str, Any]]:
+    yield "carried", carried and dict(zip(carried.names, map(_tensor_text, carried.initial), strict=True))
+    if carried is not None:
+        yield "carried.dim", carried.dims
+        yield "carried.each_epoch", carried.each_epoch
+        if carried.each_epoch:
+            # Later epochs begin with these values, which are in no state.
+            yield "carried.initial", digest(carried.initial)
+
+
+def _iterator_fields(iterator: BatchSource) -> Iterator[tuple[str, Any]]:
+    yield "iterator", type(iterator).__name__
+    if isinstance(iterator, BatchIterator):
+        yield "num_samples", len(iterator.dataset)
+        yield "data_seed", iterator.seed
+        yield "sampler", iterator.order_sampler is not None
+        for name in _ITERATOR_ARGUMENTS:
+            yield name, getattr(iterator, name)
+    if isinstance(iterator, IterableBatches):
+        yield "batches_of", iterator.batches_of
+        yield "repeat", iterator.repeat
+
+
+def _optimizer_fields(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    yield "", type(optimizer).__qualname__
+    groups = optimizer.param_groups
+    yield "num_parameters", [len(group["params"]) for group in groups]
+    for index, group in enumerate(groups):
+        for option in sorted(group.keys() - _MOVED):
+            yield f"{index}.{option}" if len(groups) > 1 else option, as_json(group[option])
+    if isinstance(optimizer, HookedOptimizer):
+        yield "hooks", [hook["hook"] for hook in optimizer.state_dict()["hooks"]]
+
+
+def _scheduler_fields(scheduler: LRScheduler) -> Iterator[tuple[str, Any]]:
+    yield "", type(scheduler).__qualname__
+    # All of it has its first value here, the constants as well as what moves later.
+    for key, value in sorted(scheduler.state_dict().items()):
+        if key == "_schedulers" or not key.startswith("_"):
+            yield key, as_json(value)
+
+
+def _model_fields(model: nn.Module) -> Iterator[tuple[str, str]]:
+    first: dict[torch.Tensor, str] = {}
+    # The tensors themselves, not detached ones as in a state, so that tied weights are known by identity.
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor):
+            tied = first.setdefault(tensor, name)
+            yield name, _tensor_text(tensor) if tied == name else f"tied to {tied}"
+
+
+def _tensor_text(tensor: torch.Tensor) -> str:
+    if is_lazy(tensor):
+        return UNKNOWN_SHAPE
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
