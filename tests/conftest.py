@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.support import zygote
+from tests.support.emulated.pool import POOL as EMULATED_POOL
 from tests.support.rank_pool import POOL
 from tests.support.settings import differences, environment, new_threads, process_settings, random_kernels_are_ours
 from tests.support.tiers import has_no_unit_tests, sort_into_tiers
@@ -47,9 +49,11 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def pooled_ranks() -> Iterator[None]:
-    """End the processes that tests share as ranks."""
+    """End the processes that tests share: the ranks, and the one that others are forked from."""
     yield
     POOL.close()
+    EMULATED_POOL.close()
+    zygote.ZYGOTE.close()
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +79,13 @@ def tier(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if request.node.get_closest_marker("processes") is None:
         assert _seconds_of_children() == before, "the test started a process: name its way in tests/support/tiers.py"
+
+
+@pytest.fixture
+def spawned_by_forks() -> Iterator[None]:
+    """Fork the processes that `lockstep.launch` starts, which saves them the imports."""
+    with zygote.spawned_by_forks():
+        yield
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ VERBS = ("Give", "Take", "Say", "Tell", "Let", "Make", "Put", "Bring", "Look", "
 
 def searched_files() -> list[Path]:
     pages = [path for path in (ROOT / "docs").rglob("*") if path.suffix in KINDS and path.name != "words.toml"]
+    pages = [path for path in pages if not path.is_relative_to(ROOT / "docs" / "_build")]
     return sorted([*(ROOT / "src").rglob("*.py"), *pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 
 

@@ -14,7 +14,17 @@ import yaml
 from lockstep.cli.command import parser
 
 FOLDER = Path(__file__).parents[2] / "docs" / "cluster"
-SBATCH = {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time", "output", "gpus-per-task"}
+SBATCH = {
+    "job-name",
+    "nodes",
+    "ntasks-per-node",
+    "cpus-per-task",
+    "time",
+    "output",
+    "gpus-per-task",
+    "open-mode",
+    "signal",
+}
 """Options of sbatch, by its manual."""
 
 
@@ -25,13 +35,14 @@ def test_the_page_points_to_what_is_there() -> None:
     assert [link for link in links if not (FOLDER.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("name", ["two-machines.sh", "slurm.sbatch"])
+@pytest.mark.parametrize("name", ["two-machines.sh", "slurm.sbatch", "slurm-requeue.sbatch"])
 def test_the_shell_can_read_it(name: str) -> None:
     subprocess.run(["bash", "-n", FOLDER / name], check=True, timeout=240)
 
 
-def test_the_options_of_the_batch_file_are_sbatchs() -> None:
-    text = (FOLDER / "slurm.sbatch").read_text()
+@pytest.mark.parametrize("name", ["slurm.sbatch", "slurm-requeue.sbatch"])
+def test_the_options_of_the_batch_file_are_sbatchs(name: str) -> None:
+    text = (FOLDER / name).read_text().replace("#SBATCH --requeue\n", "")
     used = re.findall(r"^#?#SBATCH --([a-z-]+)=\S+$", text, re.MULTILINE)
     assert len(used) == text.count("#SBATCH")
     assert set(used) <= SBATCH

@@ -16,6 +16,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.communicators.failures.exits import end_with_agent
 from lockstep.launch.agent import Run
+from tests.support import zygote
 from tests.support.processes import descendants
 
 RUN = [sys.executable, "-m", "lockstep", "run"]
@@ -47,15 +48,14 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def finished(command: Sequence[object], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(part) for part in command],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=os.environ | (environment or {}),
-    )
+def finished(
+    command: Sequence[object], environment: dict[str, str] | None = None, *, forked: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run an agent or a script in forks, or in processes that are started anew."""
+    command, variables = [str(part) for part in command], os.environ | (environment or {})
+    if forked:
+        return zygote.run(command, env=variables)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=variables)
 
 
 def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
@@ -64,7 +64,7 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
 
 @pytest.mark.parametrize("launcher", [[*RUN, "-n", "2"], [*TORCHRUN, "--nproc-per-node", "2"]])
 def test_a_script_runs_on_two_processes(launcher: list[str], script: Path) -> None:
-    done = finished([*launcher, script, "--option", "value"])
+    done = finished([*launcher, script, "--option", "value"], forked=False)
     assert done.returncode == 0, done.stderr
     assert lines(done) == [f"<{rank} of 2, attempt 0, ['--option', 'value']>" for rank in range(2)]
 
@@ -132,7 +132,7 @@ def test_several_bare_torchruns_say_what_their_restart_lacks(script: Path) -> No
 def test_a_signal_leaves_nothing_behind(number: signal.Signals, script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "began"
     folder.mkdir()
-    with subprocess.Popen([*RUN, "-n", "2", script, "wait", folder], stderr=subprocess.PIPE) as agent:
+    with zygote.Popen([*RUN, "-n", "2", script, "wait", folder], stderr=subprocess.PIPE) as agent:
         await_true(lambda: len(list(folder.iterdir())) == 2)
         ranks = descendants(agent.pid)
         assert len(ranks) >= 2
@@ -144,7 +144,7 @@ def test_a_signal_leaves_nothing_behind(number: signal.Signals, script: Path, tm
 def test_a_killed_agent_leaves_no_rank_behind(script: Path, tmp_path: Path) -> None:
     folder = tmp_path / "began"
     folder.mkdir()
-    with subprocess.Popen([*RUN, "-n", "2", script, "wait", folder]) as agent:
+    with zygote.Popen([*RUN, "-n", "2", script, "wait", folder]) as agent:
         await_true(lambda: len(list(folder.iterdir())) == 2)
         ranks = descendants(agent.pid)
         assert len(ranks) == 2
@@ -237,7 +237,7 @@ communicator.barrier()
 def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     script = tmp_path / "stopped.py"
     script.write_text(STOPPED)
-    with subprocess.Popen([*RUN, "-n", "2", "--timeout", "9", script], stderr=subprocess.PIPE, text=True) as agent:
+    with zygote.Popen([*RUN, "-n", "2", "--timeout", "9", script], stderr=subprocess.PIPE, text=True) as agent:
         await_true(lambda: len(descendants(agent.pid)) == 2)
         ranks = descendants(agent.pid)
         _, errors = agent.communicate(timeout=600)

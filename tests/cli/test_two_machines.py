@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import zygote
+
 RENDEZVOUS = "10.77.0.1:29477"
 # Namespaces have their own addresses, interfaces and ports, but share their names with all processes.
 FIRST, SECOND = (f"lockstep-{os.getpid()}-{letter}" for letter in "ab")
@@ -98,7 +100,7 @@ def agent(host: str, interface: str, script: Path, *options: str) -> subprocess.
 def test_two_machines_give_the_bits_of_one_process(hosts: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=600)
+    alone = zygote.run([sys.executable, script], check=True)
     size, digest = alone.stdout.strip("<>\n").split()
     assert size == "1"
     agents = [agent(host, link, script) for host, link in zip(hosts, ("lsa", "lsb"), strict=True)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 import lockstep as ls
 from lockstep.cli import main
+from tests.support import zygote
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -29,7 +29,7 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_module_is_the_command() -> None:
     command = [sys.executable, "-m", "lockstep", "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = zygote.run(command, check=True)
     assert done.stdout == f"lockstep {ls.__version__}\n"
 
 
@@ -40,7 +40,7 @@ def test_nobody_is_sent_to_the_other_project_of_this_name() -> None:
     needed = [each for extra in project["optional-dependencies"].values() for each in extra]
     assert [each for each in needed if each.startswith("lockstep")] == [
         "lockstep-torch[plot]",
-        "lockstep-torch[examples]",
+        "lockstep-torch[docs,examples]",
     ]
     places = [ROOT / "README.md", ROOT / "dev.py", ROOT / "CONTRIBUTING.md"]
     places += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.py"), *ROOT.glob("examples/*.py")]

@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.support import zygote
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
 
 pytest.importorskip("sklearn", reason="scikit-learn ships the digits")
@@ -40,12 +42,27 @@ def no_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
+def test_a_run_that_is_resumed_at_its_end_has_the_same_digest(
+    tmp_path: Path, module: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--resume", "--epochs", "1", "--devices", "1", "--out", str(tmp_path)]
+    module.main(command)
+    assert [path.name for path in (tmp_path / "snapshots").glob("0*")] == ["00000010"]
+    module.main(command)
+    first, again = digests_in(capsys.readouterr().out)
+    assert first == again
+
+
 def test_one_device_and_two_give_the_same_digest_and_leave_log_and_curve(tmp_path):
     digests = set()
     for devices, places in {"1": "1 x cpu", "cpu,cpu": "2 x cpu"}.items():
         out = tmp_path / devices
         command = [sys.executable, "-W", "error", str(SCRIPT), "--epochs", "2", "--devices", devices]
-        run = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False)
+        command += ["--out", str(out)]
+        if devices == "1":  # imports, too, are to warn of nothing
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+        else:
+            run = zygote.run(command)
         assert (run.returncode, run.stderr) == (0, "")
         assert re.search(rf"^seed 0: test accuracy \d+\.\d\d%, .* on {places}$", run.stdout, re.MULTILINE)
         digests.update(digests_in(run.stdout))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import zygote
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,7 +24,7 @@ def test_recipe_makes_up_for_the_large_batch(tmp_path: Path) -> None:
         "--plot",
         str(picture),
     ]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    run = zygote.run(command, check=True)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in run.stdout.splitlines()[2:]]
     accuracy = {name: float(mean) for name, _, mean, _, _ in rows}
     recipe = accuracy["batch 512, scaled, warm-up"]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.support.emulated.pool import on_emulated_devices
 from torch import nn
 from traces import Case, Tolerance, cases
 
@@ -274,7 +275,17 @@ def test_refused_calls(case: Case) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices, and they are not there")
 @pytest.mark.parametrize("case", of_kind("gpu"))
 def test_devices(case: Case) -> None:
-    """Put the original's device n to the n-th GPU."""
+    check_devices(case, "cuda")
+
+
+@on_emulated_devices
+@pytest.mark.parametrize("case", of_kind("gpu"))
+def test_emulated_devices(case: Case) -> None:
+    check_devices(case, "emulated")
+
+
+def check_devices(case: Case, kind: str) -> None:
+    """Put the original's device n to the n-th accelerator."""
     inner: list[list[torch.device]] = []
     numbers = case["input_devices"] if isinstance(case["input_devices"], list) else [case["input_devices"]]
     layers = nn.ModuleList([nn.Linear(2, 2) for _ in numbers])
@@ -289,7 +300,7 @@ def test_devices(case: Case) -> None:
             return [layer(each) for layer, each in zip(self.layers, inputs, strict=True)]
 
     def cuda(number: int) -> torch.device:
-        return torch.device("cuda", number - 1)
+        return torch.device(kind, number - 1)
 
     out = case["outdevice"]
     net = ls.OnDevice(Table(), cuda(case["device"]), None if out is None else cuda(out))
@@ -300,4 +311,4 @@ def test_devices(case: Case) -> None:
     assert {each.device for each in net.parameters()} == {cuda(case["device"])}
     assert {each.device for each in outputs} == {cuda(out or case["device"])}
     assert [each.grad.device for each in inputs] == [each.device for each in inputs]
-    assert torch.cuda.current_device() == 0
+    assert torch.get_device_module(kind).current_device() == 0

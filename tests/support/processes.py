@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED = Path("/dev/shm")  # noqa: S108 - where the system keeps it
+SHARED_PROCESSES = {None, b"zygote\n", b"rank_pool\n"}
+"""The names that `tests.support.zygote` and `tests.support.rank_pool` give their processes; None is one that ended."""
 LISTEN = "0A"
 """The state of a listening socket in /proc/net/tcp."""
 
@@ -21,9 +23,9 @@ def children(of: int | None = None) -> list[int]:
 
 
 def _counts(pid: int) -> bool:
-    """Leave out Python's own helper, which multiprocessing starts once and keeps, and the ranks that tests share."""
-    command = _read(f"/proc/{pid}/cmdline")
-    return command is not None and b"resource_tracker" not in command and b"rank_pool" not in command
+    """Leave out Python's own helper, which multiprocessing starts once and keeps, and processes that tests share."""
+    command, name = _read(f"/proc/{pid}/cmdline"), _read(f"/proc/{pid}/comm")
+    return command is not None and b"resource_tracker" not in command and name not in SHARED_PROCESSES
 
 
 def _read(path: str) -> bytes | None:

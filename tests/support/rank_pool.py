@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.communicators import end_with_parent
+from tests.support import zygote
 from tests.support.settings import differences, new_threads, process_settings
 
 LIMIT = 500.0
@@ -66,9 +67,13 @@ class RankPool:
 
     A process is started when a function needs more of them than there are. When a function fails on one of
     them, or leaves something changed there, all are ended, and the next call starts new ones.
+
+    Args:
+        first: Statements of Python that a new process runs before anything else.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: str = "pass") -> None:
+        self._first = first
         self._members: list[_Member] = []
         atexit.register(self.close)  # for programs other than pytest; a second call does nothing
 
@@ -83,7 +88,7 @@ class RankPool:
             RankError: If the function raised on a rank, or a rank died, hung, or was left changed.
         """
         while len(self._members) < len(arguments):
-            self._members.append(_Member(seed=len(self._members)))
+            self._members.append(_Member(len(self._members), self._first))
         members = self._members[: len(arguments)]
         conditions = Conditions()
         try:
@@ -115,12 +120,12 @@ class RankPool:
 class _Member:
     """One process of a pool, as seen from outside."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, first: str) -> None:
         self.messages, theirs = Pipe()
-        serving = f"import sys; sys.path[:] = {sys.path!r}; from tests.support.rank_pool import serve; "
+        serving = f"import sys; sys.path[:] = {sys.path!r}; {first}; from tests.support.rank_pool import serve; "
         # A process of multiprocessing would import pytest, and be found where tests count such processes.
         with theirs:
-            self.process = subprocess.Popen(
+            self.process = zygote.Popen(
                 [sys.executable, "-c", f"{serving}serve({theirs.fileno()}, {seed})"],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -175,6 +180,7 @@ def serve(descriptor: int, seed: int) -> None:
             itself would have it.
     """
     end_with_parent()
+    zygote.set_name("rank_pool")
     faulthandler.enable()
     torch.set_num_threads(1)
     gc.collect()

@@ -20,20 +20,20 @@ from lockstep.communicators import RunEnvironment
 from lockstep.communicators.failures.watch import Watch
 from lockstep.launch.processes import LOOPBACK, _loopback_store
 from lockstep.launch.rank import loopback_interface
-from tests.support.rank_pool import POOL
+from tests.support.rank_pool import POOL, RankPool
 
 TIMEOUT = 120.0
 """Seconds that a rank waits for another."""
 
 
-def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-    """Call `function(communicator, *arguments)` on every rank; return what the ranks returned.
+def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any, pool: RankPool = POOL) -> list[Any]:
+    """Call `function(communicator, *arguments)` on every rank, in processes of a pool; return what the ranks returned.
 
     The communicator watches no other ranks: one that fails ends the others through the pool.
     """
     # A store that a rank still has open when another failed would hide that failure behind its own removal.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        return POOL.call(_with_communicator, [(rank, size, folder, function, arguments) for rank in range(size)])
+        return pool.call(_with_communicator, [(rank, size, folder, function, arguments) for rank in range(size)])
 
 
 def _with_communicator(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ class Workload:
 
     def model(self) -> nn.Module:
         """Build the model, always with the same weights."""
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
             return self.build()
 
@@ -50,6 +51,16 @@ class Workload:
 
     def __repr__(self) -> str:
         return self.name
+
+    def __reduce__(self) -> tuple[Callable[..., Workload], tuple[Any, ...]]:
+        """Let another process find those of this file by name: some are built by lambdas, which cannot be pickled."""
+        if any(each is self for each in globals().values()):
+            return _named, (self.name,)
+        return Workload, (self.name, self.build, self.shape, self.vocabulary)
+
+
+def _named(name: str) -> Workload:
+    return next(each for each in globals().values() if isinstance(each, Workload) and each.name == name)
 
 
 class Transformer(nn.Module):
