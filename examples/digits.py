@@ -4,6 +4,7 @@
     python examples/digits.py --devices 1     on one device: the same digest
     python examples/digits.py --compare       on all, on one and on three devices, and compare the digests
     python examples/digits.py --seeds 5       with five seeds, and print their mean accuracy
+    python examples/digits.py --resume        write snapshots, and continue from the newest one
 
 They are equal on one machine with one build of torch. The digits are the 1,797 images of 8 x 8 pixels that
 come with scikit-learn (Alpaydin and Kaynak, "Optical Recognition of Handwritten Digits", 1998, UCI Machine
@@ -98,7 +99,9 @@ def evaluator(dataset: TensorDataset) -> ls.extensions.Evaluator:
     )
 
 
-def train(devices: str, *, seed: int, epochs: int, precision: str, out: Path, table: bool = False) -> tuple[float, str]:
+def train(
+    devices: str, *, seed: int, epochs: int, precision: str, out: Path, table: bool = False, resume: bool = False
+) -> tuple[float, str]:
     """Train once, and return the accuracy on the test images and the digest of the weights."""
     train_set, validation_set, test_set = load_images()
 
@@ -125,7 +128,9 @@ def train(devices: str, *, seed: int, epochs: int, precision: str, out: Path, ta
     trainer.extend(ls.extensions.ProgressBar())
     if table:
         trainer.extend(ls.extensions.PrintReport(COLUMNS))
-    trainer.run()
+    if resume:
+        trainer.extend(ls.extensions.Snapshot(best="val/main/accuracy"), trigger=(1, "epoch"))
+    trainer.run(resume="auto" if resume else None)
 
     accuracy = float(evaluator(test_set).evaluate(model)["accuracy"])
     digest = ls.digest(model)
@@ -148,6 +153,7 @@ def parse_options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--devices", default="auto", help='"auto", a number, or names such as cpu,cpu,cpu')
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--compare", action="store_true", help="train on one and three devices too, and compare")
+    several.add_argument("--resume", action="store_true", help="write snapshots and continue from the newest one")
     several.add_argument("--seeds", type=int, default=1, help="the number of seeds to train with, from --seed on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
@@ -173,7 +179,7 @@ def main(arguments: list[str] | None = None) -> None:
         accuracies = [run(options.devices, seed=seed, out=options.out / f"seed-{seed}")[0] for seed in seeds]
         print(f"mean test accuracy of {len(seeds)} seeds: {sum(accuracies) / len(seeds):.2%}")
     else:
-        run(options.devices, seed=options.seed, out=options.out, table=True)
+        run(options.devices, seed=options.seed, out=options.out, table=True, resume=options.resume)
         print(f"log and curve: {options.out / 'log.jsonl'}, {options.out / 'curve.png'}")
         print("On one device the digest is the same: add --devices 1, or --compare to see both.")
 

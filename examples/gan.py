@@ -60,8 +60,8 @@ def generator_loss(nets: Networks, real: torch.Tensor) -> torch.Tensor:
 
 def step(updater: ls.ParallelUpdater, batch: Any) -> None:
     """Run one update: a step of the discriminator, then one of the generator with the new discriminator."""
-    # The discriminator's loss also reaches the generator, whose gradients this call leaves untouched.
-    updater.compute_gradients(batch, loss_fn=discriminator_loss, optimizer="dis")
+    # The discriminator's loss also runs the generator, whose gradients and running statistics this call leaves alone.
+    updater.compute_gradients(batch, loss_fn=discriminator_loss, optimizer="dis", buffers_of=["dis"])
     updater.apply_gradients("dis")
     updater.compute_gradients(batch, loss_fn=generator_loss, optimizer="gen")
     updater.apply_gradients("gen")
