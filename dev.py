@@ -2,6 +2,7 @@
 
 python3 dev.py digits [options]   the main job, examples/digits.py
 python3 dev.py check              formatter, linter, type checker and contract of imports
+python3 dev.py docs               the documentation site, in docs/_build/html; a warning is an error
 python3 dev.py quick [options]    these and the unit tests, side by side; options go to pytest
 python3 dev.py slow [options]     the tests that are marked slow; options go to pytest
 python3 dev.py test [options]     the checks and all tests but the slow ones; with options for pytest, in one process
@@ -79,6 +80,14 @@ def check(_: list[str]) -> None:
     run("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
 
 
+def docs(_: list[str]) -> None:
+    """Build the documentation site."""
+    prepare("docs")
+    site = "docs/_build/html"
+    run("-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going", "--builder", "html", "docs", site)
+    print(f"The site is in {site}; open {site}/index.html.")
+
+
 def slow(options: list[str]) -> None:
     """Run the tests that are left out everywhere else."""
     prepare("test")
@@ -91,7 +100,7 @@ def test(options: list[str]) -> None:
     run("-m", "pytest", *(options or TWO_PROCESSES))
 
 
-TASKS = {"check": check, "digits": digits, "quick": quick, "slow": slow, "test": test}
+TASKS = {"check": check, "digits": digits, "docs": docs, "quick": quick, "slow": slow, "test": test}
 
 
 def main() -> None:

@@ -44,7 +44,9 @@ class DigestLog:
 
 def _measured(result: ls.UpdateResult) -> list[Any]:
     """Return everything in the result of an update."""
-    means = {name: [mean.total, mean.weight] for name, mean in result.observation().items()}
+    # Another checkout may not count skipped updates, or not leave them out of means. Their loss is compared below.
+    observed = {} if result.nonfinite is not None else result.observation()
+    means = {name: [mean.total, mean.weight] for name, mean in observed.items() if not name.endswith("skipped")}
     flags = [result.applied, result.tries, result.loss_scale, result.nonfinite]
     return [flags, result.weight, result.loss, list(result.parts), _plain(means)]
 
