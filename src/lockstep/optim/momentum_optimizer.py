@@ -48,7 +48,9 @@ class MomentumOptimizer(ForeachOptimizer):
         super().advance()
 
     # The compiler calls `_init_group` only when it compiles: what is fresh in that step would be so in all later ones.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's gap
+    # `torch.compiler.disable` would load the compiler when lockstep is imported; this form, which torch's own
+    # optimizers use, loads it at the first call.
+    @torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     def _advance_eagerly(self) -> None:
         super().advance()
 
