@@ -97,7 +97,7 @@ class MomentumOptimizer(ForeachOptimizer):
     def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the state of this optimizer for one of torch's SGD, and any other with the options that it lacks."""
         # The group comes first as well, so that its keys keep their order.
-        saved = state_dict["param_groups"] if _has_groups(state_dict) else []
+        saved = state_dict["param_groups"] if state_dict.keys() >= {"state", "param_groups"} else []
         groups = [{**group, **TORCH_OPTIONS, **group} for group in saved]
         if "t" in state_dict or not groups or not all({"foreach", "dampening"} <= group.keys() for group in saved):
             # A state that was saved before these options existed was saved by a run with their defaults.
@@ -125,7 +125,3 @@ class MomentumOptimizer(ForeachOptimizer):
                 if buffer is not None and index in options_of
             },
         }
-
-
-def _has_groups(state: Mapping[str, Any]) -> bool:
-    return state.keys() >= {"state", "param_groups"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -87,7 +88,7 @@ class FlattenedParameters:
         # parameter itself.
         return (
             len(parameters) == len(self._parameters)
-            and all(map(_is_same, parameters, self._parameters))
+            and all(map(operator.is_, parameters, self._parameters))
             and all(
                 parameter.data_ptr() == begin + start * size and parameter.dtype == values.dtype
                 for parameter, (start, _) in zip(parameters, self._ranges, strict=True)
@@ -123,7 +124,3 @@ class FlattenedParameters:
         for parameter, (start, stop) in zip(self._parameters, self._ranges, strict=True):
             if parameter.requires_grad:
                 parameter.grad = self.tensors.gradients[start:stop].view(parameter.shape)
-
-
-def _is_same(one: object, other: object) -> bool:
-    return one is other

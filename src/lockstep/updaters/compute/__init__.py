@@ -2,9 +2,9 @@
 
 from lockstep.updaters.compute.device_timer import DeviceTimer as DeviceTimer
 from lockstep.updaters.compute.global_random import GlobalRandomDetector as GlobalRandomDetector
-from lockstep.updaters.compute.lightning_logs import observe_logs as observe_logs
 from lockstep.updaters.compute.prepared_model import (
     PreparedModel as PreparedModel,
+    create_runners as create_runners,
     without_gradients as without_gradients,
 )
 from lockstep.updaters.compute.shard_forwards import (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.metrics import Observers
-from lockstep.replicas import BufferRef, ReplicaBuffers, ReplicaSet, ShardRunner, TreeSum, buffer_refs
+from lockstep.replicas import BufferRef, BufferRule, ReplicaBuffers, ReplicaSet, ShardRunner, TreeSum, buffer_refs
 from lockstep.updaters.compute.flat import FlatGradients
 from lockstep.updaters.compute.lightning_logs import observe_logs
 from lockstep.updaters.setup import Recipe
@@ -61,8 +61,6 @@ class PreparedModel:
         # A model that is held in half precision has its gradients summed in float32, in which sums lose far fewer bits.
         held = recipe.precision_policy.held_dtype is not None
         like = [_float32_like(each) if held else each.detach() for each in parameters]
-        for replica in replicas.replicas:
-            observe_logs(replica)
         return cls(
             TreeSum(replicas, [parameter.numel() for parameter in parameters]),
             named,
@@ -70,20 +68,7 @@ class PreparedModel:
             [parameter for parameter in model.parameters() if not parameter.requires_grad],
             buffer_refs(model),
             like,
-            [
-                ShardRunner(
-                    place,
-                    replicas,
-                    device,
-                    replica,
-                    # Replicas list their parameters in the model's order, so one index means the same parameter on
-                    # every device.
-                    [parameter for parameter in replica.parameters() if parameter.requires_grad],
-                    ReplicaBuffers(model, replica, recipe.buffers),
-                    names_batches=True,
-                )
-                for place, (device, replica) in enumerate(zip(replicas.devices, replicas.replicas, strict=True))
-            ],
+            create_runners(replicas, recipe.buffers, trained=True),
             [Observers({"": replica}) for replica in replicas.replicas],
             FlatGradients(parameters, like[0].dtype) if recipe.flat_gradients else None,
         )
@@ -95,6 +80,32 @@ class PreparedModel:
             wanted: The parameters that are to get one, by ``id``.
         """
         return [index for index, parameter in enumerate(self.parameters) if id(parameter) not in wanted]
+
+
+def create_runners(replicas: ReplicaSet, buffers: BufferRule = "mean", *, trained: bool) -> list[ShardRunner]:
+    """Return a runner for each replica, which also records what the replica logs.
+
+    Args:
+        replicas: The model and its replicas, up to date.
+        buffers: The rule by which the buffers of shards are combined.
+        trained: Whether gradients are computed; otherwise those of the model are left as they are.
+    """
+    for replica in replicas.replicas:
+        observe_logs(replica)
+    return [
+        ShardRunner(
+            place,
+            replicas,
+            device,
+            replica,
+            # Replicas list their parameters in the model's order, so one index means the same parameter on every
+            # device.
+            [parameter for parameter in replica.parameters() if trained and parameter.requires_grad],
+            ReplicaBuffers(replicas.model, replica, buffers),
+            names_batches=True,
+        )
+        for place, (device, replica) in enumerate(zip(replicas.devices, replicas.replicas, strict=True))
+    ]
 
 
 def _float32_like(parameter: torch.Tensor) -> torch.Tensor:

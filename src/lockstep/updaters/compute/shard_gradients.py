@@ -21,6 +21,7 @@ from lockstep.replicas import AnyBufferSum, ShardRunner
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
 from lockstep.updaters.result import ShardReport
+from lockstep.updaters.state import CarriedAttempt
 
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -50,36 +51,6 @@ class EarlyReceiver(Protocol):
 
         Returns:
             Whether the receiver has taken the sums over; if so, the device must not add to them any more.
-        """
-
-
-class CarriedExchange(Protocol):
-    """Exchanges values with a loss function that are carried from batch to batch."""
-
-    def part(self, samples: range, device: torch.device) -> Any:
-        """Return the values of some samples, to be passed to the loss function.
-
-        Args:
-            samples: The samples of the shard.
-            device: The device of the shard.
-        """
-
-    def keep(self, samples: range, returned: Any) -> None:
-        """Keep the new values that the loss function has returned.
-
-        Args:
-            samples: The samples of the shard.
-            returned: The new values.
-
-        Raises:
-            ValueError: If they do not have the shapes of the old ones.
-        """
-
-    def merged(self, exchange: Callable[[bytes], list[bytes]] | None = None) -> list[torch.Tensor]:
-        """Return the values after the update.
-
-        Args:
-            exchange: Sends the values of this process to all others, and returns those of all; None for one process.
         """
 
 
@@ -114,7 +85,7 @@ class GradientContext:
     deferred: bool = False
     early_receiver: EarlyReceiver | None = None
     has_tensor_weights: bool = False
-    carried: CarriedExchange | None = None
+    carried: CarriedAttempt | None = None
 
     def loss_factor(self, weight: float) -> float | torch.Tensor:
         """Return the factor that multiplies the loss of a shard of this weight before backward."""

@@ -16,7 +16,7 @@ from lockstep.data import collate
 from lockstep.metrics import Observers
 from lockstep.plan import Shard
 from lockstep.precision import Precision, parse_precision
-from lockstep.replicas import BatchDim, Devices, ReplicaBuffers, ReplicaSet, ShardRunner, ShardStreams
+from lockstep.replicas import BatchDim, Devices, ReplicaSet, ShardRunner, ShardStreams
 from lockstep.streams import DEFAULT_GENERATOR_LOCK
 from lockstep.updaters.attempt import UpdateContext
 from lockstep.updaters.compute import (
@@ -25,7 +25,7 @@ from lockstep.updaters.compute import (
     ShardAssignment,
     ShardFunction,
     ShardResult,
-    observe_logs,
+    create_runners,
     share_of,
 )
 from lockstep.updaters.setup import Converter, batch_size, shard_tensors
@@ -83,7 +83,7 @@ class ForwardEngine:
         engine, recipe = parts.engine, parts.recipe
         replicas, streams = engine.replicas, engine.streams
 
-        def create_runners() -> Sequence[ShardRunner]:
+        def runners_of_updater() -> Sequence[ShardRunner]:
             # Compares the ranks before the first update of a run: their models may differ until then.
             parts.coordinator.start_update()
             engine.refresh_prepared()
@@ -102,7 +102,7 @@ class ForwardEngine:
             engine.num_devices,
             partial(engine.share, num_shards=num_shards),
             streams,
-            create_runners if model is None else partial(_create_runners, replicas),
+            runners_of_updater if model is None else partial(create_runners, replicas, trained=False),
             recipe.batch_dim,
         )
 
@@ -155,7 +155,7 @@ class ForwardEngine:
             assignment.num_devices(len(own)),
             share,
             ShardStreams(replicas.devices, lock=DEFAULT_GENERATOR_LOCK),
-            partial(_create_runners, replicas),
+            partial(create_runners, replicas, trained=False),
         )
 
     @property
@@ -258,19 +258,6 @@ class ForwardEngine:
             parallel=self.replicas.wants_threads(device_shards),
         )
         return list(chain.from_iterable(task.results for task in tasks))
-
-
-def _create_runners(replicas: ReplicaSet) -> list[ShardRunner]:
-    """Update replicas to their model, and return a runner for each."""
-    pairs = list(zip(replicas.devices, replicas.replicas, strict=True))
-    for _, replica in pairs:
-        observe_logs(replica)
-    return [
-        ShardRunner(
-            place, replicas, device, replica, [], ReplicaBuffers(replicas.model, replica, "mean"), names_batches=True
-        )
-        for place, (device, replica) in enumerate(pairs)
-    ]
 
 
 def _device_of(model: nn.Module) -> torch.device:
