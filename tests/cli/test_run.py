@@ -62,9 +62,15 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(re.findall("<[^>]*>", done.stdout))  # two ranks may write into one line
 
 
-@pytest.mark.parametrize("launcher", [[*RUN, "-n", "2"], [*TORCHRUN, "--nproc-per-node", "2"]])
-def test_a_script_runs_on_two_processes(launcher: list[str], script: Path) -> None:
-    done = finished([*launcher, script, "--option", "value"], forked=False)
+@pytest.mark.parametrize(
+    ("launcher", "forked"),
+    [
+        ([*RUN, "-n", "2"], False),
+        ([*TORCHRUN, "--nproc-per-node", "2"], True),  # `tests/laws/test_torchrun.py` starts another anew
+    ],
+)
+def test_a_script_runs_on_two_processes(launcher: list[str], forked: bool, script: Path) -> None:
+    done = finished([*launcher, script, "--option", "value"], forked=forked)
     assert done.returncode == 0, done.stderr
     assert lines(done) == [f"<{rank} of 2, attempt 0, ['--option', 'value']>" for rank in range(2)]
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -60,15 +61,11 @@ def test_the_self_test_tells_another_vector_width() -> None:
     if here not in ("AVX2", "AVX512"):
         pytest.skip(f"this processor has no narrower kernels than its own ({here})")
     other = {"ATEN_CPU_CAPABILITY": "avx2" if here == "AVX512" else "default"}
+    # Torch is to be imported after the variable was set.
+    anew = partial(subprocess.run, capture_output=True, text=True, check=True)
     found = [
-        subprocess.run(
-            [sys.executable, "-c", WIDTH],
-            env={**os.environ, **variables},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for variables in ({}, other)
+        run([sys.executable, "-c", WIDTH], env={**os.environ, **variables}).stdout.strip()
+        for run, variables in ((zygote.run, {}), (anew, other))
     ]
     assert found[0] == str(sorted(self_test(CPU).items())) != found[1]
 

@@ -53,7 +53,8 @@ raise ArithmeticError("in the middle")
 
 
 def start(script: str, way: str, rank: int, port: int) -> subprocess.Popen[str]:
-    start_process = subprocess.Popen if way == "return" else zygote.Popen  # once with all that Python itself does
+    # One rank with all that Python itself does.
+    start_process = subprocess.Popen if way == "return" and rank == 0 else zygote.Popen
     return start_process(
         [sys.executable, "-c", script, way],
         env=os.environ

@@ -12,6 +12,7 @@ import pytest
 from lockstep.extensions import LogReport, PlotReport
 from lockstep.extensions.plot_report import _panels, draw
 from lockstep.trainer import Trainer
+from tests.support import zygote
 from tests.support.plain_updaters import CountingUpdater
 
 
@@ -72,7 +73,7 @@ def test_a_plot_without_a_log_is_refused_before_training(tmp_path: Path) -> None
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    return zygote.run([sys.executable, "-W", "error", "-c", code])
 
 
 def test_importing_the_extensions_imports_no_matplotlib_and_drawing_no_pyplot(tmp_path: Path) -> None:

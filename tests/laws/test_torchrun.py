@@ -31,7 +31,7 @@ def torchrun(
 def test_a_script_runs_unchanged_under_torchrun(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="scikit-learn ships the digits")
     script = ROOT / "examples" / "digits.py"
-    options = ["--epochs", "2", "--devices", "1", "--out"]
+    options = ["--epochs", "1", "--devices", "1", "--out"]
     one = zygote.run([sys.executable, str(script), *options, str(tmp_path / "one")], check=True)
     two = torchrun(script, *options, str(tmp_path / "two"))
     assert two.returncode == 0, two.stderr

@@ -8,6 +8,7 @@ thread per device. So tests call functions in processes of their own, by `tests.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -76,14 +77,16 @@ def build() -> Path:
     folder = Path(tempfile.gettempdir()) / f"lockstep-tests-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"emulated-{name}.so"
-    if not library.exists():
-        # Under another name until it is whole, because several processes may build it at the same time.
-        part = folder / f"{name}-{os.getpid()}.so"
-        link = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}"]
-        command = [found, *FLAGS, f"-I{TORCH / 'include'}", str(SOURCE), "-o", str(part), *link]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"the emulated accelerator does not compile:\n{done.stderr[-4000:]}"
-        part.replace(library)
+    with (folder / "lock").open("w") as lock:
+        # The processes that share the tests come here at the same time; one of them compiles.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            part = folder / f"{name}.part"  # until it is whole, should this process be killed
+            link = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{TORCH / 'lib'}"]
+            command = [found, *FLAGS, f"-I{TORCH / 'include'}", str(SOURCE), "-o", str(part), *link]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, f"the emulated accelerator does not compile:\n{done.stderr[-4000:]}"
+            part.replace(library)
     return library
 
 
