@@ -27,11 +27,12 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     """
     if isinstance(nest, torch.Tensor):
         return function(nest)
-    # Mappings and tuples come before dataclasses: a subclass of dict or tuple may also be decorated as a dataclass.
+    # Tuples and mappings come before dataclasses: a subclass of dict or tuple may also be decorated as a dataclass.
+    # Tuples come first: finding out whether something is a mapping takes several times as long.
+    if isinstance(nest, (tuple, list)):
+        return rebuild(nest, [map_tensors(function, part) for part in nest])
     if isinstance(nest, Mapping):
         return rebuild(nest, [map_tensors(function, part) for part in nest.values()])
-    if isinstance(nest, tuple | list):
-        return rebuild(nest, [map_tensors(function, part) for part in nest])
     if is_record(nest):
         return rebuild(nest, [map_tensors(function, part) for part in record_parts(nest).values()])
     return nest
@@ -63,15 +64,22 @@ def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.T
     """
     if isinstance(nest, torch.Tensor):
         yield name, nest
+        return
+    # In the order of `map_tensors`.
+    if isinstance(nest, (tuple, list)):
+        parts = [(f"{name}[{index}]", part) for index, part in enumerate(nest)]
     elif isinstance(nest, Mapping):
-        for key, part in nest.items():
-            yield from named_tensors(part, f"{name}[{key!r}]")
-    elif isinstance(nest, tuple | list):
-        for index, part in enumerate(nest):
-            yield from named_tensors(part, f"{name}[{index}]")
+        parts = [(f"{name}[{key!r}]", part) for key, part in nest.items()]
     elif is_record(nest):
-        for key, part in record_parts(nest).items():
-            yield from named_tensors(part, f"{name}.{key}")
+        parts = [(f"{name}.{key}", part) for key, part in record_parts(nest).items()]
+    else:
+        return
+    for path, part in parts:
+        # Without a generator of its own, which would take as long as everything else.
+        if isinstance(part, torch.Tensor):
+            yield path, part
+        else:
+            yield from named_tensors(part, path)
 
 
 def is_record(nest: Any) -> bool:
