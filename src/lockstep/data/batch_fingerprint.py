@@ -68,7 +68,7 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
     """
     if type(batch) is Samples:
         return _of_samples(batch, contents=contents)
-    named = list(nest.named_tensors(batch))
+    named = nest.named_tensors(batch)
     about, reads = _plan(tuple([(name, each.dtype, each.shape) for name, each in named]))
     values = ""
     for (_, tensor), read in zip(named, reads, strict=True):

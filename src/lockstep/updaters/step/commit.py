@@ -79,7 +79,7 @@ class Committer:
             if gradient is not None:
                 # A half-precision parameter that belongs to no optimizer has no master weight, and gets its float32
                 # gradient converted.
-                if gradient.dtype != target.dtype:
+                if gradient.dtype is not target.dtype:
                     gradient = gradient.to(target.dtype)  # noqa: PLW2901 - replaces it
                 if gradient.layout is torch.strided and gradient.stride() != target.stride():
                     # Gradients from other ranks or from a hook may have other strides than the weight, which fused
