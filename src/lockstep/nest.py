@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,14 +27,21 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     """
     if isinstance(nest, torch.Tensor):
         return function(nest)
-    # Mappings and tuples come before dataclasses: a subclass of dict or tuple may also be decorated as a dataclass.
-    if isinstance(nest, Mapping):
-        return rebuild(nest, [map_tensors(function, part) for part in nest.values()])
-    if isinstance(nest, tuple | list):
-        return rebuild(nest, [map_tensors(function, part) for part in nest])
-    if is_record(nest):
-        return rebuild(nest, [map_tensors(function, part) for part in record_parts(nest).values()])
-    return nest
+    # Tuples and mappings come before dataclasses: a subclass of dict or tuple may also be decorated as a dataclass.
+    # Tuples come first: finding out whether something is a mapping takes several times as long.
+    parts: Iterable[Any]
+    if isinstance(nest, (tuple, list)):
+        parts = nest
+    elif isinstance(nest, Mapping):
+        parts = nest.values()
+    elif is_record(nest):
+        parts = record_parts(nest).values()
+    else:
+        return nest
+    # Most parts are tensors, and are not worth a call of this function.
+    return rebuild(
+        nest, [function(part) if isinstance(part, torch.Tensor) else map_tensors(function, part) for part in parts]
+    )
 
 
 def tensors(nest: Any) -> list[torch.Tensor]:
@@ -51,8 +58,8 @@ def tensors(nest: Any) -> list[torch.Tensor]:
     return [tensor for _, tensor in named_tensors(nest)]
 
 
-def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor together with its path.
+def named_tensors(nest: Any, name: str = "batch") -> list[tuple[str, torch.Tensor]]:
+    """List every tensor together with its path.
 
     Args:
         nest: The nest to traverse.
@@ -61,17 +68,22 @@ def named_tensors(nest: Any, name: str = "batch") -> Iterator[tuple[str, torch.T
     >>> [path for path, _ in named_tensors({"x": torch.zeros(3), "pair": (torch.zeros(4), "a name")})]
     ["batch['x']", "batch['pair'][0]"]
     """
+    found: list[tuple[str, Any]]
     if isinstance(nest, torch.Tensor):
-        yield name, nest
+        return [(name, nest)]
+    # In the order of `map_tensors`.
+    if isinstance(nest, (tuple, list)):
+        found = [(f"{name}[{index}]", part) for index, part in enumerate(nest)]
     elif isinstance(nest, Mapping):
-        for key, part in nest.items():
-            yield from named_tensors(part, f"{name}[{key!r}]")
-    elif isinstance(nest, tuple | list):
-        for index, part in enumerate(nest):
-            yield from named_tensors(part, f"{name}[{index}]")
+        found = [(f"{name}[{key!r}]", part) for key, part in nest.items()]
     elif is_record(nest):
-        for key, part in record_parts(nest).items():
-            yield from named_tensors(part, f"{name}.{key}")
+        found = [(f"{name}.{key}", part) for key, part in record_parts(nest).items()]
+    else:
+        return []
+    for _, part in found:
+        if not isinstance(part, torch.Tensor):
+            return [pair for path, part in found for pair in named_tensors(part, path)]
+    return found
 
 
 def is_record(nest: Any) -> bool:

@@ -79,6 +79,8 @@ def first_difference(values: Sequence[Mapping[str, Any]]) -> Difference | None:
     # A missing name needs a separate marker, because None may be a value.
     first, missing = values[0], object()
     for rank, here in enumerate(values):
+        if here == first:
+            continue
         # Dictionaries keep their order, unlike sets, so all ranks name the same value first.
         names = [name for name in {**first, **here} if first.get(name, missing) != here.get(name, missing)]
         if names:

@@ -6,7 +6,10 @@ import ctypes
 import hashlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any, Final, NamedTuple
+from zlib import crc32
 
 import torch
 from torch.utils.data import Subset
@@ -15,14 +18,20 @@ from lockstep import nest
 from lockstep.data.sample_streams import draws_no_numbers
 from lockstep.data.samples import Samples
 
-MAX_ROWS: Final = 4
-"""The largest number of rows of a batch whose values are read."""
+NUM_ROWS: Final = 4
+"""The number of rows of a batch of tensors that are read, if it has as many."""
+
+RUN: Final = 64
+"""The number of neighbouring elements of such a row that are read."""
+
+MAX_SAMPLES: Final = 4
+"""The largest number of samples of a dataset in memory that are read."""
 
 MAX_ELEMENTS: Final = 64
-"""The largest number of elements of one row that are read."""
+"""The largest number of elements of a tensor in such a sample that are read."""
 
 MAX_DESCRIPTION: Final = 300
-"""The length in characters above which a description of shapes is replaced by its digest."""
+"""The length in characters above which a text is replaced by its digest."""
 
 
 class Fingerprint(NamedTuple):
@@ -31,7 +40,7 @@ class Fingerprint(NamedTuple):
     Attributes:
         about: The number of samples, or the dtypes and shapes of the tensors.
         indices: A digest of the indices of `Samples`; empty for other batches.
-        values: A digest of a few rows; empty if none are read.
+        values: A checksum of a few rows for each tensor, or a digest of a few samples; empty if none are read.
     """
 
     about: str
@@ -44,8 +53,8 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
 
     The fingerprint of `Samples` covers the length of the dataset and all indices, those of a `Subset` as indices of
     the dataset that it selects from. A batch of tensors is described by the names, dtypes and shapes of its tensors,
-    and by up to `MAX_ELEMENTS` elements in each of `MAX_ROWS` rows of every tensor on the CPU. Tensors on other
-    devices are not read, because the host would have to wait for them.
+    and by `RUN` neighbouring elements in each of `NUM_ROWS` rows of every tensor on the CPU, each row at other columns;
+    small tensors are read whole. Tensors on other devices are not read, because the host would have to wait for them.
 
     Args:
         batch: `Samples`, or a nested structure of tensors with the samples along the first dimension.
@@ -59,17 +68,19 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
     """
     if type(batch) is Samples:
         return _of_samples(batch, contents=contents)
-    named = list(nest.named_tensors(batch))
-    about = ", ".join(f"{name}: {str(each.dtype)[6:]} {tuple(each.shape)}" for name, each in named)
-    if len(about) > MAX_DESCRIPTION:
-        about = f"{len(named)} tensors of shapes with the digest {_hexdigest(about.encode())}"
-    return Fingerprint(about, "", _hexdigest(b"".join(_bytes(_rows(each)) for _, each in named if _is_readable(each))))
+    named = nest.named_tensors(batch)
+    about, reads = _plan(tuple([(name, each.dtype, each.shape) for name, each in named]))
+    values = ""
+    for (_, tensor), read in zip(named, reads, strict=True):
+        if _is_readable(tensor):
+            values += f"{read.checksum(tensor):08x}"
+    return Fingerprint(about, "", values if len(values) <= MAX_DESCRIPTION else _hexdigest(values.encode()))
 
 
 def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
     """Compute the fingerprint of `Samples`."""
     count = len(batch.indices)
-    chosen = range(0, count, max(1, -(-count // MAX_ROWS)))
+    chosen = range(0, count, max(1, -(-count // MAX_SAMPLES)))
     if batch.fetched is batch.dataset:
         # A list of samples is its own dataset: the indices are 0, 1, 2 and so on in every process.
         return Fingerprint(f"{count} samples", "", _of_values([batch.fetched[position] for position in chosen]))
@@ -85,24 +96,64 @@ def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
 
 def _is_readable(tensor: torch.Tensor) -> bool:
     """Return whether the elements of a tensor can be read without waiting for a device."""
-    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a few elements of a few rows, spread over the tensor; all of a small one."""
-    if tensor.numel() <= MAX_ROWS * MAX_ELEMENTS:
-        return tensor
-    shape = tensor.shape
-    every = -(-shape[0] // MAX_ROWS)
-    if len(shape) == 1:
-        return tensor[::every]
-    rows = tensor[::every].flatten(1)
-    return rows[:, :: -(-rows.size(1) // MAX_ELEMENTS)]
+class _Read(NamedTuple):
+    """What is read of tensors of one shape and dtype.
+
+    Attributes:
+        offsets: The position of each run of elements in a contiguous tensor, in bytes.
+        run: The type of the memory of a run.
+    """
+
+    offsets: Sequence[int]
+    run: type[ctypes.Array[ctypes.c_char]]
+
+    @classmethod
+    def of(cls, shape: torch.Size, itemsize: int) -> _Read:
+        """Choose a few elements of a few rows, spread over rows and columns; all of a small tensor."""
+        size, row = shape.numel(), shape[1:].numel()
+        if size <= NUM_ROWS * RUN:
+            return cls([0], ctypes.c_char * (itemsize * size))
+        last_column = max(0, row - RUN)
+        starts = [
+            number * shape[0] // NUM_ROWS * row + number * last_column // (NUM_ROWS - 1) for number in range(NUM_ROWS)
+        ]
+        return cls([start * itemsize for start in starts], ctypes.c_char * (itemsize * RUN))
+
+    def checksum(self, tensor: torch.Tensor) -> int:
+        """Return the CRC-32 of what is read of a tensor on the CPU.
+
+        Tensors that differ there have equal checksums with a probability of 1 in 2³², and never if they differ in a
+        single place of up to 32 bits.
+        """
+        # A conjugated or negated tensor may be a flag on memory with other values.
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            # Read in place: kernels have displaced everything else from the caches, so what counts is how many places
+            # in code and memory are visited, and operations of torch visit many.
+            address, run, checksum = tensor.data_ptr(), self.run, 0
+            for offset in self.offsets:
+                checksum = crc32(run.from_address(address + offset), checksum)
+            return checksum
+        starts, length = [offset // tensor.itemsize for offset in self.offsets], ctypes.sizeof(self.run)
+        indices = [range(start, start + length // tensor.itemsize) for start in starts]
+        return crc32(_bytes(tensor.detach().take(torch.tensor(list(chain(*indices)), device="cpu", dtype=torch.int64))))
+
+
+# Most batches have the names, dtypes and shapes of earlier ones, and the types of `ctypes` take long to create.
+@lru_cache(maxsize=64)
+def _plan(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[str, list[_Read]]:
+    """Describe the tensors of a batch by their names, dtypes and shapes, and choose what is read of each."""
+    about = ", ".join(f"{name}: {str(dtype)[6:]} {tuple(shape)}" for name, dtype, shape in tensors)
+    if len(about) > MAX_DESCRIPTION:
+        about = f"{len(tensors)} tensors of shapes with the digest {_hexdigest(about.encode())}"
+    return about, [_Read.of(shape, dtype.itemsize) for _, dtype, shape in tensors]
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor on the CPU as bytes."""
-    # A conjugated or negated tensor may be a flag on memory with other values.
+    # As above.
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     tensor = tensor.contiguous()

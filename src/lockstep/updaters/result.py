@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -63,6 +63,9 @@ class SkippedUpdate:
     parameter: str
     loss: float
 
+
+NOT_SKIPPED: Final = Mean(0.0, 1)
+"""What most updates observe of ``"skipped"``."""
 
 ValueT = TypeVar("ValueT", bool, float, "str | None")
 
@@ -195,7 +198,8 @@ class UpdateResult:
             # In float64, in which weights of more than 2^24 tokens stay exact.
             counts = 0.0 if skipped is True else 1.0 - skipped.double()
             means = {name: Mean(mean.total, mean.weight * counts) for name, mean in means.items()}
-        return {"loss": means.pop("loss"), "skipped": Mean(_as_number(skipped), 1), **means}
+        flag = NOT_SKIPPED if skipped is False else Mean(_as_number(skipped), 1)
+        return {"loss": means.pop("loss"), "skipped": flag, **means}
 
     def _loss_weight(self) -> float:
         """Return what `_loss_sum` is divided by: a summed loss is not divided."""

@@ -175,7 +175,7 @@ def named_outputs(returned: Any) -> list[tuple[str, torch.Tensor]]:
     if nest.is_record(returned):
         parts = nest.record_parts(returned)
         return [pair for key, part in parts.items() for pair in nest.named_tensors(part, key)]
-    return list(nest.named_tensors(returned, "output"))
+    return nest.named_tensors(returned, "output")
 
 
 def _check_same_structure(results: Sequence[ShardForward]) -> None:

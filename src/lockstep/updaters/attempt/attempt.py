@@ -40,7 +40,7 @@ class GradientRequest:
     computation: int = 0
     deferred: bool = False
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
-    taken: Sequence[list[str]] = ()
+    taken: Sequence[str] = ()
     summed: bool = False
     buffers_of: Collection[str] | None = None
 

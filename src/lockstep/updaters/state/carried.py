@@ -68,7 +68,7 @@ class CarriedValues:
     """
 
     def __init__(self, carried: Carried, device: torch.device) -> None:
-        named = list(nest.named_tensors(carried.initial, "carried"))
+        named = nest.named_tensors(carried.initial, "carried")
         self.names = [name for name, _ in named]
         dims = dims_by_path(carried.dim, self.names, "dim")
         tensors = [tensor for _, tensor in named]

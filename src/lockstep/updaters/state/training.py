@@ -72,6 +72,9 @@ class TrainingState:
 
         Modules in evaluation mode below a root in training mode are frozen on purpose, and left alone.
         """
+        for network in self.models.values():
+            if network.training:
+                return
         if any(module.training for network in self.models.values() for module in network.modules()):
             return
         for network in self.models.values():

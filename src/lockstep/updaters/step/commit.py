@@ -76,10 +76,11 @@ class Committer:
             if gradient is not None and parameter._backward_hooks:
                 gradient = apply_tensor_hooks(parameter, gradient)  # noqa: PLW2901 - a hook may replace it
             target = self._gradient_target(parameter) if masters else parameter
-            # A half-precision parameter that belongs to no optimizer has no master weight, and gets its float32
-            # gradient converted.
             if gradient is not None:
-                gradient = gradient.to(target.dtype)  # noqa: PLW2901 - replaces it
+                # A half-precision parameter that belongs to no optimizer has no master weight, and gets its float32
+                # gradient converted.
+                if gradient.dtype is not target.dtype:
+                    gradient = gradient.to(target.dtype)  # noqa: PLW2901 - replaces it
                 if gradient.layout is torch.strided and gradient.stride() != target.stride():
                     # Gradients from other ranks or from a hook may have other strides than the weight, which fused
                     # kernels ignore.

@@ -129,11 +129,7 @@ class GradientEngine:
             ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
-        for network in self.training.models.values():
-            if network.training:
-                break
-        else:
-            self.training.ensure_training_mode()
+        self.training.ensure_training_mode()
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
             self._initialise(attempt, context)
