@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,6 +123,25 @@ def test_copies_ahead_change_no_bit(kind: str, copy_ahead: Any, copied: list[boo
     assert digest == expected
     assert found == copied
     assert not record.waits, record.waits_by_file()
+    assert not record.races, record.races
+
+
+def tripled(samples: Any, device: torch.device) -> Any:
+    inputs, target = ls.collate(samples, device)
+    return inputs * 3, target
+
+
+@on_emulated_devices
+@pytest.mark.parametrize(
+    ("converter", "copy_ahead", "copied"),
+    [(partial(ls.collate, padding=0), "auto", True), (tripled, "auto", False), (tripled, True, True)],
+)
+def test_a_converter_of_yours_is_called_early_if_you_say_so(converter: Any, copy_ahead: Any, *, copied: bool) -> None:
+    kind = "BatchIterator with workers"
+    expected, _ = train(updater_of(batches_of(kind), ONE_CPU, converter=converter), 3)
+    with recorded() as found:
+        digest, record = train(updater_of(batches_of(kind), converter=converter, copy_ahead=copy_ahead), 3)
+    assert (digest, found) == (expected, [False, copied, copied])
     assert not record.races, record.races
 
 

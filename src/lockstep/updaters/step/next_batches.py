@@ -6,12 +6,13 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
 from lockstep import nest
-from lockstep.data import Iterator
+from lockstep.data import Iterator, Samples, collate
 from lockstep.errors import RandomStreamWarning
 from lockstep.plan import Shard
 from lockstep.replicas import CopyStreams, ReplicaSet
@@ -21,7 +22,7 @@ from lockstep.updaters.compute import RankShare
 from lockstep.updaters.setup import Recipe, batch_size, shard_tensors
 
 CopyAhead: TypeAlias = "bool | Literal['auto']"
-"""Whether batches are copied one update ahead; "auto" for those that worker processes load in advance anyway."""
+"""Whether batches are copied one update ahead; "auto" where that can change no result."""
 
 DeviceShards: TypeAlias = "list[list[tuple[Shard, Any]]]"
 """The shards of each device, each with its tensors."""
@@ -67,7 +68,8 @@ class NextBatches:
         replicas: The replicas, which know the devices.
         recipe: The recipe, with the converter.
         share: Returns the shards of batches of these sizes that this process computes.
-        always: Whether to read the next batches even if no worker process has loaded them in advance.
+        always: Whether batches and converter depend on nothing that happens between two updates. Otherwise only batches
+            that worker processes load in advance are copied, and samples only if they are converted by `collate`.
     """
 
     def __init__(
@@ -84,6 +86,9 @@ class NextBatches:
         self._recipe = recipe
         self._share = share
         self._always = always
+        converter = recipe.converter
+        # Converters that you write may depend on what happens between two updates.
+        self._converts_early = always or (converter.func if isinstance(converter, partial) else converter) is collate
         self._streams = CopyStreams(replicas.accelerators)
         self._copied: CopiedBatches | None = None
         self._has_ended = False
@@ -119,16 +124,11 @@ class NextBatches:
     def _copy(self, skip: int) -> None:
         """Read the next batches and convert them, unless their tensors are there already."""
         guard = DefaultGeneratorGuard()
-        batches: list[Any] = []
-        for ahead in range(skip, skip + self._recipe.accumulate):
-            batch = self._iterator.peek_early(ahead, always=self._always)
-            if batch is None:
-                return
-            batches.append(batch)
+        batches = self._read(skip)
         if guard.moved():
-            self._end(
-                "Reading", "Of numbers that you draw between updates, the next ones are others than they would be"
-            )
+            self._end("Reading", "The next numbers that you draw yourself differ from those")
+            return
+        if len(batches) < self._recipe.accumulate:
             return
         try:
             share = self._share([batch_size(batch, self._recipe.batch_dim) for batch in batches])
@@ -140,7 +140,17 @@ class NextBatches:
         if guard.moved():
             guard.restore()
             self._copied = None
-            self._end("Converting", "The results are the same as")
+            self._end("Converting", "The results are those")
+
+    def _read(self, skip: int) -> list[Any]:
+        """Return the next batches up to the first that must not be read or converted early."""
+        batches: list[Any] = []
+        for ahead in range(skip, skip + self._recipe.accumulate):
+            batch = self._iterator.peek_early(ahead, always=self._always)
+            if batch is None or (type(batch) is Samples and not self._converts_early):
+                break
+            batches.append(batch)
+        return batches
 
     def forget(self) -> None:
         """Free the tensors that have been copied."""
