@@ -204,7 +204,7 @@ def _digest_of(kernel: Callable[[torch.Tensor], torch.Tensor], device: torch.dev
 
 @contextmanager
 def _deterministic_cudnn() -> Iterator[None]:
-    """Let cuDNN choose the same deterministic algorithms every time."""
+    """Restrict cuDNN to deterministic algorithms, of which it chooses the same ones every time."""
     # Not by `cudnn.flags`, which reads the format of float32 and raises if that was set in more than one way.
     cudnn: Any = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic

@@ -31,7 +31,7 @@ class CopyStreams:
         return self._streams.get(device, NULL_CONTEXT)
 
     def hand_over(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the current stream of a device use tensors that were prepared on its copy stream.
+        """Allow the current stream of a device to use tensors that were prepared on its copy stream.
 
         Args:
             device: The device.
