@@ -2,7 +2,7 @@
 
 from lockstep.data.batch_fingerprint import Fingerprint as Fingerprint, fingerprint as fingerprint
 from lockstep.data.batch_iterator import BatchIterator as BatchIterator, OrderSampler as OrderSampler
-from lockstep.data.collate import collate as collate, move as move
+from lockstep.data.collate import collate as collate
 from lockstep.data.iterable_batches import IterableBatches as IterableBatches, as_iterator as as_iterator
 from lockstep.data.iterator import Iterator as Iterator
 from lockstep.data.samples import MapDataset as MapDataset, Samples as Samples

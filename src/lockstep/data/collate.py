@@ -11,6 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data.samples import Samples
 from lockstep.nest import rebuild
+from lockstep.precision import copy_to_device
 
 Device: TypeAlias = "torch.device | str | int | None"
 
@@ -107,27 +108,12 @@ def _copy_rows(tensor: torch.Tensor, indices: Sequence[int], device: Device) -> 
         # Converting the buffer of an array to a tensor takes a third of the time of converting a tuple.
         positions = torch.frombuffer(array("q", indices), dtype=torch.int64)
         rows = tensor.index_select(0, positions.to(tensor.device))
-    return rows if device == rows.device else move(rows, device)
+    return rows if device == rows.device else _to_device(rows, device)
 
 
-def move(tensor: torch.Tensor, device: Device) -> torch.Tensor:
-    """Move a tensor to a device, to an accelerator by way of pinned memory and without waiting for it.
-
-    Args:
-        tensor: The tensor. If it is in pinned memory, it must not be written to before the device has read it.
-        device: The device; None for the device of the tensor.
-    """
-    if device is None or (target := torch.device(device)) == tensor.device:
-        return tensor
-    if target.type in {"cpu", "meta"}:
-        # Never asynchronously to the CPU: the host would read memory before the data has arrived.
-        return tensor.to(target)
-    # A copy from pageable memory would wait for all work of the stream, once per field and shard. The allocator of
-    # pinned memory keeps what a copy reads until the device has read it.
-    if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_pinned():
-        # Not by `pin_memory`, which refuses tensors whose elements share memory.
-        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-    return tensor.to(target, non_blocking=True)
+def _to_device(tensor: torch.Tensor, device: Device) -> torch.Tensor:
+    """Copy a tensor to a device, or return it where it is."""
+    return tensor if device is None else copy_to_device(tensor, torch.device(device))
 
 
 def _collate_field(values: Sequence[Any], path: str, device: Device, padding: Any) -> Any:
@@ -138,7 +124,7 @@ def _collate_field(values: Sequence[Any], path: str, device: Device, padding: An
     elif isinstance(first, tuple) or _has_fields(first):
         keys = list(range(len(first)))
     else:
-        return move(_stack(values, path, padding), device)
+        return _to_device(_stack(values, path, padding), device)
     for number, value in enumerate(values):
         _check_structure(value, first, number, path)
     paddings = _padding_per_field(padding, first, keys, path)
