@@ -73,6 +73,7 @@ PUBLIC = [
     "supervised",
     "token_mean",
     "triggers",
+    "use_deterministic_kernels",
 ]
 """To take a name away breaks those who use it; to add one is a promise. Both are decided here."""
 

@@ -63,6 +63,7 @@ from lockstep.replicas import (
     Monitor as Monitor,
     OnDevice as OnDevice,
     ReplicaGroup as ReplicaGroup,
+    use_deterministic_kernels as use_deterministic_kernels,
 )
 from lockstep.streams import seed_everything as seed_everything
 from lockstep.trainer import (

@@ -11,10 +11,11 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.attention
 
 from lockstep import DisagreementError, LocalCommunicator
 from lockstep.communicators.comparison import StateComparer, check_fields
-from lockstep.communicators.kernel_class import kernel_class, self_test
+from lockstep.communicators.kernel_class import _describe_cuda_settings, _digest_of, kernel_class, self_test
 from tests.support import zygote
 
 CPU = torch.device("cpu")
@@ -201,3 +202,45 @@ def test_a_state_that_was_replaced_is_looked_at_after_forgetting() -> None:
     tensors["a"] = torch.ones(4)
     watch.forget()
     assert watch.digest_at(0) != before
+
+
+def test_kernels_are_tried_with_algorithms_that_cudnn_chooses_every_time() -> None:
+    """cuDNN may choose by the clock, or use atomic additions: equal ranks would differ in the self-test."""
+    seen: list[tuple[bool, bool]] = []
+
+    def kernel(numbers: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic))
+        return numbers * 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.cudnn, "benchmark", True)
+        _digest_of(kernel, CPU)
+        assert seen == [(False, True)]
+        assert (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic) == (True, False)
+
+
+CUDA_SETTINGS = [
+    (torch.backends.cudnn, "benchmark", True),
+    (torch.backends.cudnn, "deterministic", True),
+    (torch.backends.cudnn, "enabled", False),
+    (torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+    (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    (torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "value"), CUDA_SETTINGS, ids=lambda each: str(each)[:50])
+def test_each_setting_that_chooses_kernels_of_cuda_is_described(owner: object, name: str, value: object) -> None:
+    before = _describe_cuda_settings()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        assert _describe_cuda_settings() != before
+    assert _describe_cuda_settings() == before
+
+
+def test_attention_kernels_and_libraries_of_cuda_are_described() -> None:
+    before = _describe_cuda_settings()
+    assert before["attention kernels"] == "flash, memory-efficient, formula, cuDNN"
+    assert before["matrix products"] == "_BlasBackend.Cublas, _LinalgBackend.Default"
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert _describe_cuda_settings()["attention kernels"] == "formula"

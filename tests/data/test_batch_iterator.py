@@ -391,3 +391,14 @@ def test_a_dropping_iterator_needs_a_whole_batch_after_a_saved_place() -> None:
     assert steps(batches, 2) == [([2, 3, 4], 1, 0, 1.0, 0.4, True), ([0, 1, 2], 2, 0, 2.0, 1.0, True)]
     with pytest.raises(StateError, match=r"`position` must lie in 0\.\.2"):
         batches.load_state_dict(state | {"position": 3})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_read_early_if_workers_load_them_in_advance(num_workers: int) -> None:
+    batches = BatchIterator(list(range(5)), 2, repeat=False, num_workers=num_workers)
+    early = [batches.peek_early(ahead) for ahead in range(4)]
+    assert [each is not None for each in early] == [num_workers == 1] * 3 + [False]
+    for ahead in range(3):
+        assert batches.peek_early(ahead, always=True) is batches.peek(ahead)
+    assert batches.state_dict()["position"] == 0
+    batches.finalize()

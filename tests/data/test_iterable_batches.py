@@ -456,3 +456,62 @@ def test_an_evaluator_takes_them_too() -> None:
     assert len(found) == 1
     with pytest.raises(ValueError, match="`iterator` must end after one pass"):
         Evaluator(IterableBatches(DataLoader(data, 3)), loss_fn=loss_fn)
+
+
+# Batches that are read before their update -----------------------------------------------------------------
+
+
+def test_nothing_is_read_early_that_no_worker_loads_in_advance() -> None:
+    read: list[int] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        for number in range(4):
+            read.append(number)
+            yield torch.full((1,), number)
+
+    source = IterableBatches(batches)
+    source.peek()
+    assert source.peek_early(1) is None
+    assert read == [0, 1]  # the second one tells whether the first was the last
+    assert source.peek_early(1, always=True) == 1
+    assert source.peek(1) == 1
+    assert source.peek_early(0) == 0
+    assert source.state_dict()["position"] == 0
+
+
+def test_an_epoch_of_an_iterable_starts_when_its_first_batch_is_used() -> None:
+    started: list[int] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        started.append(len(started))
+        yield from (torch.zeros(1), torch.ones(1))
+
+    source = IterableBatches(batches)
+    source.peek(1)
+    assert source.peek_early(2, always=True) is None
+    source.advance(2)
+    assert source.peek_early(0, always=True) is None
+    assert started == [0]
+    source.peek()
+    assert started == [0, 1]
+
+
+def test_an_error_of_reading_early_is_raised_once_where_the_batch_is_used() -> None:
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.zeros(1)
+        yield torch.zeros(1)
+        raise ValueError("no third batch")
+
+    source = IterableBatches(batches())
+    source.peek()
+    assert source.peek_early(1, always=True) is None
+    assert source.peek() == 0
+    with pytest.raises(ValueError, match="no third batch"):
+        source.peek(1)
+    with pytest.raises(ls.OrderError, match="cannot be restarted"):
+        source.peek(1)
+
+
+def test_a_list_of_samples_is_the_same_object_every_time() -> None:
+    source = IterableBatches([[1, 2], [3]], batches_of="samples")
+    assert source.peek() is source.peek()

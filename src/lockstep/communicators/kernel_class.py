@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,6 +70,7 @@ def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] |
     }
     kinds = sorted({device.type for device in devices})
     gpus = [_describe_gpu(device) for device in devices if device.type == "cuda"]
+    settings = _describe_cuda_settings() if gpus else {}
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "vector width": torch.backends.cpu.get_cpu_capability(),
@@ -79,6 +81,7 @@ def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] |
         "kinds of devices": ", ".join(kinds),
         **_describe_settings(),
         "GPUs": ", ".join(sorted(set(gpus))),
+        **settings,
         **chosen,
     }
 
@@ -145,23 +148,33 @@ def _describe_caches() -> str:
 
 def _describe_gpu(device: torch.device) -> str:
     properties = torch.cuda.get_device_properties(device)
-    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]  # torch's gap
+    return f"{properties.name} {properties.major}.{properties.minor}"
+
+
+def _describe_cuda_settings() -> Fields:
+    """Return the libraries of CUDA and the settings by which they choose kernels."""
     cuda: Any = torch.backends.cuda
-    reduced = (
-        cuda.matmul.allow_fp16_reduced_precision_reduction,
-        cuda.matmul.allow_bf16_reduced_precision_reduction,
-    )
-    attention = (
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-    )
-    return (
-        f"{properties.name} {properties.major}.{properties.minor}, CUDA {torch.version.cuda}, "
-        f"cuDNN {cudnn}, benchmark {torch.backends.cudnn.benchmark}, "
-        f"deterministic {torch.backends.cudnn.deterministic}, reduced-precision sums {reduced}, attention {attention}"
-    )
+    cudnn: Any = torch.backends.cudnn
+    sums = {
+        "float16 in reduced precision": cuda.matmul.allow_fp16_reduced_precision_reduction,
+        "bfloat16 in reduced precision": cuda.matmul.allow_bf16_reduced_precision_reduction,
+        "float16 accumulated in float16": cuda.matmul.allow_fp16_accumulation,
+        "half precision in the attention formula": cuda.fp16_bf16_reduction_math_sdp_allowed(),
+    }
+    attention = {
+        "flash": cuda.flash_sdp_enabled(),
+        "memory-efficient": cuda.mem_efficient_sdp_enabled(),
+        "formula": cuda.math_sdp_enabled(),
+        "cuDNN": cuda.cudnn_sdp_enabled(),
+    }
+    return {
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(cudnn.version()),
+        "cuDNN settings": f"enabled {cudnn.enabled}, benchmark {cudnn.benchmark}, deterministic {cudnn.deterministic}",
+        "matrix products": f"{cuda.preferred_blas_library()}, {cuda.preferred_linalg_library()}",
+        "sums in matrix products": ", ".join(name for name, is_allowed in sums.items() if is_allowed),
+        "attention kernels": ", ".join(name for name, is_enabled in attention.items() if is_enabled),
+    }
 
 
 def self_test(device: torch.device) -> Fields:
@@ -180,12 +193,26 @@ def self_test(device: torch.device) -> Fields:
 
 def _digest_of(kernel: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> str:
     numbers = _test_input(device).requires_grad_()
-    # The caller may have disabled gradients.
-    with torch.enable_grad():
+    # The caller may have disabled gradients. cuDNN may otherwise choose other algorithms for a convolution each time,
+    # and equal ranks would seem to differ.
+    with torch.enable_grad(), _deterministic_cudnn():
         output = kernel(numbers)
         # The gradient of a plain sum would be ones, from which a wrong kernel may compute the right result.
         (output * output).sum().backward()  # type: ignore[no-untyped-call]  # torch's gap
     return digest([output.detach(), numbers.grad])[:32]
+
+
+@contextmanager
+def _deterministic_cudnn() -> Iterator[None]:
+    """Restrict cuDNN to deterministic algorithms, of which it chooses the same ones every time."""
+    # Not by `cudnn.flags`, which reads the format of float32 and raises if that was set in more than one way.
+    cudnn: Any = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
 
 
 def _test_input(device: torch.device) -> torch.Tensor:

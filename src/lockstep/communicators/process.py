@@ -196,6 +196,8 @@ class ProcessCommunicator(Communicator):
     def _scratch_buffers_on(self, device: torch.device) -> list[ScratchBuffer]:
         """Return the scratch buffers on a device, which are kept from sum to sum."""
         if device not in self._scratch_buffers:
+            # All ranks are here, which need not be so in the exchanges of the sum.
+            self._channel.connect(device)
             self._scratch_buffers[device] = [ScratchBuffer(device) for _ in range(NUM_SCRATCH_BUFFERS)]
         return self._scratch_buffers[device]
 

@@ -146,6 +146,15 @@ class BatchIterator(TrackingIterator):
                 raise
         return self._ahead[ahead]
 
+    def peek_early(self, ahead: int = 0, *, always: bool = False) -> Samples | None:
+        """Return a later batch if worker processes load it in advance anyway, or if ``always``; see `Iterator`."""
+        if not (always or self.num_workers):
+            return None
+        try:
+            return self.peek(ahead)
+        except Exception:  # noqa: BLE001 - `peek` raises it again when the batch is used, and the end of the data
+            return None
+
     def advance(self, num_batches: int = 1) -> None:
         """Advance past the next batches.
 

@@ -11,6 +11,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from lockstep.data.samples import Samples
 from lockstep.nest import rebuild
+from lockstep.precision import copy_to_device
 
 Device: TypeAlias = "torch.device | str | int | None"
 
@@ -111,16 +112,8 @@ def _copy_rows(tensor: torch.Tensor, indices: Sequence[int], device: Device) -> 
 
 
 def _to_device(tensor: torch.Tensor, device: Device) -> torch.Tensor:
-    """Move a tensor to the device, asynchronously to an accelerator."""
-    if device is None or (target := torch.device(device)) == tensor.device:
-        return tensor
-    if target.type in {"cpu", "meta"}:
-        # Never asynchronously to the CPU: the host would read memory before the data has arrived.
-        return tensor.to(target)
-    # A copy from pageable memory would wait for all work of the device, once per field and shard. The allocator of
-    # pinned memory keeps what a copy reads until the device has read it.
-    is_pageable = tensor.device.type == "cpu" and not tensor.is_pinned()
-    return (tensor.pin_memory() if is_pageable else tensor).to(target, non_blocking=True)
+    """Copy a tensor to a device, or return it where it is."""
+    return tensor if device is None else copy_to_device(tensor, torch.device(device))
 
 
 def _collate_field(values: Sequence[Any], path: str, device: Device, padding: Any) -> Any:

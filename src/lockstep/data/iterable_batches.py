@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, final, get_args
 
 import torch
+from torch.utils.data import DataLoader
 
 from lockstep.data.iterator import Iterator, TrackingIterator
 from lockstep.data.samples import Samples
@@ -73,6 +74,8 @@ class IterableBatches(TrackingIterator):
         # The batches that were requested but not passed yet, each with the cursor after it.
         self._ahead: deque[tuple[Any, SourceCursor]] = deque()
         self._cursor = SourceCursor()
+        self._early_error: Exception | None = None
+        self._has_workers = isinstance(source, DataLoader) and source.num_workers > 0
 
     def peek(self, ahead: int = 0) -> Any:
         """Return the batch that comes after ``ahead`` others, without advancing.
@@ -90,13 +93,39 @@ class IterableBatches(TrackingIterator):
         if ahead < 0:
             raise ValueError(f"`ahead` must be at least 0, got {ahead}.")
         while len(self._ahead) <= ahead:
-            start = self._ahead[-1][1] if self._ahead else self._cursor
             # Before reading, which would start another epoch.
-            if start.epoch > 0 and not self.repeat:
+            if self._end.epoch > 0 and not self.repeat:
                 raise StopIteration
+            error, self._early_error = self._early_error, None
+            if error is not None:
+                raise error
             self._ahead.append(self._source.pull())
-        batch, _ = self._ahead[ahead]
-        return _samples(batch) if self.batches_of == "samples" else batch
+        batch, cursor = self._ahead[ahead]
+        if self.batches_of == "samples":
+            batch = _samples(batch)
+            # The same object at every call.
+            self._ahead[ahead] = batch, cursor
+        return batch
+
+    @property
+    def _end(self) -> SourceCursor:
+        """The cursor after the batches that have been read."""
+        return self._ahead[-1][1] if self._ahead else self._cursor
+
+    def peek_early(self, ahead: int = 0, *, always: bool = False) -> Any | None:
+        """Return a later batch if a DataLoader's workers load it in advance anyway, or if ``always``; see `Iterator`.
+
+        No epoch starts early, because its start may draw random numbers, and you may change the source before it.
+        """
+        if len(self._ahead) == ahead and (self._end.position == 0 or not (always or self._has_workers)):
+            return None
+        try:
+            return self.peek(ahead) if len(self._ahead) >= ahead else None
+        except Exception as error:  # noqa: BLE001 - raised by `peek` when the batch is used
+            if len(self._ahead) == ahead:
+                # The source may not raise it again: a generator would have ended, and a loader starts anew.
+                self._early_error = error
+            return None
 
     def advance(self, num_batches: int = 1) -> None:
         """Advance past the next batches.
@@ -197,6 +226,7 @@ class IterableBatches(TrackingIterator):
         # The batches read in advance from such a source could not be read again.
         stays = self._source.one_shot and self._source.started and cursor.state is None
         if not stays:
+            self._early_error = None
             self._ahead.clear()
             self._source.go_to(cursor)
         self._cursor = cursor

@@ -37,6 +37,21 @@ class Iterator(ABC):
             StopIteration: If there are not that many batches left.
         """
 
+    def peek_early(self, ahead: int = 0, *, always: bool = False) -> Any | None:  # noqa: ARG002 - for those that override it
+        """Return a later batch before the update that uses it begins, if that changes no result.
+
+        An updater copies this batch to accelerators while they compute another one. Errors are not raised here, but by
+        `peek` when the batch is used. Returns None by default, so that the iterators you write are not read early.
+
+        Args:
+            ahead: The number of batches to skip, at least 0.
+            always: Whether the batches depend on nothing that happens between two updates, so that any can be read.
+
+        Returns:
+            The object that `peek` will return; None if the batch must not be read early, or there is none.
+        """
+        return None
+
     @abstractmethod
     def advance(self, num_batches: int = 1) -> None:
         """Advance past the next batches.

@@ -2,6 +2,7 @@
 
 from lockstep.precision.backward import initial_gradient as initial_gradient, multiply_ as multiply_
 from lockstep.precision.finite import (
+    copy_to_device as copy_to_device,
     divide_ as divide_,
     first_flagged as first_flagged,
     first_nonfinite as first_nonfinite,

@@ -221,6 +221,26 @@ def to_device(number: Tensor, device: torch.device) -> Tensor:
     return number if number.device == device else number.to(device, non_blocking=device.type != "cpu")
 
 
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy data to a device if it is elsewhere, from the host by way of pinned memory and without waiting for it.
+
+    Args:
+        tensor: The tensor. If it is in pinned memory, it must not be written to before the device has read it.
+        device: The device of the result.
+    """
+    if tensor.device == device:
+        return tensor
+    # Never asynchronously to the CPU: the host would read memory before the data has arrived.
+    if device.type in {"cpu", "meta"}:
+        return tensor.to(device)
+    # A copy from pageable memory would wait for all work of the stream, once per field and shard. The allocator of
+    # pinned memory keeps what a copy reads until the device has read it.
+    if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_pinned():
+        # Not by `pin_memory`, which refuses tensors whose elements share memory.
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
 def _check_and_multiply_(groups: TensorGroups, inverse: float, device: torch.device) -> Tensor:
     """Multiply by the inverse of a factor and check, by one kernel of torch per group, and merge the flags."""
     flags = []

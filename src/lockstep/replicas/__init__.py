@@ -38,6 +38,7 @@ from lockstep.replicas.passes import (
 from lockstep.replicas.pool import (
     SINGLE_THREAD as SINGLE_THREAD,
     ComputeMode as ComputeMode,
+    CopyStreams as CopyStreams,
     DeferredSigint as DeferredSigint,
     Devices as Devices,
     OneIntraOpThread as OneIntraOpThread,
@@ -45,4 +46,5 @@ from lockstep.replicas.pool import (
     ThreadSettings as ThreadSettings,
     Timeout as Timeout,
     fork_error as fork_error,
+    use_deterministic_kernels as use_deterministic_kernels,
 )

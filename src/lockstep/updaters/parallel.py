@@ -21,7 +21,7 @@ from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
 from lockstep.updaters.setup import MAIN, Converter, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
-from lockstep.updaters.step import CustomStep, Schedulers, any_asks_for_closure, assemble, check_run_options
+from lockstep.updaters.step import CopyAhead, CustomStep, Schedulers, any_asks_for_closure, assemble, check_run_options
 from lockstep.updaters.updater import Updater
 
 
@@ -42,8 +42,7 @@ class ParallelUpdater(Updater):
             takes, or several by name. The one named "main" provides the first batch of an update and counts the epochs.
         optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name that share no
             parameter. Without a step function every update steps all of them by the gradient of one loss.
-        model: The model, which is moved to the first device and never run itself: replicas share its memory. Several
-            networks are given by name.
+        model: The model, moved to the first device and never run itself: replicas share its memory; or several by name.
         models: Another name for `model`, for several networks.
         devices: ``"auto"`` for this rank's share of the machine's GPUs, or else of its cores; a number of devices per
             rank; or a list of device names, which may repeat.
@@ -62,14 +61,13 @@ class ParallelUpdater(Updater):
         seed: The seed of the random streams, which are keyed by (seed, update, shard).
         accumulate: The number of batches of one update, at least 1; fewer where the iterator ends.
         split: ``"contiguous"`` shards, or ``"strided"``, where shard i of n has the samples i, i + n, i + 2n …
-        clip_grad_norm: The largest norm, above 0, of all gradients of an optimizer, or one by its name. The gradient
-            that is stepped by is scaled down to it, as by `torch.nn.utils.clip_grad_norm_`, before hooks of the step.
+        clip_grad_norm: The largest norm, above 0, of all gradients of an optimizer, or one by its name, to which they
+            are scaled down before hooks of the step, as by `torch.nn.utils.clip_grad_norm_`.
         reduction: ``"mean"`` over all shards by weight, or Chainer's ``"sum"`` of the gradients of shards' mean losses.
         precision: ``"fp32"``; ``"bf16"`` or ``"fp16"`` for autocast in that format; ``"bf16-true"`` or ``"fp16-true"``
-            for a model that is held in it, where gradients are summed in float32 and optimizers step float32 master
-            weights, see `master_weights`. Data stays in its own format.
-        loss_scale: A number or a `LossScale`, shared by all optimizers. With None it begins as that of the optimizers
-            (see `loss_scaling`), which the updater copies and then adjusts independently, or else as 1.
+            for a model held in it, with gradients summed in float32 and float32 `master_weights`. Data stays as it is.
+        loss_scale: A number or a `LossScale`, shared by all optimizers. None begins with a copy of that of the
+            optimizers (see `loss_scaling`), or else with 1.
         on_overflow: After a gradient that is not finite, at a lower loss scale: ``"retry"`` the batch with the same
             random streams, use the ``"next"`` one, or ``"skip"`` it. A loss may be non-finite: see `find_nonfinite`.
         max_tries: The largest number of attempts per update, at least 1.
@@ -80,22 +78,23 @@ class ParallelUpdater(Updater):
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
         epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
-        flat_gradients: Whether the gradients lie end to end in one tensor, `flat_gradients`, of which every
-            ``parameter.grad`` is a view. This costs a copy, and is for one optimizer whose parameters have one dtype.
-        timeout: The number of seconds, above 0, after which a device, the first one included, counts as hung.
-            ``"auto"`` is half an hour for all but the first, and None waits without end.
+        flat_gradients: Whether every ``parameter.grad`` is a view of one tensor, the attribute `flat_gradients`. It
+            costs a copy, and is for one optimizer whose parameters have one dtype.
+        timeout: Seconds, above 0, after which a device counts as hung; None for never. ``"auto"`` is half an hour for
+            all but the first device.
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
         check_every: The number of updates, at least 1, within which processes compare all bits of their states.
-        differing_models: Whether models that differ at the start take the values of rank 0 (``"broadcast"``) or end
-            the run (``"refuse"``).
+        differing_models: Whether models that differ at the start are those of rank 0 (``"broadcast"``) or an error.
+        copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
+            batches of worker processes; True if batches depend on nothing that happens between two updates.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, or if arguments do not belong together.
 
     Determinism: weights, buffers and optimizer state depend on the model, the data, `num_shards`, `seed`, the other
-    arguments except `devices`, `workloads` and `timeout`, the torch build and the processor's type. With
-    ``num_shards=None`` they also depend on the number of devices and their workloads.
+    arguments except `devices`, `workloads`, `timeout` and `copy_ahead`, the torch build and the processor's type.
+    With ``num_shards=None`` they also depend on the number of devices and their workloads.
 
     References: Chainer 7.8.1, ``ParallelUpdater``, for the interface; not for the arithmetic.
     """
@@ -135,6 +134,7 @@ class ParallelUpdater(Updater):
         communicator: Communicator | None = None,
         check_every: int = 100,
         differing_models: OnMismatch = "broadcast",
+        copy_ahead: CopyAhead = "auto",
     ) -> None:
         recipe = recipes.Recipe(
             num_shards=num_shards,
@@ -156,7 +156,7 @@ class ParallelUpdater(Updater):
             batch_dim=batch_dim,
             clip_grad_norm=clip_grad_norm,
         )
-        check_run_options(communicator, check_every, differing_models)
+        check_run_options(communicator, check_every, differing_models, copy_ahead)
         overridden = type(self).update_core is not ParallelUpdater.update_core
         self._has_custom_step = step_fn is not None or overridden or any_asks_for_closure(optimizer)
         joined = find_communicator() if communicator is None else communicator
@@ -177,6 +177,7 @@ class ParallelUpdater(Updater):
             differing_models=differing_models,
             custom_step=self._has_custom_step,
             carried=carried,
+            copy_ahead=copy_ahead,
         )
         self._training, self._engine = parts.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
@@ -297,7 +298,7 @@ class ParallelUpdater(Updater):
             raise OrderError("`find_nonfinite` must be called on an updater without a step function.")
         self._parts.coordinator.start_update()
         with UpdateContext(self._training.replicas) as context, self._parts.coordinator.reporting_errors():
-            return self._engine.find_nonfinite(self._default_request, context)
+            return self._parts.retry.find_nonfinite(self._default_request, context)
 
     @property
     def iteration(self) -> int:
@@ -332,7 +333,7 @@ class ParallelUpdater(Updater):
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices of this process's replicas, one entry per replica; with ``"auto"``, those that were found."""
+        """The device of each replica of this process; with ``"auto"``, those that were found."""
         return tuple(self._training.replicas.devices)
 
     def master_weights(self, model: str = MAIN) -> dict[str, torch.Tensor]:
@@ -356,9 +357,8 @@ class ParallelUpdater(Updater):
 
         It reads nothing with ``on_overflow="skip"`` in one process, if the optimizers can skip a step by a flag on the
         device, as PyTorch's with ``fused=True`` can (except for the first step of SGD with momentum), if no scheduler
-        counts applied updates, if hooks of steps only change gradients, and if weights of losses are no tensors. The
-        device then decides whether an update is applied, and you wait for it where you read the result, `last_skipped`,
-        `applied_updates`, `loss_scale` or `state_dict`. So it is for step functions that read none of these.
+        counts applied updates, if hooks of steps only change gradients, and if weights of losses are no tensors. You
+        then wait where you read the result, `last_skipped`, `applied_updates`, `loss_scale` or `state_dict`.
         """
         return self._parts.deferral.reason(tuple(self._training.optimizers))
 

@@ -130,6 +130,19 @@ class Channel:
         """Return a tensor that collectives of the group can read: the tensor, or a copy in host memory."""
         return tensor if tensor.device.type in self._reached else tensor.cpu()
 
+    def connect(self, device: torch.device) -> None:
+        """Open the connections between devices of all ranks, by a collective call; every rank must make this call.
+
+        NCCL opens them in the first call that uses a device, which all ranks must then be part of. In an exchange
+        between pairs of ranks some may have nothing to send.
+
+        Raises:
+            PeerError: If a rank has failed, or has not answered in time.
+        """
+        if device.type in self._reached - {"cpu"}:
+            work = dist.all_reduce(torch.zeros(1, device=device), group=self.group, async_op=True)
+            self.wait([(work, None)])
+
     def post(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], tag: int) -> PostedWork:
         """Start to send and to receive. The tensors must not be used until `wait` has returned.
 

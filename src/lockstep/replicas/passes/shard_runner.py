@@ -20,7 +20,7 @@ from lockstep.errors import ReplicaError
 from lockstep.plan import Shard
 from lockstep.replicas.buffers import ReplicaBuffers
 from lockstep.replicas.passes.shard_streams import ShardStreams
-from lockstep.replicas.pool import ReplicaSet, samples_text
+from lockstep.replicas.pool import ReplicaSet, cure_of, samples_text
 from lockstep.tree import Tensors
 
 
@@ -156,7 +156,7 @@ class ShardRunner:
         batch = f" of batch {shard.batch}" if self.names_batches else ""
         what = f"The {phase} of shard {shard.index} ({samples_text(shard)}{batch})"
         return ReplicaError(
-            f"{what} raised {type(error).__name__} on {where}: {error}",
+            f"{what} raised {type(error).__name__} on {where}: {error}{cure_of(error)}",
             device=str(self.device),
             shard=shard.index,
         )

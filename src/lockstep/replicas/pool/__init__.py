@@ -5,6 +5,11 @@ from lockstep.replicas.pool.copies import (
     REQUIRES_GRAD as REQUIRES_GRAD,
     copy_model as copy_model,
 )
+from lockstep.replicas.pool.copy_streams import CopyStreams as CopyStreams
+from lockstep.replicas.pool.deterministic import (
+    cure_of as cure_of,
+    use_deterministic_kernels as use_deterministic_kernels,
+)
 from lockstep.replicas.pool.devices import (
     NO_MODULE as NO_MODULE,
     NULL_CONTEXT as NULL_CONTEXT,

@@ -18,6 +18,7 @@ from torch import nn
 from lockstep import plan
 from lockstep.errors import OrderError
 from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model
+from lockstep.replicas.pool.deterministic import warn_of_kernels
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
 from lockstep.replicas.pool.parameter_copier import ParameterCopier
 from lockstep.replicas.pool.progress import DeviceProgress
@@ -87,6 +88,8 @@ class ReplicaSet:
         self.device_types = sorted({device.type for device in self.devices})
         self.accelerators = [device for device in dict.fromkeys(self.devices) if device.type != "cpu"]
         """The devices other than CPUs, each one once."""
+        if "cuda" in self.device_types:
+            warn_of_kernels(os.environ)
         if len(self.device_types) > 1:
             warnings.warn(
                 f"`devices` are of several types ({', '.join(self.device_types)}), whose kernels round differently, so "

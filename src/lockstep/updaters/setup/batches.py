@@ -11,7 +11,7 @@ from lockstep import nest
 from lockstep.data import Samples
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
-from lockstep.precision import to_device
+from lockstep.precision import copy_to_device
 from lockstep.replicas import BatchDim, count_samples, dims_by_path, named_inputs, positive_dim
 
 CUTTING: Final = (
@@ -67,8 +67,7 @@ def shard_tensors(batch: Any, shard: Shard, device: torch.device, converter: Con
         mine = tensor if len(part) == tensor.size(0) else tensor[part.start : part.stop : part.step]
         # Kernels may round differently for strided tensors, and the bits must not depend on how shards are cut.
         mine = mine if part.step == 1 else mine.contiguous()
-        # Transfers to the CPU wait here, because the host would otherwise read data that has not arrived yet.
-        return to_device(mine, device)
+        return copy_to_device(mine, device)
 
     if batch_dim == 0:
         return nest.map_tensors(rows, batch)
@@ -77,10 +76,12 @@ def shard_tensors(batch: Any, shard: Shard, device: torch.device, converter: Con
     def along(tensor: torch.Tensor) -> torch.Tensor:
         dim = next(dims)
         if dim is None:
-            return to_device(tensor, device)
+            return copy_to_device(tensor, device)
         # Contiguous, so that a shard has the strides of a tensor of its size, as one that is cut along the first
         # dimension has.
-        return to_device(tensor[(slice(None),) * dim + (slice(part.start, part.stop, part.step),)].contiguous(), device)
+        return copy_to_device(
+            tensor[(slice(None),) * dim + (slice(part.start, part.stop, part.step),)].contiguous(), device
+        )
 
     return nest.map_tensors(along, batch)
 

@@ -7,3 +7,4 @@ from lockstep.updaters.step.checks import (
 )
 from lockstep.updaters.step.custom_step import CustomStep as CustomStep
 from lockstep.updaters.step.forward import ForwardEngine as ForwardEngine
+from lockstep.updaters.step.next_batches import CopyAhead as CopyAhead

@@ -30,6 +30,7 @@ from lockstep.updaters.state import Carried, CarriedValues, TrainingState
 from lockstep.updaters.step.checks import check_fit, check_reached, choose_loss_scale, fixed_workloads
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
+from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
 from lockstep.updaters.step.retry import OverflowRetry
 from lockstep.updaters.step.skips import SkippedUpdates
 
@@ -80,6 +81,7 @@ def assemble(
     differing_models: OnMismatch,
     custom_step: bool,
     carried: Carried | None,
+    copy_ahead: CopyAhead,
 ) -> Parts:
     """Check the arguments of an updater that are not in its recipe, and create its parts.
 
@@ -97,6 +99,7 @@ def assemble(
         differing_models: What to do with models that differ between processes.
         custom_step: Whether a step function defines the update.
         carried: What is carried from batch to batch; None for nothing.
+        copy_ahead: Whether batches are copied to accelerators one update ahead.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -139,6 +142,10 @@ def assemble(
     check_reached(training.optimizers, training.models)
     if recipe.precision_policy.held_dtype:
         training.create_master_weights()
+    # A step function may use batches in any way.
+    if replicas.accelerators and copy_ahead and not custom_step:
+        always = copy_ahead is True
+        engine.ahead = NextBatches(training.iterator, replicas, recipe, engine.share, always=always)
     if ranks is not None:
         # Each process loads only the samples of its own shards.
         for each in training.iterators.values():

@@ -57,13 +57,14 @@ def check_fit(
         check_flat(optimizers, custom_step=custom_step)
 
 
-def check_run_options(communicator: object, check_every: object, differing_models: str) -> None:
-    """Check the arguments of an updater that only concern several processes.
+def check_run_options(communicator: object, check_every: object, differing_models: str, copy_ahead: object) -> None:
+    """Check the arguments of an updater that only concern several processes or accelerators.
 
     Args:
         communicator: The communicator, or None for one that is found.
         check_every: The number of updates within which processes compare their states.
         differing_models: What happens with models that differ between processes.
+        copy_ahead: Whether batches are copied one update ahead.
 
     Raises:
         TypeError: If one of them has another type.
@@ -71,6 +72,8 @@ def check_run_options(communicator: object, check_every: object, differing_model
     """
     check_integer("check_every", check_every, minimum=1)
     check_choice("differing_models", differing_models, get_args(OnMismatch))
+    if not isinstance(copy_ahead, bool) and copy_ahead != "auto":
+        raise ValueError(f"`copy_ahead` must be True, False or 'auto', got {copy_ahead!r}.")
     if not isinstance(communicator, Communicator | None):
         raise TypeError(f"`communicator` must be a Communicator or None, got a {type(communicator).__name__}.")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any, Final
@@ -13,8 +12,6 @@ import torch
 
 from lockstep.communicators import Watch
 from lockstep.nest import call_arguments
-from lockstep.plan import Shard
-from lockstep.precision import first_nonfinite
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
@@ -25,8 +22,8 @@ from lockstep.replicas import (
 )
 from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
-from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.attempt import Attempt, GradientRequest, UpdateContext, check_finite
+from lockstep.tree import PartialSum, ShardSum
+from lockstep.updaters.attempt import Attempt, UpdateContext, check_finite
 from lockstep.updaters.compute import (
     DeviceGradientTask,
     DeviceTimer,
@@ -39,10 +36,10 @@ from lockstep.updaters.compute import (
     without_gradients,
 )
 from lockstep.updaters.ranks import RankReduction
-from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.setup import MAIN, Recipe, batch_size, shard_tensors
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import check_reached
+from lockstep.updaters.step.next_batches import NextBatches
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
@@ -60,6 +57,10 @@ class GradientEngine:
         watch: Where this process records what it is doing.
         device_timer: Times the devices; None if workloads are not to be measured.
         ranks: The reduction over ranks; None for a single process.
+
+    Attributes:
+        ranks: The reduction over ranks; None for a single process.
+        ahead: Copies the batches of the next update to accelerators; None where batches are not copied ahead.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class GradientEngine:
         self.recipe = recipe
         self.watch = watch
         self.replicas = training.replicas
-        self._ranks = ranks
+        self.ahead: NextBatches | None = None
+        self.ranks = ranks
         self._device_timer = device_timer
         self._precision = recipe.precision_policy
         self.streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
@@ -136,10 +138,11 @@ class GradientEngine:
         self.refresh_prepared()
         attempt.share = share = self.share(attempt.sizes)
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
-        if self._ranks is not None:
-            self._ranks.start_attempt(attempt, self.training.iteration)
+        if self.ranks is not None:
+            self.ranks.start_attempt(attempt, self.training.iteration)
         conversion = recipe.converter, recipe.batch_dim
-        attempt.device_shards = [
+        copied = None if self.ahead is None else self.ahead.take(attempt.batches, share)
+        attempt.device_shards = copied or [
             [(shard, shard_tensors(attempt.batches[shard.batch], shard, device, *conversion)) for shard in run]
             for run, device in zip(share.shards_by_device, self.replicas.devices, strict=True)
         ]
@@ -215,8 +218,8 @@ class GradientEngine:
                 # original.
                 if request.wanted is None or id(parameter) in request.wanted:
                     parameter.grad = None
-        if self._ranks is not None:
-            self._ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
+        if self.ranks is not None:
+            self.ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
         unwanted = [] if request.wanted is None else prepared.unwanted_indices(request.wanted)
         device_tasks: list[DeviceGradientTask | None] = [None] * len(device_shards)
 
@@ -248,6 +251,10 @@ class GradientEngine:
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if device_timer is not None:
             self.replicas.workloads = device_timer.next_workloads(self.replicas.workloads)
+        # Here, because the devices have been given their work, and the host has not waited for it yet.
+        if self.ahead is not None and not attempt.given_batches and request.inspect_shard is None:
+            self.watch.phase = "data loading"
+            self.ahead.copy(attempt.consumed_batches)
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -269,8 +276,8 @@ class GradientEngine:
                     break
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
-        if self._ranks is not None:
-            self._ranks.reduce(
+        if self.ranks is not None:
+            self.ranks.reduce(
                 attempt,
                 position=self._position(attempt),
                 repeat=left_out,
@@ -348,14 +355,14 @@ class GradientEngine:
     @property
     def num_devices(self) -> int:
         """The number of devices of all ranks."""
-        assignment = LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
+        assignment = LOCAL_ASSIGNMENT if self.ranks is None else self.ranks.assignment
         return assignment.num_devices(len(self.replicas.devices))
 
     def share(self, sizes: Sequence[int], num_shards: int | None = None) -> RankShare:
         """Return the shards of batches of these sizes that this process computes; by default as many as in updates."""
         # Over ranks, the workloads that were last exchanged: measured ones must not be used before all ranks know them.
-        own = self.replicas.workloads if self._ranks is None else self._ranks.workloads
-        assignment = LOCAL_ASSIGNMENT if self._ranks is None else self._ranks.assignment
+        own = self.replicas.workloads if self.ranks is None else self.ranks.workloads
+        assignment = LOCAL_ASSIGNMENT if self.ranks is None else self.ranks.assignment
         strided = self.recipe.split == "strided"
         return share_of(assignment, tuple(sizes), num_shards or self.recipe.num_shards, tuple(own), strided)
 
@@ -370,26 +377,9 @@ class GradientEngine:
         runs = self.share([size] * accumulate).shards_by_device
         return [shard.samples for run in runs for shard in run if shard.batch == ahead % accumulate]
 
-    def find_nonfinite(self, request: GradientRequest, context: UpdateContext) -> list[NonFiniteShard]:
-        """Compute the pending batches, and list the shards whose gradients are not finite."""
-        found: list[NonFiniteShard] = []
-
-        def inspect_shard(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
-            name = first_nonfinite(dict(zip(self.prepared.named_parameters, gradients, strict=True)))
-            if name is not None:
-                loss = report.loss.item()
-                found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
-
-        scale = self.training.scale
-        attempt = Attempt(replace(request, inspect_shard=inspect_shard), scale, scale)
-        self.take(attempt)
-        self.plan(attempt, context)
-        self.compute(attempt, context)
-        self.reduce(attempt, context)
-        everywhere = found if self._ranks is None else self._ranks.gather_nonfinite(found)
-        return sorted(everywhere, key=lambda each: each.shard)
-
     def release(self) -> None:
         """Stop the threads of replicas and restore PyTorch's random kernels, until the next attempt."""
         self.replicas.release()
         self.streams.release()
+        if self.ahead is not None:
+            self.ahead.forget()

@@ -7,9 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from lockstep.errors import NonFiniteError
-from lockstep.precision import MovingScale
-from lockstep.updaters.attempt import Attempt, Deferral, GradientRequest
+from lockstep.plan import Shard
+from lockstep.precision import MovingScale, first_nonfinite
+from lockstep.tree import Tensors
+from lockstep.updaters.attempt import Attempt, Deferral, GradientRequest, UpdateContext
 from lockstep.updaters.ranks import Coordinator
+from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.setup import Names, Recipe
 from lockstep.updaters.state import TrainingState
 from lockstep.updaters.step.engine import GradientEngine
@@ -100,6 +103,25 @@ class OverflowRetry:
         """Return whether there is a batch after those that the update gives up; every rank loads its own."""
         with self._coordinator.reporting_errors():
             return self._engine.has_batches(attempt.consumed_batches)
+
+    def find_nonfinite(self, request: GradientRequest, context: UpdateContext) -> list[NonFiniteShard]:
+        """Compute the pending batches, and list the shards whose gradients are not finite."""
+        engine, found = self._engine, list[NonFiniteShard]()
+
+        def inspect_shard(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
+            name = first_nonfinite(dict(zip(engine.prepared.named_parameters, gradients, strict=True)))
+            if name is not None:
+                loss = report.loss.item()
+                found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
+
+        scale = self._training.scale
+        attempt = Attempt(replace(request, inspect_shard=inspect_shard), scale, scale)
+        engine.take(attempt)
+        engine.plan(attempt, context)
+        engine.compute(attempt, context)
+        engine.reduce(attempt, context)
+        everywhere = found if engine.ranks is None else engine.ranks.gather_nonfinite(found)
+        return sorted(everywhere, key=lambda each: each.shard)
 
 
 def _exhausted(attempt: Attempt) -> NonFiniteError:

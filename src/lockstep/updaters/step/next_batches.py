@@ -1,0 +1,193 @@
+"""Copy the batches of the next update to accelerators while these compute the current one."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+
+from lockstep import nest
+from lockstep.data import Iterator, Samples, collate
+from lockstep.errors import RandomStreamWarning
+from lockstep.plan import Shard
+from lockstep.replicas import CopyStreams, ReplicaSet
+from lockstep.stopping import STOP
+from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultGeneratorGuard
+from lockstep.updaters.compute import RankShare
+from lockstep.updaters.setup import Recipe, batch_size, shard_tensors
+
+CopyAhead: TypeAlias = "bool | Literal['auto']"
+"""Whether batches are copied one update ahead; "auto" where that can change no result."""
+
+DeviceShards: TypeAlias = "list[list[tuple[Shard, Any]]]"
+"""The shards of each device, each with its tensors."""
+
+LOG: Final = logging.getLogger("lockstep")
+
+_VALUES: Final = (type(None), bool, int, float, complex, str, bytes)
+"""The types of values in a shard that have no memory on a device."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedBatches:
+    """The batches of an update that has not begun.
+
+    Attributes:
+        batches: The batches, as the iterator returned them.
+        share: The shards of them that this process computes.
+        device_shards: The tensors of these shards, on the devices that compute them.
+    """
+
+    batches: Sequence[Any]
+    share: RankShare
+    device_shards: DeviceShards
+
+    def is_for(self, batches: Sequence[Any], share: RankShare) -> bool:
+        """Return whether these are the tensors of some batches, for the same shards on the same devices."""
+        return (
+            len(batches) == len(self.batches)
+            # An iterator that has moved or was reset returns other objects.
+            and all(map(lambda one, other: one is other, batches, self.batches))
+            and share.shards_by_device == self.share.shards_by_device
+        )
+
+
+class NextBatches:
+    """Converts the batches of the next update and copies them to the accelerators on streams of their own.
+
+    The iterator is not advanced, so its state is the same whether or not a batch has been copied already. Batches that
+    cannot be read or converted raise their error in the update that uses them.
+
+    Args:
+        iterator: The main iterator.
+        replicas: The replicas, which know the devices.
+        recipe: The recipe, with the converter.
+        share: Returns the shards of batches of these sizes that this process computes.
+        always: Whether batches and converter depend on nothing that happens between two updates. Otherwise only batches
+            that worker processes load in advance are copied, and samples only if they are converted by `collate`.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator,
+        replicas: ReplicaSet,
+        recipe: Recipe,
+        share: Callable[[Sequence[int]], RankShare],
+        *,
+        always: bool,
+    ) -> None:
+        self._iterator = iterator
+        self._devices = replicas.devices
+        self._recipe = recipe
+        self._share = share
+        self._always = always
+        converter = recipe.converter
+        # Converters that you write may depend on what happens between two updates.
+        self._converts_early = always or (converter.func if isinstance(converter, partial) else converter) is collate
+        self._streams = CopyStreams(replicas.accelerators)
+        self._copied: CopiedBatches | None = None
+        self._has_ended = False
+
+    def take(self, batches: Sequence[Any], share: RankShare) -> DeviceShards | None:
+        """Return the tensors of the shards of an update if they have been copied; the current streams may use them.
+
+        Args:
+            batches: The batches of the update.
+            share: Their shards.
+        """
+        copied, taken = self._copied, None
+        if copied is not None and copied.is_for(batches, share):
+            self._copied, taken = None, copied.device_shards
+            for shards, device in zip(taken, self._devices, strict=True):
+                self._streams.hand_over(device, nest.tensors([tensors for _, tensors in shards]))
+        self._streams.start()
+        return taken
+
+    def copy(self, skip: int) -> None:
+        """Copy the batches of the next update, if that changes no result.
+
+        Args:
+            skip: The number of batches before them that the iterator has not passed yet.
+        """
+        # A run that is about to end needs no other batch, and must not wait for one.
+        if self._has_ended or STOP.received:
+            return
+        # Other updaters seed the default generator for their shards while they hold this lock.
+        with DEFAULT_GENERATOR_LOCK:
+            self._copy(skip)
+
+    def _copy(self, skip: int) -> None:
+        """Read the next batches and convert them, unless their tensors are there already."""
+        guard = DefaultGeneratorGuard()
+        batches = self._read(skip)
+        if guard.moved():
+            self._end("Reading", "The next numbers that you draw yourself differ from those")
+            return
+        if len(batches) < self._recipe.accumulate:
+            return
+        try:
+            share = self._share([batch_size(batch, self._recipe.batch_dim) for batch in batches])
+            if self._copied is None or not self._copied.is_for(batches, share):
+                self._copied = None  # frees its memory first
+                self._copied = CopiedBatches(batches, share, self._convert(batches, share))
+        except Exception as error:  # noqa: BLE001 - raised in the update that converts the batches again
+            LOG.debug("The batches of the next update were not copied ahead: %r", error)
+        if guard.moved():
+            guard.restore()
+            self._copied = None
+            self._end("Converting", "The results are those")
+
+    def _read(self, skip: int) -> list[Any]:
+        """Return the next batches up to the first that must not be read or converted early."""
+        batches: list[Any] = []
+        for ahead in range(skip, skip + self._recipe.accumulate):
+            batch = self._iterator.peek_early(ahead, always=self._always)
+            if batch is None or (type(batch) is Samples and not self._converts_early):
+                break
+            batches.append(batch)
+        return batches
+
+    def forget(self) -> None:
+        """Free the tensors that have been copied."""
+        self._copied = None
+
+    def _convert(self, batches: Sequence[Any], share: RankShare) -> DeviceShards:
+        """Return the tensors of shards, prepared on the copy streams of their devices."""
+        converter, batch_dim = self._recipe.converter, self._recipe.batch_dim
+        device_shards: DeviceShards = []
+        for run, device in zip(share.shards_by_device, self._devices, strict=True):
+            with self._streams.preparing_on(device):
+                device_shards.append(
+                    [(shard, shard_tensors(batches[shard.batch], shard, device, converter, batch_dim)) for shard in run]
+                )
+        opaque = next((part for run in device_shards for _, each in run for part in _opaque(each)), None)
+        if opaque is not None:
+            self._has_ended = True
+            raise TypeError(f"A {type(opaque).__name__} may hold tensors that a copy stream cannot be told of.")
+        return device_shards
+
+    def _end(self, what: str, consequence: str) -> None:
+        """Copy no more batches ahead, and warn."""
+        self._has_ended = True
+        warnings.warn(
+            f"{what} a batch draws from torch's default generator, so batches are not copied to the devices ahead any "
+            f"more. {consequence} with copy_ahead=False, which avoids this warning.",
+            RandomStreamWarning,
+            stacklevel=2,
+        )
+
+
+def _opaque(value: Any) -> list[Any]:
+    """List the parts of a shard in which tensors cannot be found."""
+    if isinstance(value, Mapping):
+        return [part for each in value.values() for part in _opaque(each)]
+    if isinstance(value, tuple | list):
+        return [part for each in value for part in _opaque(each)]
+    if nest.is_record(value):
+        return _opaque(nest.record_parts(value))
+    return [] if isinstance(value, (*_VALUES, torch.Tensor)) else [value]
