@@ -52,9 +52,8 @@ def main() -> None:
         options.device = f"{found.type}:0"
     from report import Report  # noqa: PLC0415 - it imports torch
 
+    torch.use_deterministic_algorithms(options.call != "cores" and not options.default_kernels)
     report = Report(options.call, options.out, options.device or "cpu", options.only)
-    deterministic = options.call != "cores" and not options.default_kernels
-    torch.use_deterministic_algorithms(deterministic)
     importlib.import_module(options.call).run(report, options)
     sys.exit(report.end())
 

@@ -95,12 +95,12 @@ def machine(device: str) -> dict[str, str]:
         "Python": platform.python_version(),
         "torch": torch.__version__,
         "lockstep": ls.__version__,
-        "deterministic kernels": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "not asked for"),
     }
     if where.type == "cuda":
         properties = torch.cuda.get_device_properties(where)
         fields["GPU"] = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
         fields["CUDA"] = f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+        fields["deterministic kernels"] = str(torch.are_deterministic_algorithms_enabled())
         fields["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return fields
 

@@ -192,15 +192,17 @@ def nccl() -> str:
     return "the digest without ranks" if found == expected else "another digest"
 
 
-def of_rank(device: str) -> str:
-    """Train as one of several ranks."""
+def of_rank(device: str, deterministic: bool) -> str:
+    """Train as one of several ranks, or as none."""
+    torch.use_deterministic_algorithms(deterministic)
     task = TASKS["convnet"]
     return trained(task, [device], num_shards=NUM_SHARDS)
 
 
 def two_ranks(device: str) -> str:
     """Train on two ranks that share the device, and on one."""
-    return counted([*ls.launch(of_rank, 2, [device]), of_rank(device)])
+    given = (device, torch.are_deterministic_algorithms_enabled())  # a new process begins without
+    return counted([*ls.launch(of_rank, 2, given), of_rank(*given)])
 
 
 def passes(kind: Callable[..., Any], device: str) -> str:

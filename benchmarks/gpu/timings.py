@@ -25,6 +25,8 @@ def run(report: Report, options: Namespace) -> None:
     """Make the checks."""
     kernels = "default kernels" if options.default_kernels else "deterministic kernels"
     rounds = 2 if options.small else 15
+    if torch.device(options.device).type == "cpu":
+        torch.set_num_threads(1)  # as a device of lockstep has
     for name, (task, batch_size) in tasks(small=options.small).items():
         for optimizer in ("SGD", "AdamW"):
             report.check(

@@ -16,7 +16,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
 
 
 def adagrad_takes_flags() -> bool:
-    """Return whether the fused Adagrad of this torch can be skipped by a flag on the device, which that of 2.11 cannot."""
+    """Return whether the fused Adagrad of this torch can be skipped by a flag on the device; that of 2.11 cannot."""
     optimizer = torch.optim.Adagrad(parameters(), fused=True)
     return bool(vars(optimizer).get("_step_supports_amp_scaling", False))
 
