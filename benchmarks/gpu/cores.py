@@ -67,7 +67,7 @@ def run(report: Report, options: Namespace) -> None:
     """Make the checks."""
     available = sorted(os.sched_getaffinity(0))
     counts = [count for count in options.cores if count <= len(available)]
-    updates, batch_size = (3, 32) if options.small else (30, BATCH_SIZE)
+    updates, batch_size = (3, 32) if options.small else (15, BATCH_SIZE)
     if len(counts) < len(options.cores):
         print(f"this process may use {len(available)} cores, so only n = {counts} are measured")
     for name in WORKLOADS:
