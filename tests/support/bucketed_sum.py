@@ -89,7 +89,7 @@ class BucketedSum:
         self._alive: list[object] = []
         self._lock = threading.Lock()
         self.sent_in_backward = 0
-        """How many buckets were sent before `finish`."""
+        """How many buckets were sent while other gradients were still missing."""
 
     def add(self, device: int, index: int, partials: list[PartialSum]) -> None:
         """Add the partial sums of one parameter on one device; called by hooks of backward.
@@ -107,7 +107,7 @@ class BucketedSum:
             while self._next < len(self._buckets) and self._missing[self._next] == 0:
                 self._send(self._buckets[self._next])
                 self._next += 1
-                self.sent_in_backward += 1
+                self.sent_in_backward += self._missing.total() > 0
 
     def finish(self) -> list[torch.Tensor]:
         """Return the sums, in order of parameters, for the current stream of the first device."""
