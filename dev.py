@@ -3,6 +3,7 @@
 python3 dev.py digits [options]   the main job, examples/digits.py
 python3 dev.py check              formatter, linter, type checker and contract of imports
 python3 dev.py docs               the documentation site, in docs/_build/html; a warning is an error
+python3 dev.py gpu CALL [options] check an accelerator, with the torch of this Python; CALL is bits, streams, ...
 python3 dev.py quick [options]    these and the unit tests, side by side; options go to pytest
 python3 dev.py slow [options]     the tests that are marked slow; options go to pytest
 python3 dev.py test [options]     the checks and all tests but the slow ones; with options for pytest, in one process
@@ -88,6 +89,14 @@ def docs(_: list[str]) -> None:
     print(f"The site is in {site}; open {site}/index.html.")
 
 
+def gpu(options: list[str]) -> None:
+    """Check an accelerator. The environment is that of this Python, because `.venv` may hold a torch for CPUs."""
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
+    sys.exit(
+        subprocess.run([sys.executable, "benchmarks/gpu", *options], cwd=ROOT, env=variables, check=False).returncode
+    )
+
+
 def slow(options: list[str]) -> None:
     """Run the tests that are left out everywhere else."""
     prepare("test")
@@ -100,7 +109,7 @@ def test(options: list[str]) -> None:
     run("-m", "pytest", *(options or TWO_PROCESSES))
 
 
-TASKS = {"check": check, "digits": digits, "docs": docs, "quick": quick, "slow": slow, "test": test}
+TASKS = {"check": check, "digits": digits, "docs": docs, "gpu": gpu, "quick": quick, "slow": slow, "test": test}
 
 
 def main() -> None:

@@ -100,9 +100,13 @@ for setting in sys.argv[1:]:
     assert os.wait()[1] == 0, setting
 """
 
+CUDNN_PRECISION = "torch.backends.cudnn.fp32_precision = 'ieee'"
+REACHES_CONVOLUTIONS = torch.__version__ >= (2, 12)
+"""In torch 2.11, the setting of cuDNN as a whole leaves its convolutions and RNNs at their default, TF32."""
 PRECISIONS = [
     [
         "pass",
+        *([] if REACHES_CONVOLUTIONS else [CUDNN_PRECISION]),
         "torch.set_float32_matmul_precision('highest')",
         "torch.backends.cuda.matmul.allow_tf32 = False",
         "torch.backends.cuda.matmul.fp32_precision = 'ieee'",
@@ -110,7 +114,7 @@ PRECISIONS = [
     ],
     [
         "torch.backends.cudnn.allow_tf32 = False",
-        "torch.backends.cudnn.fp32_precision = 'ieee'",
+        *([CUDNN_PRECISION] if REACHES_CONVOLUTIONS else []),
         "torch.backends.cudnn.conv.fp32_precision = torch.backends.cudnn.rnn.fp32_precision = 'ieee'",
     ],
     ["torch.backends.fp32_precision = 'tf32'"],

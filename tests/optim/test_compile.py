@@ -28,6 +28,20 @@ def values(weights: list[torch.nn.Parameter]) -> list[list[float]]:
     return [weight.tolist() for weight in weights]
 
 
+def compiles_lerp_exactly() -> bool:
+    """Return whether this torch's compiler keeps the bits of `torch._foreach_lerp_`, which LAMB calls."""
+
+    def lerp(values: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+        torch._foreach_lerp_(values, others, 0.1)
+
+    found = []
+    for function in (lerp, torch.compile(lerp, backend="eager")):
+        values = [torch.arange(100.0) / 7]
+        function(values, [torch.arange(100.0) / -11])
+        found.append(values[0])
+    return torch.equal(*found)
+
+
 @pytest.mark.parametrize(
     ("cls", "options"),
     [
@@ -45,6 +59,8 @@ def values(weights: list[torch.nn.Parameter]) -> list[list[float]]:
     ],
 )
 def test_compiled_step_has_the_bits_of_the_eager_one(cls: type[HookedOptimizer], options: dict[str, object]) -> None:
+    if cls is LAMB and not compiles_lerp_exactly():
+        pytest.skip(f"torch {torch.__version__} compiles torch._foreach_lerp_ to operations that round differently")
     eager, compiled = parameters(), parameters()
     reference, optimizer = cls(eager, **options), cls(compiled, **options)
     for each in (reference, optimizer):

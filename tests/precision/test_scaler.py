@@ -32,6 +32,7 @@ from lockstep.precision import (
     nonfinite_flag,
     unscale_,
 )
+from tests.support.optimizers import adagrad_takes_flags
 from tests.support.reads import Reads
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -49,6 +50,8 @@ OPTIMIZERS: dict[str, Make] = {
     "lamb": lambda weights: LAMB(weights, lr=0.1),
 }
 READING = {"sgd", "momentum", "adam", "corrected", "plain momentum", "lamb"}
+if not adagrad_takes_flags():
+    READING.add("fused adagrad")
 
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -15,6 +15,12 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES]
 
 
+def adagrad_takes_flags() -> bool:
+    """Return whether the fused Adagrad of this torch can be skipped by a flag on the device; that of 2.11 cannot."""
+    optimizer = torch.optim.Adagrad(parameters(), fused=True)
+    return bool(vars(optimizer).get("_step_supports_amp_scaling", False))
+
+
 def put_grads(weights: Sequence[torch.nn.Parameter], step: int, missing: tuple[int, ...] = ()) -> None:
     """Set the gradients of a step; those of the parameters with the missing indices are None."""
     generator = torch.Generator().manual_seed(1000 + step)

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lockstep.precision.masters import MasterWeights
@@ -37,6 +38,8 @@ def cannot_skip(optimizer: Optimizer, masters: MasterWeights | None = None) -> s
     """
     name = type(optimizer).__name__
     if not vars(optimizer).get("_step_supports_amp_scaling", False):
+        if isinstance(optimizer, Adagrad) and any(group["fused"] for group in optimizer.param_groups):
+            return f"the fused Adagrad of torch {torch.__version__} takes no flag"
         return f"{name} takes no flag; torch's fused optimizers (fused=True) do"
     # Hooks run on the host, in skipped steps as well.
     hooks = chain(

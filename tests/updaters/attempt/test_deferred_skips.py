@@ -17,6 +17,7 @@ from torch.nn import functional
 import lockstep as ls
 from lockstep.optim.hooks import GradientClipping
 from lockstep.precision import LossScale
+from tests.support.optimizers import adagrad_takes_flags
 from tests.support.reads import Reads
 from tests.support.runs import PLACEMENTS, Placement, finalized, state_digest
 from tests.support.skipping import NUM_SHARDS, OnlyAfter, Spoiling, skipping, told
@@ -32,6 +33,12 @@ FUSED: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
     "adagrad": lambda model: torch.optim.Adagrad(model.parameters(), lr=0.1, fused=True),
 }
+TAKING_FLAGS = [
+    pytest.param(name, marks=pytest.mark.skip(reason=f"torch {torch.__version__}'s fused Adagrad takes no flag"))
+    if name == "adagrad" and not adagrad_takes_flags()
+    else name
+    for name in FUSED
+]
 SCALES: dict[str, LossScale | float | None] = {
     "none": None,
     "static": 64.0,
@@ -68,7 +75,7 @@ def updater_of(
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize("optimizer", TAKING_FLAGS)
 def test_it_is_what_skipping_on_the_host_is(optimizer: str, scale: str) -> None:
     unread = updater_of(optimizer, scale)
     assert unread.why_it_waits is None
@@ -80,7 +87,7 @@ def test_it_is_what_skipping_on_the_host_is(optimizer: str, scale: str) -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize("optimizer", TAKING_FLAGS)
 def test_nothing_is_read(optimizer: str, scale: str) -> None:
     with finalized(updater_of(optimizer, scale)) as updater:
         counts = []
@@ -91,6 +98,18 @@ def test_nothing_is_read(optimizer: str, scale: str) -> None:
         # The first step of a fused SGD with momentum makes the velocities, and has to know whether it may.
         assert counts[1:] == [0] * (NUM_UPDATES - 1)
         assert (counts[0] == 0) == (optimizer != "momentum")
+
+
+def test_a_fused_adagrad_that_takes_no_flag_is_read_for() -> None:
+    """As in torch 2.11; the bits are those of an Adagrad that takes one."""
+    runs = []
+    for takes in (False, adagrad_takes_flags()):
+        with finalized(updater_of("adagrad")) as updater:
+            vars(updater.get_optimizer("main"))["_step_supports_amp_scaling"] = takes
+            why = updater.why_it_waits
+            assert why == (None if takes else f"the fused Adagrad of torch {torch.__version__} takes no flag")
+            runs.append(told(updater, NUM_UPDATES))
+    assert runs[0] == runs[1]
 
 
 LOOKS: dict[str, Callable[[ls.ParallelUpdater, ls.UpdateResult], object]] = {
@@ -399,7 +418,7 @@ def test_an_error_after_the_step_leaves_the_count_right() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_buffers", [False, True])
-@pytest.mark.parametrize("optimizer", FUSED)
+@pytest.mark.parametrize("optimizer", TAKING_FLAGS)
 def test_nothing_waits_for_a_gpu(optimizer: str, with_buffers: bool) -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
