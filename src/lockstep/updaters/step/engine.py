@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from lockstep.updaters.compute import (
     DeviceTimer,
     GlobalRandomDetector,
     GradientContext,
+    PhaseTimer,
     PreparedModel,
     RankShare,
     ShardAssignment,
@@ -107,8 +108,7 @@ class GradientEngine:
     def next_batches(self, skip: int) -> list[Any]:
         """Return the batches of one attempt; fewer than `accumulate`, or none, where the iterator ends."""
         self.watch.phase = "data loading"
-        batches: list[Any] = []
-        iterator = self.training.iterators[MAIN]
+        batches, iterator = list[Any](), self.training.iterators[MAIN]
         # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
         STOP.waits = True
         try:
@@ -213,6 +213,7 @@ class GradientEngine:
             ValueError: If the loss cannot be used.
         """
         prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
+        self.watch.phase = "forward"
         if request.inspect_shard is None:
             for parameter in prepared.parameters:
                 # Frees the memory of the last gradient for this one, and lets `reduce` detect gradients of the
@@ -237,8 +238,9 @@ class GradientEngine:
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, task, self.streams)
 
-        device_timer = self._device_timer
-        timed = compute_shards if device_timer is None else device_timer.timed(compute_shards, device_shards)
+        timer = self._device_timer
+        timed: Callable[[int], None] = compute_shards if timer is None else timer.timed(compute_shards, device_shards)
+        timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         generators = self._random_detector.states() if self.training.iteration < self._random_detector.end else None
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         self.streams.run(
@@ -250,8 +252,8 @@ class GradientEngine:
         if generators is not None:
             self._random_detector.check(generators)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
-        if device_timer is not None:
-            self.replicas.workloads = device_timer.next_workloads(self.replicas.workloads)
+        if timer is not None:
+            self.replicas.workloads = timer.next_workloads(self.replicas.workloads)
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -285,6 +287,7 @@ class GradientEngine:
             if attempt.complete:
                 attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]
             return
+        self.watch.phase = "reduce"
         attempt.complete = not left_out
         if left_out:
             return
@@ -381,8 +384,7 @@ class GradientEngine:
         def inspect_shard(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
             name = first_nonfinite(dict(zip(self.prepared.named_parameters, gradients, strict=True)))
             if name is not None:
-                loss = report.loss.item()
-                found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
+                found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, report.loss.item(), name))
 
         scale = self.training.scale
         attempt = Attempt(replace(request, inspect_shard=inspect_shard), scale, scale)
@@ -390,8 +392,7 @@ class GradientEngine:
         self.plan(attempt, context)
         self.compute(attempt, context)
         self.reduce(attempt, context)
-        everywhere = found if self._ranks is None else self._ranks.gather_nonfinite(found)
-        return sorted(everywhere, key=lambda each: each.shard)
+        return sorted(found if self._ranks is None else self._ranks.gather_nonfinite(found), key=lambda each: each.shard)
 
     def release(self) -> None:
         """Stop the threads of replicas and restore PyTorch's random kernels, until the next attempt."""
