@@ -28,7 +28,9 @@ def add_parser(commands: Subparsers) -> None:
     parser = commands.add_parser("report", help="show a run as an HTML page", description=DESCRIPTION)
     parser.add_argument("run", type=Path, help="folder of the run")
     parser.add_argument("--compare", type=Path, metavar="OTHER", help="folder of a run to compare with")
-    parser.add_argument("-o", "--output", type=Path, help="file to write (default: report.html in the folder of the run)")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="file to write (default: report.html in the folder of the run)"
+    )
     parser.add_argument("--log", default=LOG, help=f"name of the file that LogReport wrote (default: {LOG})")
     parser.set_defaults(call=_call)
 

@@ -38,12 +38,14 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def append(self, update: float, value: float) -> None:
-        """Add a value. If the log goes back, values from that update on are replaced."""
-        if self.updates and update <= self.updates[-1]:
-            first = bisect_left(self.updates, update)
-            del self.updates[first:], self.values[first:]
+        """Add a value of a later update."""
         self.updates.append(update)
         self.values.append(value)
+
+    def cut(self, update: float) -> None:
+        """Remove the values from an update on."""
+        first = bisect_left(self.updates, update)
+        del self.updates[first:], self.values[first:]
 
     def points(self) -> Iterator[Point]:
         """Yield all values."""
@@ -99,6 +101,10 @@ def read_log(path: Path) -> Log | None:
                 unreadable += 1
                 continue
             num_entries += 1
+            if epochs.updates and update <= epochs.updates[-1]:
+                # What a log repeats replaces what it had.
+                for each in (epochs, times, *series.values()):
+                    each.cut(update)
             epochs.append(update, epoch)
             times.append(update, elapsed)
             for name, value in values.items():
@@ -137,8 +143,9 @@ def _first_difference(one: Series, other: Series) -> float | None:
 
 
 def thin(series: Series, bins: int) -> list[Point]:
-    """Return the smallest and the largest value of each of several equal bins of updates, and the first of each kind
-    that is not finite; all values if there are few.
+    """Return the smallest and the largest value of each of several equal bins of updates; all values if there are few.
+
+    Of the values of a bin that are not finite, the first NaN and the first infinity of either sign are returned as well.
 
     Args:
         series: The values.

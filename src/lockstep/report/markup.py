@@ -47,7 +47,9 @@ def joined(*content: object) -> Markup:
     return Markup("".join(each if isinstance(each, Markup) else html.escape(str(each)) for each in content))
 
 
-def table(header: list[str], rows: list[list[object]], *, caption: str, numbers: frozenset[int] = frozenset()) -> Markup:
+def table(
+    header: list[str], rows: list[list[object]], *, caption: str, numbers: frozenset[int] = frozenset()
+) -> Markup:
     """Return a table that scrolls sideways if it is too wide.
 
     Args:
@@ -73,6 +75,6 @@ def table(header: list[str], rows: list[list[object]], *, caption: str, numbers:
 
 
 def script_data(value: Any) -> Markup:
-    """Return JSON that can stand in a ``script`` element, which ends at the first ``</script`` whatever surrounds it."""
+    """Return JSON for a ``script`` element, which would end at the first ``</script`` whatever surrounds it."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))

@@ -25,6 +25,8 @@ from lockstep.report.sections import (
 from lockstep.report.times import times_section
 from lockstep.snapshots import Comparison, compare_runs
 
+IN_MINUTES: Final = 120
+"""The seconds from which a duration is given in minutes."""
 LISTED: Final = 6
 """The number of names that a sentence lists."""
 HINT: Final = (
@@ -43,7 +45,9 @@ def render(run: RunData, other: RunData | None = None) -> str:
     runs = [run] if other is None else [run, other]
     charts = choose_charts(runs)
     comparison, first = (Markup(), None) if other is None else _comparison(run, other)
-    style, script = (resources.files("lockstep.report").joinpath("assets", name).read_text("utf-8") for name in ASSETS)
+    style, script = (
+        resources.files("lockstep.report").joinpath("assets").joinpath(name).read_text("utf-8") for name in ASSETS
+    )
     # What is not named is refused: nothing is loaded, and no script runs but the one of this page.
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}"
     title = " and ".join(each.name for each in runs)
@@ -104,12 +108,13 @@ def _duration(seconds: float) -> str:
     """Return a duration as people say it.
 
     >>> _duration(28.04), _duration(3725.0), _duration(float("nan"))
-    ('28.0 s', '1 h 2 min', 'nan')
+    ('28.0 s', '1 h 2 min', 'nan s')
     """
-    if seconds != seconds or seconds < 120:  # noqa: PLR0124 - only NaN differs from itself
-        return f"{seconds:.1f} s" if seconds == seconds else "nan"  # noqa: PLR0124 - as above
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"  # noqa: PLR2004 - as clocks
+    # False for NaN, too.
+    if not seconds >= IN_MINUTES:
+        return f"{seconds:.1f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 def _comparison(run: RunData, other: RunData) -> tuple[Markup, float | None]:
@@ -132,7 +137,9 @@ def _comparison(run: RunData, other: RunData) -> tuple[Markup, float | None]:
             lines.append(f"The {what} is not known of both runs.")
     firsts = [each for each in (found.first, None if logged is None else logged[0]) if each is not None]
     kind = "different" if firsts else "equal" if found.common else "unknown"
-    banner = element("section", *(element("p", line) for line in lines), class_=f"banner {kind}", aria_label="Comparison")
+    banner = element(
+        "section", *(element("p", line) for line in lines), class_=f"banner {kind}", aria_label="Comparison"
+    )
     return banner, min(firsts, default=None)
 
 
@@ -164,12 +171,17 @@ def _sections(runs: Sequence[RunData], charts: Charts) -> list[Markup]:
     contents: list[tuple[str, str, Markup | None, str]] = [
         ("Curves", HINT + thinned, curves if charts.curves else None, "LogReport"),
         ("Loss scale and retries", " ".join(charts.constant), _scaling(runs, charts), "RunRecord"),
-        ("Time", TIME, times if times else None, "RunRecord"),
+        ("Time", TIME, times or None, "RunRecord"),
         ("Throughput", _throughput(charts), _charts(charts.throughput) if charts.throughput else None, "Throughput"),
         ("Digests", "", digests_table(runs) if any(each.digests for each in runs) else None, "Snapshot"),
         ("Snapshots", "", snapshots_table(runs) if any(each.snapshots for each in runs) else None, "Snapshot"),
         ("Recipe", RECIPE, _fields(runs, [each.recipe for each in runs], "Recipe"), "RunRecord or Snapshot"),
-        ("Kernel class", KERNELS, _fields(runs, [each.kernel_class for each in runs], "Kernel class"), "RunRecord or Snapshot"),
+        (
+            "Kernel class",
+            KERNELS,
+            _fields(runs, [each.kernel_class for each in runs], "Kernel class"),
+            "RunRecord or Snapshot",
+        ),
         ("Starts and resumes", "", sessions_table(runs) if any(each.sessions for each in runs) else None, "RunRecord"),
     ]
     shown = [
@@ -204,7 +216,9 @@ def _charts(charts: Sequence[tuple[str, Sequence[str]]]) -> Markup:
     """Return a place for each chart, which the script fills."""
     if not charts:
         return Markup()
-    boxes = (element("figure", element("h3", title), class_="chart", data_names=_names(names)) for title, names in charts)
+    boxes = (
+        element("figure", element("h3", title), class_="chart", data_names=_names(names)) for title, names in charts
+    )
     note = element("noscript", element("p", "The charts need JavaScript, which is part of this page."))
     return joined(note, element("div", *boxes, class_="charts"))
 
@@ -223,10 +237,14 @@ def _folded(summary: str, content: Markup) -> Markup:
 
 def _notes(runs: Sequence[RunData], absent: Sequence[tuple[str, str]]) -> list[Markup]:
     """Return what the page does not show, and why."""
-    lines = [f"{title}: not recorded. Add lockstep.extensions.{extension} to the trainer." for title, extension in absent]
-    for run in runs:
-        if run.log is not None and run.log.unreadable:
-            lines.append(f"{run.name}: {run.log.unreadable} lines of the log are no entries and were left out.")
+    lines = [
+        f"{title}: not recorded. Add lockstep.extensions.{extension} to the trainer." for title, extension in absent
+    ]
+    lines += [
+        f"{run.name}: {run.log.unreadable} lines of the log are no entries and were left out."
+        for run in runs
+        if run.log is not None and run.log.unreadable
+    ]
     if not lines:
         return []
     items = joined(*(element("li", line) for line in lines))

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from lockstep import snapshots
 from lockstep.report.log import Log, read_log
+from lockstep.snapshots import Found, Manifest
 
 LOG: Final = "log.jsonl"
 RECORD: Final = "run.jsonl"
@@ -40,11 +41,12 @@ class Interval:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Interval:
         """Return the interval in a line of the record."""
-        counts = (int(values[name]) for name in ("retries", "applied", "measured"))
         return cls(
             int(values["update"]),
             float(values["loss_scale"]),
-            *counts,
+            int(values["retries"]),
+            int(values["applied"]),
+            int(values["measured"]),
             [_seconds(rank["seconds"]) for rank in values["ranks"]],
             [[_seconds(device) for device in rank["devices"]] for rank in values["ranks"]],
         )
@@ -106,7 +108,7 @@ class RunData:
     log: Log | None
     sessions: list[Session]
     digests: dict[int, str]
-    snapshots: list[snapshots.Found]
+    snapshots: list[Found]
 
     @property
     def name(self) -> str:
@@ -130,7 +132,7 @@ class RunData:
         return {} if self._newest is None else dict(self._newest.kernel_class)
 
     @property
-    def _newest(self) -> snapshots.Manifest | None:
+    def _newest(self) -> Manifest | None:
         manifests = [found.manifest for found in self.snapshots if found.manifest is not None]
         return manifests[-1] if manifests else None
 

@@ -42,9 +42,7 @@ def values_table(runs: Sequence[RunData]) -> Markup:
     run_column = ["run"] if len(runs) > 1 else []
     header = ["value", *run_column, "first", "smallest", "largest", "last", "not finite"]
     first_number = 1 + len(run_column)
-    return table(
-        header, rows, caption="Logged values", numbers=frozenset(range(first_number, len(header)))
-    )
+    return table(header, rows, caption="Logged values", numbers=frozenset(range(first_number, len(header))))
 
 
 def _summary(series: Series) -> list[object]:

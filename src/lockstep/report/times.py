@@ -66,7 +66,9 @@ def _bars(rows: Sequence[tuple[str, dict[str, float]]], caption: str) -> Markup:
     """Return a legend, a bar per row on one scale, and the same numbers as a table."""
     names = list(dict.fromkeys(name for _, phases in rows for name in phases))
     longest = max(sum(phases.values()) for _, phases in rows) or 1.0
-    legend = joined(*(element("li", element("span", "", class_=f"swatch f{_colour(names, name)}"), name) for name in names))
+    legend = joined(
+        *(element("li", element("span", "", class_=f"swatch f{_colour(names, name)}"), name) for name in names)
+    )
     figures = joined(*(_bar(label, phases, names, longest) for label, phases in rows))
     cells = [
         [label, *(f"{phases.get(name, 0.0) * MS:.3f}" for name in names), f"{sum(phases.values()) * MS:.3f}"]

@@ -108,7 +108,8 @@ class GradientEngine:
     def next_batches(self, skip: int) -> list[Any]:
         """Return the batches of one attempt; fewer than `accumulate`, or none, where the iterator ends."""
         self.watch.phase = "data loading"
-        batches, iterator = list[Any](), self.training.iterators[MAIN]
+        batches: list[Any] = []
+        iterator = self.training.iterators[MAIN]
         # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
         STOP.waits = True
         try:
@@ -392,7 +393,9 @@ class GradientEngine:
         self.plan(attempt, context)
         self.compute(attempt, context)
         self.reduce(attempt, context)
-        return sorted(found if self._ranks is None else self._ranks.gather_nonfinite(found), key=lambda each: each.shard)
+        return sorted(
+            found if self._ranks is None else self._ranks.gather_nonfinite(found), key=lambda each: each.shard
+        )
 
     def release(self) -> None:
         """Stop the threads of replicas and restore PyTorch's random kernels, until the next attempt."""
