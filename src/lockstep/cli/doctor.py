@@ -61,7 +61,7 @@ def _call(options: argparse.Namespace) -> int:
     groups: list[list[Outcome]] = []
     if not options.no_self_test:
         show("Self-test: one small model, trained at several placements\n")
-        groups = run_self_test(lambda outcome: show(_outcome_text(outcome)))
+        groups = run_self_test(on_outcome=lambda outcome: show(_outcome_text(outcome)))
     passed = is_sound(findings) and all(map(are_equal, groups))
     if options.json:
         listed = [[asdict(outcome) for outcome in group] for group in groups]

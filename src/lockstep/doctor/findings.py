@@ -187,7 +187,7 @@ def check_gpu_settings(variables: Mapping[str, str], *, benchmark: bool, determi
     if variables.get("CUBLAS_WORKSPACE_CONFIG") not in REPEATABLE_CUBLAS:
         yield Finding(
             "note",
-            "CUBLAS_WORKSPACE_CONFIG is not set. Without it, cuBLAS may give other bits where several streams are used.",
+            "CUBLAS_WORKSPACE_CONFIG is not set. Without it, cuBLAS may give other bits if several streams are used.",
             f"Set it to {REPEATABLE_CUBLAS[0]} before Python starts.",
         )
 

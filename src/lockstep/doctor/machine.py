@@ -125,7 +125,7 @@ def _torch() -> Facts:
     return {
         "versions": f"lockstep {__version__}, torch {torch.__version__}{cuda}, Python {platform.python_version()}",
         "BLAS": UNKNOWN if blas is None else blas[1],
-        "oneDNN": "enabled" if torch.backends.mkldnn.enabled else "disabled",
+        "oneDNN": "disabled" if torch.backends.mkldnn.enabled is False else "enabled",
         "threads": f"{torch.get_num_threads()} within and {torch.get_num_interop_threads()} between operations; "
         "lockstep uses one per device",
         "C++ compiler": compiler or "none (needed by torch.compile and by the tests of the emulated accelerator)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -46,17 +46,24 @@ class Outcome:
     error: str = ""
 
 
-def run_self_test(on_outcome: Callable[[Outcome], object] = lambda _: None) -> list[list[Outcome]]:
+Placement = tuple[str, Callable[[], Sequence[str]]]
+"""The name of a placement, and a function that trains there and returns the digest of each rank."""
+
+
+def run_self_test(
+    placements: Iterable[Sequence[Placement]] | None = None, *, on_outcome: Callable[[Outcome], object] = lambda _: None
+) -> list[list[Outcome]]:
     """Train at several placements: one device, two, and one in each of two processes; then the same on accelerators.
 
     Args:
+        placements: The placements in groups; by default those of this machine.
         on_outcome: Called with each outcome as soon as it is known.
 
     Returns:
         The outcomes in groups, in each of which all digests must be equal: those of CPUs, and those of accelerators.
     """
     groups: list[list[Outcome]] = []
-    for group in _placements():
+    for group in _placements() if placements is None else placements:
         outcomes = []
         for placement, train_there in group:
             start = time.perf_counter()
@@ -77,9 +84,6 @@ def are_equal(outcomes: Sequence[Outcome]) -> bool:
     )
 
 
-Placement = tuple[str, Callable[[], Sequence[str]]]
-
-
 def _placements() -> Iterator[list[Placement]]:
     yield [
         ("1 CPU device", lambda: [train(["cpu"], alone=True)]),
@@ -95,12 +99,13 @@ def _placements() -> Iterator[list[Placement]]:
         yield group
 
 
-def train(devices: list[str], *, alone: bool = False) -> str:
+def train(devices: list[str], *, alone: bool = False, num_shards: int = SHARDS) -> str:
     """Train a small convolutional network, and return the digest of its weights, buffers and optimizer state.
 
     Args:
         devices: The devices of this process.
         alone: Whether this process is the only one; otherwise it shares every batch with those of its environment.
+        num_shards: The number of shards.
     """
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(4 * BATCH - 1, 1, SIZE, SIZE, generator=generator)
@@ -122,7 +127,7 @@ def train(devices: list[str], *, alone: bool = False) -> str:
         optimizer,
         model,
         devices=devices,
-        num_shards=SHARDS,
+        num_shards=num_shards,
         loss_fn=supervised(functional.cross_entropy),
         communicator=LocalCommunicator() if alone else None,
     )

@@ -28,7 +28,7 @@ class Charts:
     Attributes:
         curves: The titles of the charts of logged values, with their names.
         scaling: Those of the loss scale, retries and skipped updates that change.
-        constant: The values of the others, for each run.
+        constant: The others with the values that they have throughout, those of all runs.
         throughput: Those of rates and memory.
         runs: For each run its name, its positions and the values by name, as the script of the page reads them.
         bins: The number of bins that values were thinned out to; None if all are there.
@@ -73,10 +73,9 @@ def choose_charts(runs: Sequence[RunData]) -> Charts:
         curves=list(curves.items()),
         scaling=[(name, [name]) for name in scaling if name in changing],
         constant=[
-            f"{run.name}: {name} is {found[name].values[0]:g} throughout."
-            for run, found in zip(runs, series, strict=True)
+            f"{name}: {', '.join(dict.fromkeys(f'{each[name].values[0]:g}' for each in series if name in each))}"
             for name in scaling
-            if name in found and name not in changing
+            if name not in changing
         ],
         throughput=[(name, [name]) for name in rates],
         runs=data,

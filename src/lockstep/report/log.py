@@ -143,9 +143,9 @@ def _first_difference(one: Series, other: Series) -> float | None:
 
 
 def thin(series: Series, bins: int) -> list[Point]:
-    """Return the smallest and the largest value of each of several equal bins of updates; all values if there are few.
+    """Return the smallest and the largest value of each of several bins of updates; all values if there are few.
 
-    Of the values of a bin that are not finite, the first NaN and the first infinity of either sign are returned as well.
+    Of the values of a bin that are not finite, the first of each kind is returned as well.
 
     Args:
         series: The values.

@@ -170,7 +170,7 @@ def _sections(runs: Sequence[RunData], charts: Charts) -> list[Markup]:
     times = times_section(runs)
     contents: list[tuple[str, str, Markup | None, str]] = [
         ("Curves", HINT + thinned, curves if charts.curves else None, "LogReport"),
-        ("Loss scale and retries", " ".join(charts.constant), _scaling(runs, charts), "RunRecord"),
+        ("Loss scale and retries", _constant(charts), _scaling(runs, charts), "RunRecord"),
         ("Time", TIME, times or None, "RunRecord"),
         ("Throughput", _throughput(charts), _charts(charts.throughput) if charts.throughput else None, "Throughput"),
         ("Digests", "", digests_table(runs) if any(each.digests for each in runs) else None, "Snapshot"),
@@ -205,6 +205,10 @@ def _throughput(charts: Charts) -> str:
     if any(title == RATE for title, _ in charts.throughput):
         return "From the times in the log. Samples or tokens per second need the extension Throughput."
     return ""
+
+
+def _constant(charts: Charts) -> str:
+    return f"Throughout: {'; '.join(charts.constant)}." if charts.constant else ""
 
 
 def _scaling(runs: Sequence[RunData], charts: Charts) -> Markup | None:

@@ -277,7 +277,9 @@
       }
       flush();
       const clip = this.clip();
-      this.stroke(make("path", { d: path.join(""), class: "line", "clip-path": clip, "data-label": series.label }, this.svg), series);
+      // The first of two runs is wider, so that it shows where the other one covers it.
+      const kind = data.runs.length > 1 && series.run === 0 ? "line under" : "line";
+      this.stroke(make("path", { d: path.join(""), class: kind, "clip-path": clip, "data-label": series.label }, this.svg), series);
       if (visible.length < 60) for (const [x, y] of visible) if (x >= MARGIN.left - 1 && x <= this.width) this.dot(this.svg, series, x, y, 2.2);
     }
 

@@ -111,6 +111,7 @@ class PhaseTimer(Watch):
         """
         if not self.is_timing:
             return compute
+        self._enter(COMPUTE)
 
         def run(place: int) -> None:
             # Threads of several devices add only entries of their own.

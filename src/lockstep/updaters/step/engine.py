@@ -214,7 +214,6 @@ class GradientEngine:
             ValueError: If the loss cannot be used.
         """
         prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
-        self.watch.phase = "forward"
         if request.inspect_shard is None:
             for parameter in prepared.parameters:
                 # Frees the memory of the last gradient for this one, and lets `reduce` detect gradients of the
@@ -387,15 +386,13 @@ class GradientEngine:
             if name is not None:
                 found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, report.loss.item(), name))
 
-        scale = self.training.scale
-        attempt = Attempt(replace(request, inspect_shard=inspect_shard), scale, scale)
+        attempt = Attempt(replace(request, inspect_shard=inspect_shard), self.training.scale, self.training.scale)
         self.take(attempt)
         self.plan(attempt, context)
         self.compute(attempt, context)
         self.reduce(attempt, context)
-        return sorted(
-            found if self._ranks is None else self._ranks.gather_nonfinite(found), key=lambda each: each.shard
-        )
+        everywhere = found if self._ranks is None else self._ranks.gather_nonfinite(found)
+        return sorted(everywhere, key=lambda each: each.shard)
 
     def release(self) -> None:
         """Stop the threads of replicas and restore PyTorch's random kernels, until the next attempt."""
