@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -119,13 +119,14 @@ def _devices() -> Facts:
 
 
 def _torch() -> Facts:
+    backends: Any = torch.backends  # torch does not declare all of these
     blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
     return {
         "versions": f"lockstep {__version__}, torch {torch.__version__}{cuda}, Python {platform.python_version()}",
         "BLAS": UNKNOWN if blas is None else blas[1],
-        "oneDNN": "disabled" if torch.backends.mkldnn.enabled is False else "enabled",
+        "oneDNN": "enabled" if backends.mkldnn.enabled else "disabled",
         "threads": f"{torch.get_num_threads()} within and {torch.get_num_interop_threads()} between operations; "
         "lockstep uses one per device",
         "C++ compiler": compiler or "none (needed by torch.compile and by the tests of the emulated accelerator)",

@@ -275,6 +275,7 @@ class GradientEngine:
                     break
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
+        self.watch.phase = "reduce"
         if self._ranks is not None:
             self._ranks.reduce(
                 attempt,
@@ -287,7 +288,6 @@ class GradientEngine:
             if attempt.complete:
                 attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]
             return
-        self.watch.phase = "reduce"
         attempt.complete = not left_out
         if left_out:
             return
