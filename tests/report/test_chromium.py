@@ -138,9 +138,7 @@ def test_a_script_that_fails_would_be_seen(chromium: Page, pages: Path, tmp_path
     page = (pages / "one.html").read_text()
     # Both without the policy, which would refuse a changed script.
     start, end = page.index("<meta http-equiv"), page.index('<meta name="viewport"')
-    (tmp_path / "broken.html").write_text(
-        (page[:start] + page[end:]).replace("bounds = extent();", "bounds = gone();", 1)
-    )
+    (tmp_path / "broken.html").write_text((page[:start] + page[end:]).replace("bounds = extent();", "bounds = gone();"))
     open_(chromium, tmp_path / "broken.html")
     assert any("gone is not defined" in each for each in chromium.console)
     assert "The charts could not be drawn" in chromium.evaluate("document.querySelector('.failure').textContent")

@@ -49,13 +49,17 @@ class Page:
         self._received = b""
         self._count = 0
         self._session: str | None = None
+        self._target: str | None = None
         self.console: list[str] = []
         self.requests: list[str] = []
 
     def open(self, path: Path, *, dark: bool = False, width: int = 1280, height: int = 900) -> None:
         """Open a file, and wait until it is drawn."""
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = None
+        if self._target is not None:
+            self.call("Target.closeTarget", targetId=self._target)
+        self._target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self.call("Target.attachToTarget", targetId=self._target, flatten=True)["sessionId"]
         for domain in ("Runtime", "Log", "Network", "Page"):
             self.call(f"{domain}.enable")
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -89,6 +93,11 @@ class Page:
         """Return the visible part as a PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
+    def close(self) -> None:
+        """End the browser."""
+        self._session = None
+        self.call("Browser.close")
+
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Call a method of the protocol, and return its result."""
         self._count += 1
@@ -104,6 +113,8 @@ class Page:
             self._record(answer)
 
     def _record(self, event: dict[str, Any]) -> None:
+        if event.get("sessionId") != self._session:
+            return  # of a page that was closed
         method, about = event.get("method"), event.get("params", {})
         if method == "Runtime.consoleAPICalled":
             self.console.append(str([each.get("value") for each in about["args"]]))
@@ -149,8 +160,7 @@ def browser(profile: Path) -> Iterator[Page]:
         try:
             page = Page(from_browser, to_browser)
             yield page
-            page._session = None
-            page.call("Browser.close")
+            page.close()
         except BaseException:
             process.kill()
             raise

@@ -24,6 +24,7 @@ def recorded_run(
     devices: Any = ("cpu", "cpu"),
     trigger: TriggerSpec = (2, "update"),
     resume: bool = False,
+    record: bool = True,
     communicator: Communicator | None = None,
     **options: Any,
 ) -> ls.Trainer:
@@ -44,7 +45,8 @@ def recorded_run(
     trainer.extend(ObserveLR())
     trainer.extend(Throughput(trigger=(1, "update")))
     trainer.extend(LogReport(trigger=(1, "update")))
-    trainer.extend(RunRecord(trigger=trigger))
+    if record:
+        trainer.extend(RunRecord(trigger=trigger))
     trainer.extend(PatientSnapshot(keep=2, digest_every=1), trigger=(3, "update"))
     trainer.run(resume="auto" if resume else None)
     return trainer

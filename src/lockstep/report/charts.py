@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -117,6 +118,9 @@ def _rates(log: Log) -> Series:
 def _positions(log: Log | None) -> dict[str, list[Any]]:
     """Return the epochs and times over updates."""
     if log is None:
-        return {"update": [], "epoch": [], "time": []}
-    epochs, times = (as_json(thin(each, POSITIONS)) for each in (log.epochs, log.times))
-    return {"epoch": [epochs["x"], epochs["y"]], "time": [times["x"], times["y"]]}
+        return {"epoch": [[], []], "time": [[], []]}
+    found = {}
+    for unit, series in (("epoch", log.epochs), ("time", log.times)):
+        points = as_json([point for point in thin(series, POSITIONS) if math.isfinite(point.value)])
+        found[unit] = [points["x"], points["y"]]
+    return found

@@ -94,10 +94,10 @@ def read_log(path: Path) -> Log | None:
         for line in file:
             try:
                 entry = json.loads(line)
-                update = float(entry["iteration"])
+                update = float(int(entry["iteration"]))
                 values = {name: float(value) for name, value in entry.items() if name not in COUNTERS}
                 epoch, elapsed = float(entry.get("epoch_detail", "nan")), float(entry.get("elapsed_time", "nan"))
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
                 unreadable += 1
                 continue
             num_entries += 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from importlib import resources
 from typing import Any, Final
@@ -43,6 +45,8 @@ def render(run: RunData, other: RunData | None = None) -> str:
         other: Another run to compare it with.
     """
     runs = [run] if other is None else [run, other]
+    if other is not None and run.name == other.name:
+        run, other = runs = [replace(each, name=str(each.path)) for each in runs]
     charts = choose_charts(runs)
     comparison, first = (Markup(), None) if other is None else _comparison(run, other)
     style, script = (
@@ -110,8 +114,7 @@ def _duration(seconds: float) -> str:
     >>> _duration(28.04), _duration(3725.0), _duration(float("nan"))
     ('28.0 s', '1 h 2 min', 'nan s')
     """
-    # False for NaN, too.
-    if not seconds >= IN_MINUTES:
+    if not IN_MINUTES <= seconds < math.inf:
         return f"{seconds:.1f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min"

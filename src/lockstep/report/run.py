@@ -98,6 +98,7 @@ class RunData:
 
     Attributes:
         path: The folder.
+        name: What the page calls the run.
         log: The log; None if there is none.
         sessions: What `RunRecord` has recorded; empty without it.
         digests: The digests of the training state by update.
@@ -105,15 +106,11 @@ class RunData:
     """
 
     path: Path
+    name: str
     log: Log | None
     sessions: list[Session]
     digests: dict[int, str]
     snapshots: list[Found]
-
-    @property
-    def name(self) -> str:
-        """The name of the folder."""
-        return self.path.resolve().name
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -168,7 +165,14 @@ def read_run(path: Path, *, log: str = LOG) -> RunData:
     manifests = [each.manifest for each in found if each.manifest is not None]
     logged = {update: record.digest for update, record in snapshots.read_digest_log(path).items()}
     digests = {**{each.update: each.training for each in manifests}, **logged}
-    return RunData(path, read_log(path / log), _read_record(path / RECORD), dict(sorted(digests.items())), found)
+    return RunData(
+        path,
+        path.resolve().name,
+        read_log(path / log),
+        _read_record(path / RECORD),
+        dict(sorted(digests.items())),
+        found,
+    )
 
 
 def _read_record(path: Path) -> list[Session]:
@@ -188,7 +192,7 @@ def _read_record(path: Path) -> list[Session]:
             elif sessions and kind == "end":
                 sessions[-1].end.update(values)
                 sessions[-1].recipe.update(values.get("recipe", {}))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue
     return sessions
 
