@@ -74,7 +74,7 @@ def _call(options: argparse.Namespace) -> int:
 
 def _show(text: str) -> None:
     sys.stdout.write(text)
-    # The self-test takes a while, and whoever waits for it sees how far it is.
+    # The self-test takes a while, and the reader sees how far it is.
     sys.stdout.flush()
 
 
