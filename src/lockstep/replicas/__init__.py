@@ -46,5 +46,6 @@ from lockstep.replicas.pool import (
     ThreadSettings as ThreadSettings,
     Timeout as Timeout,
     fork_error as fork_error,
+    parse_devices as parse_devices,
     use_deterministic_kernels as use_deterministic_kernels,
 )

@@ -2,6 +2,7 @@
 
 from lockstep.updaters.compute.device_timer import DeviceTimer as DeviceTimer
 from lockstep.updaters.compute.global_random import GlobalRandomDetector as GlobalRandomDetector
+from lockstep.updaters.compute.phase_timer import PhaseTimer as PhaseTimer
 from lockstep.updaters.compute.prepared_model import (
     PreparedModel as PreparedModel,
     create_runners as create_runners,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
@@ -29,6 +29,7 @@ from lockstep.updaters.compute import (
     DeviceTimer,
     GlobalRandomDetector,
     GradientContext,
+    PhaseTimer,
     PreparedModel,
     RankShare,
     ShardAssignment,
@@ -236,8 +237,9 @@ class GradientEngine:
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, task, self.streams)
 
-        device_timer = self._device_timer
-        timed = compute_shards if device_timer is None else device_timer.timed(compute_shards, device_shards)
+        timer = self._device_timer
+        timed: Callable[[int], None] = compute_shards if timer is None else timer.timed(compute_shards, device_shards)
+        timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         generators = self._random_detector.states() if self.training.iteration < self._random_detector.end else None
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         self.streams.run(
@@ -249,8 +251,8 @@ class GradientEngine:
         if generators is not None:
             self._random_detector.check(generators)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
-        if device_timer is not None:
-            self.replicas.workloads = device_timer.next_workloads(self.replicas.workloads)
+        if timer is not None:
+            self.replicas.workloads = timer.next_workloads(self.replicas.workloads)
         # Here, because the devices have been given their work, and the host has not waited for it yet.
         if self.ahead is not None and not attempt.given_batches and request.inspect_shard is None:
             self.watch.phase = "data loading"
@@ -276,6 +278,7 @@ class GradientEngine:
                     break
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
+        self.watch.phase = "reduce"
         if self.ranks is not None:
             self.ranks.reduce(
                 attempt,
