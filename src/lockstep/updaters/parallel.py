@@ -19,7 +19,7 @@ from lockstep.updaters.attempt import GradientRequest, UpdateContext
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
-from lockstep.updaters.setup import MAIN, Converter, look_up, recipe as recipes
+from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
 from lockstep.updaters.step import CustomStep, Schedulers, any_asks_for_closure, assemble, check_run_options
 from lockstep.updaters.updater import Updater
@@ -60,7 +60,9 @@ class ParallelUpdater(Updater):
             position, with None for an input that every shard gets whole. Not for samples that the converter stacks.
         carried: Values carried from batch to batch, such as the hidden state of an LSTM; see `Carried`.
         seed: The seed of the random streams, which are keyed by (seed, update, shard).
-        accumulate: The number of batches of one update, at least 1; fewer where the iterator ends.
+        accumulate: The number of batches of one update, at least 1; fewer where the iterator ends. Or one by epoch: a
+            dict such as ``{0: 8, 4: 2}``, where each number holds from its epoch on, and 1 before; or a function of the
+            epoch that returns 1..256. The epoch, counted from 0, is the one in which the update begins.
         split: ``"contiguous"`` shards, or ``"strided"``, where shard i of n has the samples i, i + n, i + 2n …
         clip_grad_norm: The largest norm, above 0, of all gradients of an optimizer, or one by its name. The gradient
             that is stepped by is scaled down to it, as by `torch.nn.utils.clip_grad_norm_`, before hooks of the step.
@@ -116,7 +118,7 @@ class ParallelUpdater(Updater):
         batch_dim: BatchDim = 0,
         carried: Carried | None = None,
         seed: int = 0,
-        accumulate: int = 1,
+        accumulate: Accumulation = 1,
         split: recipes.Split = "contiguous",
         reduction: recipes.Reduction = "mean",
         clip_grad_norm: float | Mapping[str, float] | None = None,

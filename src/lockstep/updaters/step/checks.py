@@ -92,7 +92,7 @@ def check_carried(carried: object, recipe: Recipe, *, custom_step: bool) -> None
             f"`carried` must be a lockstep.Carried or None, got a {type(carried).__name__}. Pass "
             "lockstep.Carried(initial_values)."
         )
-    if carried is not None and (recipe.accumulate > 1 or custom_step):
+    if carried is not None and (recipe.accumulate != 1 or custom_step):
         several = "a step function or an optimizer whose step requires a closure"
         got = several if custom_step else f"accumulate={recipe.accumulate}"
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class CustomStepState:
             for label in labels
         }
         found = [result for _, result in self.results]
-        return _merge_results(found, scale, applied=self.applied, parts=parts if len(parts) > 1 else {})
+        return _merge_results(found, scale, parts=parts if len(parts) > 1 else {})
 
 
 class CustomStep:
@@ -212,10 +212,11 @@ class CustomStep:
         else:
             applied = self._committer.step(names, attempt, state.context.settings)
         state.applied = state.applied | applied
-        if attempt.grad_norm is not None:
-            # The result was recorded before the step, which measures the norm.
-            next(result for each, result in reversed(state.results) if each == names).grad_norm = attempt.grad_norm
-        return attempt.result(applied=applied)
+        result = attempt.result(applied=applied)
+        # What was recorded before the step does not know whether weights moved, nor the norm of the gradient.
+        last = max(index for index, (each, _) in enumerate(state.results) if each == names)
+        state.results[last] = names, result
+        return result
 
     def _step_with_closure(self, name: str, attempt: Attempt, state: CustomStepState) -> Attempt:
         """Step an optimizer that computes gradients again; each time with the same batch and random streams.
@@ -257,9 +258,6 @@ class CustomStep:
         except _NotFinite as end:
             savepoint.restore()
             attempt = end.attempt
-            # What was recorded before the step is the gradient at the first point, which may be finite.
-            last = max(index for index, (names, _) in enumerate(state.results) if names == (name,))
-            state.results[last] = (name,), attempt.result(applied=False)
             self._committer.note((name,), attempt)
         return attempt
 
@@ -321,7 +319,6 @@ def _merge_results(
     results: Sequence[UpdateResult],
     scale: MovingScale,
     *,
-    applied: bool | torch.Tensor = False,
     parts: Mapping[str, UpdateResult] | None = None,
 ) -> UpdateResult:
     """Merge several results into one, with all reports, the last loss scale and the most tries.
@@ -329,7 +326,6 @@ def _merge_results(
     Args:
         results: The results, in order.
         scale: The loss scale before the update, which counts if there are no results.
-        applied: Whether weights have moved; a tensor where only the device knows.
         parts: The result for each optimizer, if there are several.
     """
 
@@ -339,7 +335,7 @@ def _merge_results(
 
     # Functions instead of values: reading them here would wait for the device.
     return UpdateResult(
-        applied=partial(bool, applied),
+        applied=lambda: any(result.applied for result in results),
         tries=max((result.tries for result in results), default=0),
         loss_scale=lambda: results[-1].loss_scale if results else scale.value.factor,
         nonfinite=last_bad,

@@ -40,7 +40,7 @@ from lockstep.updaters.compute import (
 )
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import NonFiniteShard, ShardReport
-from lockstep.updaters.setup import MAIN, Recipe, batch_size, shard_tensors
+from lockstep.updaters.setup import MAIN, Recipe, batch_size, batches_per_update, most_batches, shard_tensors
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import check_reached
 
@@ -82,6 +82,7 @@ class GradientEngine:
         self.prepared = PreparedModel(TreeSum(self.replicas, []))
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
+        self._announced_batches = self.batches_per_update
         self._random_detector = GlobalRandomDetector()
         self.restart_checks()
 
@@ -109,12 +110,18 @@ class GradientEngine:
         self.watch.phase = "data loading"
         batches: list[Any] = []
         iterator = self.training.iterators[MAIN]
+        number = self.batches_per_update
+        if number != self._announced_batches:
+            self._announced_batches = number
+            if self._ranks is not None:
+                # Workers have loaded samples of batches that are at another position in their update now.
+                iterator.load_only(self.own_samples)
         # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
         STOP.waits = True
         try:
             if STOP.received:
                 STOP.end_wait()
-            for ahead in range(skip, skip + self.recipe.accumulate):
+            for ahead in range(skip, skip + number):
                 batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
         except StopIteration:
             pass
@@ -329,7 +336,7 @@ class GradientEngine:
     def first_stream(self, computation: int = 0) -> int:
         """Return the position of the first random stream of an update's gradient, after `computation` earlier ones."""
         # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
-        first = self.training.iteration * self.recipe.accumulate * self.shards_per_batch
+        first = self.training.iteration * most_batches(self.recipe.accumulate) * self.shards_per_batch
         return first + computation_substream(computation) if computation else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
@@ -341,6 +348,11 @@ class GradientEngine:
             "loss scale": attempt.gradient_context.loss_scale_factor,
             "batch sizes": attempt.sizes,
         }
+
+    @property
+    def batches_per_update(self) -> int:
+        """The number of batches of the next update, unless the iterator ends before."""
+        return batches_per_update(self.recipe.accumulate, self.training.iterators[MAIN].epoch)
 
     @property
     def shards_per_batch(self) -> int:
@@ -370,7 +382,7 @@ class GradientEngine:
             ahead: The number of batches before this one, counted from the first of an update.
             size: The number of samples in the batch.
         """
-        accumulate = self.recipe.accumulate
+        accumulate = self.batches_per_update
         runs = self.share([size] * accumulate).shards_by_device
         return [shard.samples for run in runs for shard in run if shard.batch == ahead % accumulate]
 
