@@ -10,6 +10,7 @@ import lockstep as ls
 
 PUBLIC = [
     "BatchIterator",
+    "BatchLoss",
     "Carried",
     "Communicator",
     "CorrectedMomentumSGD",

@@ -30,6 +30,7 @@ PAGES = {
     "how-to/notebooks.md": 3,
     "how-to/saving.md": 5,
     "how-to/trainer.md": 6,
+    "how-to/whole-batch-loss.md": 1,
     "modules.md": 6,
 }
 """How many programs each page holds."""

@@ -72,6 +72,7 @@ from lockstep.trainer import (
     summarize_model as summarize_model,
 )
 from lockstep.updaters import (
+    BatchLoss as BatchLoss,
     Carried as Carried,
     Loss as Loss,
     ParallelUpdater as ParallelUpdater,

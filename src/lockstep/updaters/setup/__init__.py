@@ -5,6 +5,7 @@ from lockstep.updaters.setup.accumulation import (
     Accumulation as Accumulation,
     batches_per_update as batches_per_update,
     most_batches as most_batches,
+    read_batches as read_batches,
 )
 from lockstep.updaters.setup.batches import (
     Converter as Converter,

@@ -14,11 +14,13 @@ from lockstep.errors import OrderError
 from lockstep.precision import MovingScale, asks_for_closure
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, GradientRequest, UpdateContext
+from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.ranks import BATCHES, Described, describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.step.assembly import Parts
+from lockstep.updaters.step.gathering import GatheredBatch
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class CustomStep:
         self._retry = parts.retry
         self._committer = parts.committer
         self._default_request = default_request
+        self._communicator = parts.communicator
         self._has_ranks = parts.communicator.size > 1
         self._has_loss = parts.recipe.loss_fn is not None or not parts.networks.several
         self._with_closure = [name for name, each in self._training.optimizers.items() if asks_for_closure(each)]
@@ -169,6 +172,8 @@ class CustomStep:
         self, request: GradientRequest, names: Names, batch: Any, context: UpdateContext, *, no_retry: bool
     ) -> Attempt:
         """Run the stages of `ParallelUpdater.update` before the commit for a given batch, until an attempt is final."""
+        if isinstance(request.loss_fn, BatchLoss):
+            request = self._gather(request, request.loss_fn, batch, context)
         engine, attempt = self._engine, self._retry.first_attempt(request, names, [batch], no_retry=no_retry)
         while not attempt.is_final:
             with self._coordinator.reporting_errors():
@@ -181,6 +186,24 @@ class CustomStep:
             attempt = self._retry.next_attempt(attempt)
         self._committer.assign_gradients(attempt)
         return attempt
+
+    def _gather(self, request: GradientRequest, loss: BatchLoss, batch: Any, context: UpdateContext) -> GradientRequest:
+        """Compute a loss over the whole batch, and return the request with its gradient for each shard."""
+        engine, gathered, scale = self._engine, GatheredBatch(loss), self._training.scale
+        asked = replace(request, shard_loss=gathered.collect, gathers=True)
+        attempt = Attempt(asked, scale, scale, given_batches=[batch])
+        attempt.complete = False
+        # Again after an interrupt whose handler returned.
+        while not attempt.complete:
+            with self._coordinator.reporting_errors():
+                context.interrupts.check()
+                engine.take(attempt)
+                engine.plan(attempt, context)
+                engine.compute(attempt, context)
+                engine.reduce(attempt, context)
+        with self._coordinator.reporting_errors():
+            gathered.differentiate(self._communicator, engine.replicas.devices[0])
+        return replace(request, shard_loss=gathered.shard_loss)
 
     def apply(self, optimizer: str | None) -> UpdateResult:
         """Step by the gradient that was computed; see `ParallelUpdater.apply_gradients`.

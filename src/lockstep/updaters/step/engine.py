@@ -23,7 +23,6 @@ from lockstep.replicas import (
     check_no_trained_buffers,
     finish_whole,
 )
-from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.attempt import Attempt, GradientRequest, UpdateContext, check_finite
@@ -40,7 +39,15 @@ from lockstep.updaters.compute import (
 )
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.result import NonFiniteShard, ShardReport
-from lockstep.updaters.setup import MAIN, Recipe, batch_size, batches_per_update, most_batches, shard_tensors
+from lockstep.updaters.setup import (
+    MAIN,
+    Recipe,
+    batch_size,
+    batches_per_update,
+    most_batches,
+    read_batches,
+    shard_tensors,
+)
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import check_reached
 
@@ -108,7 +115,6 @@ class GradientEngine:
     def next_batches(self, skip: int) -> list[Any]:
         """Return the batches of one attempt; fewer than `accumulate`, or none, where the iterator ends."""
         self.watch.phase = "data loading"
-        batches: list[Any] = []
         iterator = self.training.iterators[MAIN]
         number = self.batches_per_update
         if number != self._announced_batches:
@@ -116,18 +122,7 @@ class GradientEngine:
             if self._ranks is not None:
                 # Workers have loaded samples of batches that are at another position in their update now.
                 iterator.load_only(self.own_samples)
-        # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
-        STOP.waits = True
-        try:
-            if STOP.received:
-                STOP.end_wait()
-            for ahead in range(skip, skip + number):
-                batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
-        except StopIteration:
-            pass
-        finally:
-            STOP.waits = False
-        return batches
+        return read_batches(iterator, range(skip, skip + number))
 
     def plan(self, attempt: Attempt, context: UpdateContext) -> None:
         """Cut the batches into shards, and copy the tensors of each to the device that computes it.
@@ -136,10 +131,7 @@ class GradientEngine:
             ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
-        for network in self.training.models.values():
-            if network.training:
-                break
-        else:
+        if not any(network.training for network in self.training.models.values()):
             self.training.ensure_training_mode()
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
@@ -165,6 +157,7 @@ class GradientEngine:
             request.inspect_shard,
             request.deferred,
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
+            shard_loss=request.shard_loss,
         )
 
     def _loss_scale_factor(self, attempt: Attempt) -> float | torch.Tensor:
@@ -273,11 +266,8 @@ class GradientEngine:
         """
         prepared, request = self.prepared, attempt.request
         normalizer = attempt.gradient_context.normalizer
-        if request.inspect_shard is None:
-            for parameter in prepared.parameters:
-                if parameter.grad is not None:
-                    check_no_leaked_gradients(prepared.named_parameters, request.wanted)
-                    break
+        if request.inspect_shard is None and any(parameter.grad is not None for parameter in prepared.parameters):
+            check_no_leaked_gradients(prepared.named_parameters, request.wanted)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
         if self._ranks is not None:
@@ -341,10 +331,9 @@ class GradientEngine:
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
         """Return where this rank is, for comparison with the other ranks."""
-        request = attempt.request
         return {
             "update": self.training.iteration,
-            "computation": request.computation if request.inspect_shard is None else "search for what is not finite",
+            "computation": attempt.request.purpose,
             "loss scale": attempt.gradient_context.loss_scale_factor,
             "batch sizes": attempt.sizes,
         }
@@ -357,9 +346,7 @@ class GradientEngine:
     @property
     def shards_per_batch(self) -> int:
         """The number of shards that a batch is cut into."""
-        if self.recipe.num_shards is not None:
-            return self.recipe.num_shards
-        return self.num_devices
+        return self.recipe.num_shards or self.num_devices
 
     @property
     def num_devices(self) -> int:
