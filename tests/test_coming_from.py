@@ -52,6 +52,8 @@ def test_there_is_no_other_page_or_program() -> None:
 def test_a_program_runs_and_learns(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if program == "ignite_handlers.py":
         pytest.importorskip("ignite")
+        # The bar of Ignite would start a thread that outlives it.
+        monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
     monkeypatch.chdir(tmp_path)
     made = runpy.run_path(str(PAGES / program))
     outputs = made["model"](made["inputs"]) if "Classifier" not in made else made["model"].layers(made["inputs"])

@@ -220,7 +220,11 @@ def test_metrics_are_computed_and_logged(tmp_path: Path) -> None:
     assert [("mean_loss" in entry) for entry in log] == [False, False, True, False, False, True]
 
 
-def test_the_progress_bar_of_ignite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_progress_bar_of_ignite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The bar of Ignite would start a thread that outlives it.
+    monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
     bridge = IgniteBridge()
     ProgressBar(persist=True).attach(bridge.engine, output_transform=lambda output: {"loss": output["loss"]})
     trainer = trainer_of(bridge, tmp_path)

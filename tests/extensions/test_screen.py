@@ -159,7 +159,7 @@ def test_the_bar_shows_epoch_iteration_and_speed_and_is_closed(tmp_path: Path) -
 def test_a_run_without_a_bound_has_a_line_without_a_bar(tmp_path: Path) -> None:
     out = Terminal()
     train(tmp_path, ProgressBar(out=out), until=lambda trainer: trainer.updater.iteration == 3)
-    assert re.fullmatch(r"epoch 1.50, iteration 3, main/loss 0.333, [\d.]+ updates/s \[\d\d:\d\d\]", frames(out)[-1])
+    assert re.fullmatch(r"epoch 1.50, iteration 3, main/loss 0.3333, [\d.]+ updates/s \[\d\d:\d\d\]", frames(out)[-1])
 
 
 def test_a_resumed_bar_begins_where_the_run_stands(tmp_path: Path) -> None:

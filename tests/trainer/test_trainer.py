@@ -664,8 +664,8 @@ def test_before_each_update_extensions_are_called_by_priority(out: Path) -> None
         trainer.run()
     trainer.run()
     before = [(name, iteration) for name, what, iteration, *_ in events if what == "before"]
-    # The second update failed, and was announced again. What is never called is not told.
-    assert before == [(name, count) for count in (0, 1, 1) for name in ("silent", "early")]
+    # The second update failed, and was announced again.
+    assert before == [(name, count) for count in (0, 1, 1) for name in ("silent", "early", "late")]
 
 
 def test_stop_ends_the_run_after_the_iteration_and_another_call_continues_it(out: Path) -> None:

@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     "strided": {"split": "strided"},
     "bf16": {"precision": "bf16", "work": MLP},
     "clipped": {"clip_grad_norm": 0.05, "optimizer": "adamw"},
-    "adaptive scale": {"loss_scale": ls.DynamicLossScale(2.0**140), "work": MLP},
+    "overflowing": {"loss_scale": ls.DynamicLossScale(2.0**24), "precision": "fp16", "work": MLP},
 }
 
 

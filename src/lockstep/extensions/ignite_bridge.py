@@ -82,6 +82,7 @@ class IgniteBridge(Extension):
             raise ValueError(f"`epoch_length` must be at least 1, got {epoch_length}.")
         ignite = import_optional("ignite.engine")
         self.engine: Any = ignite.Engine(_refuse)
+        self.engine.state.metrics = self._metrics = _Metrics()
         self.output = output
         self.saved = dict(saved or {})
         self.epoch_length = epoch_length
@@ -131,8 +132,9 @@ class IgniteBridge(Extension):
         # From the trainer, because a run that resumes here did not call `before_update`.
         state.iteration = updater.iteration
         state.output = _values(trainer) if self.output is None else self.output(trainer)
-        given = {name: _as_value(value) for name, value in trainer.observation.items()}
-        state.metrics.update(given)
+        self._metrics.written.clear()
+        # By `dict.update`, which does not count as written by a metric.
+        self._metrics.update({name: _as_value(value) for name, value in trainer.observation.items()})
         self._fire(self._events.ITERATION_COMPLETED)
         if updater.is_new_epoch:
             if self._epoch is not None and updater.epoch == self._epoch + 1 and state.epoch_length is None:
@@ -141,9 +143,9 @@ class IgniteBridge(Extension):
             state.epoch = updater.epoch
             state.times[self._events.EPOCH_COMPLETED.name] = time.perf_counter() - self._began[1]
             self._fire(self._events.EPOCH_COMPLETED)
-        for name, value in state.metrics.items():
-            if value is not given.get(name) and _is_observable(value) and name not in trainer.observation:
-                trainer.observe(name, value)
+        for name in self._metrics.written:
+            if _is_observable(self._metrics[name]):
+                trainer.observe(name, self._metrics[name])
         if self.engine.should_terminate:
             trainer.stop()
 
@@ -198,6 +200,18 @@ class IgniteBridge(Extension):
                 "`engine.terminate_epoch` and `engine.interrupt` must not be called by handlers of an IgniteBridge, "
                 "because every update uses the next batch. Call `engine.terminate` to end the run."
             )
+
+
+class _Metrics(dict[str, Any]):
+    """The metrics of an engine, and the names of those that were written by metrics of Ignite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, None] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.written[name] = None
 
 
 def _refuse(engine: Any, batch: object) -> None:  # noqa: ARG001 - of the interface
