@@ -14,6 +14,7 @@ import lockstep as ls
 
 PUBLIC = [
     "BatchIterator",
+    "BatchLoss",
     "Carried",
     "Communicator",
     "CorrectedMomentumSGD",
@@ -24,6 +25,7 @@ PUBLIC = [
     "EndOfDataError",
     "Extension",
     "IterableBatches",
+    "LRFinderResult",
     "LocalCommunicator",
     "LockstepError",
     "Loss",
@@ -62,6 +64,7 @@ PUBLIC = [
     "digest",
     "extensions",
     "find_communicator",
+    "find_lr",
     "launch",
     "metrics",
     "optim",

@@ -31,7 +31,8 @@ PAGES = {
     "how-to/report.md": 2,
     "how-to/saving.md": 5,
     "how-to/trainer.md": 6,
-    "modules.md": 5,
+    "how-to/whole-batch-loss.md": 1,
+    "modules.md": 6,
 }
 """How many programs each page holds."""
 

@@ -72,7 +72,9 @@ from lockstep.trainer import (
     Trainer as Trainer,
     summarize_model as summarize_model,
 )
+from lockstep.tuning import LRFinderResult as LRFinderResult, find_lr as find_lr
 from lockstep.updaters import (
+    BatchLoss as BatchLoss,
     Carried as Carried,
     Loss as Loss,
     ParallelUpdater as ParallelUpdater,

@@ -149,7 +149,9 @@ def frames(out: io.StringIO) -> list[str]:
 def test_the_bar_shows_epoch_iteration_and_speed_and_is_closed(tmp_path: Path) -> None:
     out = Terminal()
     train(tmp_path, ProgressBar(out=out))
-    assert re.search(r"^100%\|.*\| epoch 2.00, iteration 4, [\d.]+ updates/s \[\d\d:\d\d<00:00\]$", frames(out)[-1])
+    assert re.search(
+        r"^100%\|.*\| epoch 2.00, iteration 4, main/loss 0.25, [\d.]+ updates/s \[\d\d:\d\d<00:00\]$", frames(out)[-1]
+    )
     assert out.getvalue().endswith("\n")
     assert [thread.name for thread in threading.enumerate() if "TMonitor" in type(thread).__name__] == []
 
@@ -157,7 +159,7 @@ def test_the_bar_shows_epoch_iteration_and_speed_and_is_closed(tmp_path: Path) -
 def test_a_run_without_a_bound_has_a_line_without_a_bar(tmp_path: Path) -> None:
     out = Terminal()
     train(tmp_path, ProgressBar(out=out), until=lambda trainer: trainer.updater.iteration == 3)
-    assert re.fullmatch(r"epoch 1.50, iteration 3, [\d.]+ updates/s \[\d\d:\d\d\]", frames(out)[-1])
+    assert re.fullmatch(r"epoch 1.50, iteration 3, main/loss 0.3333, [\d.]+ updates/s \[\d\d:\d\d\]", frames(out)[-1])
 
 
 def test_a_resumed_bar_begins_where_the_run_stands(tmp_path: Path) -> None:
@@ -178,12 +180,44 @@ def test_an_uneven_epoch_does_not_lead_beyond_the_end_of_the_bar(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("show", "terminal", "shown"), [(None, False, 0), (None, True, 1), (True, False, 1), (False, True, 0)]
+    ("show", "terminal", "bar", "text"),
+    [(None, False, 0, 1), (None, True, 1, 1), (True, False, 1, 1), (False, True, 0, 0), (False, False, 0, 0)],
 )
-def test_where_the_bar_is_shown(tmp_path: Path, show: bool | None, terminal: bool, shown: int) -> None:
+def test_where_the_bar_is_shown(tmp_path: Path, show: bool | None, terminal: bool, bar: int, text: int) -> None:
     out = Terminal() if terminal else io.StringIO()
     train(tmp_path, ProgressBar(show=show, out=out))
-    assert bool(out.getvalue()) == bool(shown)
+    assert ("%|" in out.getvalue(), bool(out.getvalue())) == (bool(bar), bool(text))
+
+
+def test_a_file_gets_plain_lines_and_one_at_the_end(tmp_path: Path) -> None:
+    often, seldom, unbounded = io.StringIO(), io.StringIO(), io.StringIO()
+    train(tmp_path, ProgressBar(out=often, line_interval=0), ProgressBar(out=seldom))
+    last = often.getvalue().splitlines()[-1]
+    assert len(often.getvalue().splitlines()) == 4  # one per update, and no other at the end
+    assert re.fullmatch(r"100% epoch 2.00, iteration 4, main/loss 0.25, [\d.]+ updates/s \[\d\d:\d\d<00:00\]", last)
+    assert often.getvalue().startswith("25% epoch 0.50, iteration 1, main/loss 1, ")
+    assert len(seldom.getvalue().splitlines()) == 1
+    assert "\r" not in often.getvalue() + seldom.getvalue()
+    train(tmp_path, ProgressBar(out=unbounded), until=lambda trainer: trainer.updater.iteration == 3)
+    assert re.fullmatch(r"epoch 1.50, iteration 3, main/loss 0.333\d*, .* \[\d\d:\d\d\]\n", unbounded.getvalue())
+
+
+def test_values_that_are_chosen_are_shown_with_the_last_one_observed(tmp_path: Path) -> None:
+    out = io.StringIO()
+
+    def observe(trainer: Trainer) -> None:
+        trainer.observe("validation/main/accuracy", trainer.updater.iteration / 8)
+
+    trainer = Trainer(CountingUpdater(2), (3, "iteration"), tmp_path)
+    trainer.extend(observe, trigger=(2, "iteration"), priority=300)
+    trainer.extend(ProgressBar(out=out, values=["validation/main/accuracy", "absent"], line_interval=0))
+    trainer.run()
+    first, *_, last = out.getvalue().splitlines()
+    assert "iteration 1, 0" not in first
+    assert "accuracy" not in first
+    assert "iteration 3, validation/main/accuracy 0.25, " in last
+    with pytest.raises(ValueError, match="`line_interval` must be at least 0, got -1"):
+        ProgressBar(line_interval=-1)
 
 
 def test_the_bar_is_closed_when_the_run_fails(tmp_path: Path) -> None:

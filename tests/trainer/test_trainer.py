@@ -647,3 +647,45 @@ def test_a_trainer_lists_what_is_attached() -> None:
         "  high: trigger (1, 'iteration'), priority 50",
         "  low: trigger Once(), priority 5",
     ]
+
+
+def test_before_each_update_extensions_are_called_by_priority(out: Path) -> None:
+    events: Events = []
+
+    class Early(Recorder):
+        def before_update(self, trainer: Trainer) -> None:
+            self._note("before", trainer)
+
+    trainer = Trainer(CountingUpdater(fail_at=1), (2, "iteration"), out)
+    silent = Early("silent", events, trigger=(9, "iteration"))
+    for extension in (Early("late", events, priority=1, trigger=Never()), silent, Early("early", events, priority=9)):
+        trainer.extend(extension)
+    with pytest.raises(RuntimeError, match="boom"):
+        trainer.run()
+    trainer.run()
+    before = [(name, iteration) for name, what, iteration, *_ in events if what == "before"]
+    # The second update failed, and was announced again.
+    assert before == [(name, count) for count in (0, 1, 1) for name in ("silent", "early", "late")]
+
+
+def test_stop_ends_the_run_after_the_iteration_and_another_call_continues_it(out: Path) -> None:
+    seen: list[int] = []
+    trainer = Trainer(CountingUpdater(), (5, "iteration"), out)
+
+    def stop(trainer: Trainer) -> None:
+        if trainer.updater.iteration == 2:
+            trainer.stop()
+
+    trainer.extend(stop, priority=300)
+    trainer.extend(lambda trainer: seen.append(trainer.updater.iteration))
+    trainer.run()
+    assert (trainer.updater.iteration, seen) == (2, [1, 2])
+    state = trainer.state_dict()
+    trainer.run()
+    assert seen == [1, 2, 3, 4, 5]
+    other = Trainer(CountingUpdater(), (5, "iteration"), out)
+    other.extend(stop, priority=300)
+    other.extend(lambda trainer: seen.append(trainer.updater.iteration))
+    other.load_state_dict(state)
+    other.run()
+    assert other.updater.iteration == 5

@@ -87,7 +87,10 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
     "half a try": ({"max_tries": 1.5}, "`max_tries` must be an integer, got 1.5."),
     "seed of truth": ({"seed": True}, "`seed` must be an integer, got True."),
     "no number of tries": ({"max_tries": None}, "`max_tries` must be an integer, got None."),
-    "no number of batches": ({"accumulate": None}, "`accumulate` must be an integer, got None."),
+    "no number of batches": (
+        {"accumulate": None},
+        "`accumulate` must be an integer, a dict such as {0: 8, 4: 2}, or a function of the epoch, got None.",
+    ),
     "no devices": ({"devices": None}, "`devices` must be names, a number or 'auto', got a NoneType."),
     "a loss by name": ({"loss_fn": "mse"}, "`loss_fn` must be callable, got a str."),
     "a step by name": ({"step_fn": "step"}, "`step_fn` must be callable, got a str."),

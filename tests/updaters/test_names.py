@@ -297,6 +297,7 @@ def test_the_result_of_a_step_has_a_part_for_each_optimizer() -> None:
     assert result.applied
     assert result.tries == 1
     assert list(result.parts) == ["dis", "gen"]
+    assert all(part.applied for part in result.parts.values())
     assert result.parts["dis"].weight == 12 + 13
     assert result.parts["gen"].weight == 12
     observed = result.observation()

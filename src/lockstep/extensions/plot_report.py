@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
+from lockstep.extensions.notebook import InlineImage, in_notebook
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
@@ -23,9 +25,9 @@ class PlotReport(Extension):
     """Plots the entries of a `LogReport` over epochs, as an image in the trainer's folder.
 
     Names with the same last part share their axes: ``main/loss`` and ``validation/main/loss`` are two curves of
-    one panel, ``loss``. The image is replaced in one step. When the trigger fires, no plot is made if plotting would
-    take more than a twentieth of the run's time; the complete curve is plotted when the run ends. With several
-    processes, rank 0 plots.
+    one panel, ``loss``. The image is replaced in one step. In a notebook, it is also displayed below the cell. When
+    the trigger fires, no plot is made if plotting would take more than a twentieth of the run's time; the complete
+    curve is plotted when the run ends. With several processes, rank 0 plots.
 
     Args:
         keys: The names to plot; by default all names in the log.
@@ -56,10 +58,13 @@ class PlotReport(Extension):
         self.title = title
         self.log_report = log_report
         self._next = 0.0
+        self._inline: InlineImage | None = None
 
     def initialize(self, trainer: Trainer) -> None:
         """Check that there is a log."""
         find_log(trainer, self.log_report, reader=self)
+        # One image for each run, below the cell that runs it.
+        self._inline = InlineImage() if in_notebook() else None
 
     def __call__(self, trainer: Trainer) -> None:
         """Plot the log, unless the last plot is too recent."""
@@ -78,12 +83,14 @@ class PlotReport(Extension):
         panels = _panels(log, self.keys)
         if panels:
             path = trainer.out / self.filename
-            draw(log, panels, path, title=self.title or trainer.out.resolve().name)
+            png = draw(log, panels, path, title=self.title or trainer.out.resolve().name)
+            if self._inline is not None:
+                self._inline.show(png())
         end = time.perf_counter()
         self._next = end + (end - start) / MAX_TIME_FRACTION
 
 
-def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, title: str) -> None:
+def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, title: str) -> Callable[[], bytes]:
     """Plot a log to a file, with the panels side by side.
 
     Args:
@@ -91,6 +98,9 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
         panels: The names of the curves of each panel, by the name of the panel.
         path: The file, which is replaced in one step.
         title: The title of the figure.
+
+    Returns:
+        A function that returns the plot as an image in the format PNG.
     """
     # Imported here, because it takes a second and only plots need it. The figure is created without pyplot, whose
     # state would be shared with your own figures.
@@ -114,6 +124,13 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
     new = path.with_name(f"{path.name}.new")
     canvas.print_figure(new, format=path.suffix.removeprefix(".") or "png", dpi=110)
     new.replace(path)
+
+    def png() -> bytes:
+        image = BytesIO()
+        canvas.print_figure(image, format="png")
+        return image.getvalue()
+
+    return png
 
 
 def _panels(log: Sequence[LogEntry], keys: Sequence[str] | None) -> dict[str, list[str]]:

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
+from lockstep.trainer.extension_entry import ExtensionEntry
 from lockstep.triggers import Trigger
 from lockstep.updaters import Updater
 
 
-class Entry(Protocol):
-    """What is described of an extension."""
-
-    @property
-    def name(self) -> str:
-        """The name in the trainer."""
-
-    @property
-    def trigger(self) -> Trigger:
-        """The trigger that calls the extension."""
-
-    @property
-    def priority(self) -> int:
-        """The priority in an iteration."""
-
-
-def describe(updater: Updater, until: Trigger, out: Path, entries: Sequence[Entry]) -> str:
+def describe(updater: Updater, until: Trigger, out: Path, entries: Sequence[ExtensionEntry]) -> str:
     """Return the text of a trainer: where it stands, when it ends, and its extensions in the order of their calls.
 
     Args:

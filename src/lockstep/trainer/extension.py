@@ -64,6 +64,15 @@ class Extension(Stateful, ABC):
             trainer: The trainer, between two updates.
         """
 
+    def before_update(self, trainer: Any) -> None:
+        """Act before each update, whether the trigger fires or not; does nothing by default.
+
+        It is called again for an update that was interrupted and is run again.
+
+        Args:
+            trainer: The trainer, before its next update.
+        """
+
     def initialize(self, trainer: Any) -> None:
         """Prepare for a run that starts or resumes; does nothing by default.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,7 @@ from lockstep.trainer.changed_extensions import check_extensions
 from lockstep.trainer.description import describe
 from lockstep.trainer.ending import call_and_catch, report_failure
 from lockstep.trainer.extension import Action, Extension, as_extension
+from lockstep.trainer.extension_entry import ExtensionEntry
 from lockstep.trainer.predicting import Predicting
 from lockstep.trainer.resuming import resume_from
 from lockstep.trainer.synchronized_progress import SynchronizedProgress
@@ -30,17 +30,6 @@ from lockstep.triggers import Progress, Trigger, TriggerSpec, get_trigger, get_u
 from lockstep.updaters import Updater
 
 STATE_KEYS = ("updater", "until", "triggers", "extensions", "elapsed_time", "observation", "due", "pending")
-
-
-@dataclass(frozen=True, eq=False)
-class ExtensionEntry:
-    """An extension of a trainer, with the name, the trigger and the priority it was added with."""
-
-    name: str
-    extension: Extension
-    trigger: Trigger
-    priority: int
-    call_before_training: bool
 
 
 class Trainer(Predicting):
@@ -99,6 +88,7 @@ class Trainer(Predicting):
         self._begun = False
         self._elapsed = 0.0
         self._started: float | None = None
+        self._stopped = False
         self._synchronized = SynchronizedProgress(self) if updater.communicator.size > 1 else None
         self.resumption: Resumption | None = None
         for extension in extensions:
@@ -242,19 +232,28 @@ class Trainer(Predicting):
         self.until.initialize(self._progress)
         if self._finished():
             return
+        self._stopped = False
         self.out.mkdir(parents=True, exist_ok=True)  # after the check: a run that has ended must not write anything
         self._started = time.perf_counter()
         try:
             with OneIntraOpThread():  # not only within updates, each of which would take longer by the changes
                 self._initialize()
                 self._finish_iteration()
-                while not self.until(self._progress):
+                while not self._stopped and not self.until(self._progress):
                     self._update()
                     self._finish_iteration()
         except BaseException as error:
             self._close(error)
             raise
         self._close(None)
+
+    def stop(self) -> None:
+        """End the run when the extensions of this iteration have been called; another call of `run` continues it.
+
+        With several processes, each of them must call it in the same iteration. A trigger as `until` ends a run, too,
+        and a run that such a trigger has ended stays ended.
+        """
+        self._stopped = True
 
     def state_dict(self) -> dict[str, object]:
         """Return the state of the run: of the updater, the triggers and the extensions, and what is still to come."""
@@ -345,6 +344,8 @@ class Trainer(Predicting):
 
     def _update(self) -> None:
         """Run one update, and queue all extensions for this iteration."""
+        for entry in self._initialized:
+            entry.extension.before_update(self)
         try:
             result = self.updater.update()
         except StopIteration as end:

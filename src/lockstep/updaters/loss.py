@@ -12,6 +12,8 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch import nn
 
+from lockstep.updaters.batch_loss import BatchLoss
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -132,7 +134,8 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
 
 def is_summed(loss_fn: LossFunction) -> bool:
     """Return whether a loss function returns sums over samples instead of means."""
-    return isinstance(loss_fn, Supervised) and loss_fn.summed
+    # The parts of a BatchLoss add up to that of the whole batch.
+    return isinstance(loss_fn, BatchLoss) or (isinstance(loss_fn, Supervised) and loss_fn.summed)
 
 
 def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:

@@ -19,9 +19,9 @@ from lockstep.updaters.attempt import GradientRequest, UpdateContext
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
-from lockstep.updaters.setup import MAIN, Converter, look_up, recipe as recipes
+from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
-from lockstep.updaters.step import CopyAhead, CustomStep, Schedulers, any_asks_for_closure, assemble, check_run_options
+from lockstep.updaters.step import CopyAhead, CustomStep, Schedulers, assemble, check_run_options, needs_custom_step
 from lockstep.updaters.updater import Updater
 
 
@@ -50,8 +50,9 @@ class ParallelUpdater(Updater):
             shard, sized by its workload, and the bits depend on the number of devices.
         workloads: The relative speeds of the devices, by which shards are assigned; equal by default. ``"auto"``
             measures the speeds of devices and processes during the first updates; it requires `num_shards`.
-        loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword. It returns a
-            mean loss or a `Loss`. For several networks it gets a dict of replicas. By default the model returns it.
+        loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword, and with a dict
+            of replicas for several networks. It returns a mean loss or a `Loss`, as the model does by default. A
+            `BatchLoss` compares all samples of the batch.
         step_fn: Called as ``step_fn(updater, batch)``. Gradients and steps it asks the updater for appear in the result
             and are counted by `scheduler`; direct calls such as ``optimizer.step()`` are not.
         converter: Called as ``converter(samples, device)`` for the samples of one shard.
@@ -59,7 +60,8 @@ class ParallelUpdater(Updater):
             position, with None for an input that every shard gets whole. Not for samples that the converter stacks.
         carried: Values carried from batch to batch, such as the hidden state of an LSTM; see `Carried`.
         seed: The seed of the random streams, which are keyed by (seed, update, shard).
-        accumulate: The number of batches of one update, at least 1; fewer where the iterator ends.
+        accumulate: The number of batches of one update, at least 1; fewer where the iterator ends. Or one by epoch, see
+            docs/updater.md: a dict such as ``{0: 8, 4: 2}``, or a function of the epoch, from 0, that returns 1..256.
         split: ``"contiguous"`` shards, or ``"strided"``, where shard i of n has the samples i, i + n, i + 2n …
         clip_grad_norm: The largest norm, above 0, of all gradients of an optimizer, or one by its name, to which they
             are scaled down before hooks of the step, as by `torch.nn.utils.clip_grad_norm_`.
@@ -115,7 +117,7 @@ class ParallelUpdater(Updater):
         batch_dim: BatchDim = 0,
         carried: Carried | None = None,
         seed: int = 0,
-        accumulate: int = 1,
+        accumulate: Accumulation = 1,
         split: recipes.Split = "contiguous",
         reduction: recipes.Reduction = "mean",
         clip_grad_norm: float | Mapping[str, float] | None = None,
@@ -158,7 +160,7 @@ class ParallelUpdater(Updater):
         )
         check_run_options(communicator, check_every, differing_models, copy_ahead)
         overridden = type(self).update_core is not ParallelUpdater.update_core
-        self._has_custom_step = step_fn is not None or overridden or any_asks_for_closure(optimizer)
+        self._has_custom_step = step_fn is not None or overridden or needs_custom_step(loss_fn, optimizer)
         joined = find_communicator() if communicator is None else communicator
         # One that is found here is closed with the updater. At the end of the process its watch closes itself.
         if communicator is None:
@@ -203,25 +205,23 @@ class ParallelUpdater(Updater):
         parts.coordinator.start_update()
         with UpdateContext(self._training.replicas) as context:
             if self._has_custom_step:
-                result = self._custom.update(self.update_core, context)
-            else:
-                attempt = parts.retry.first_attempt(self._default_request, names)
-                while not attempt.is_final:
-                    with parts.coordinator.reporting_errors():
-                        engine.take(attempt)
-                        engine.plan(attempt, context)
-                        engine.compute(attempt, context)
-                        engine.reduce(attempt, context)
-                        engine.check(attempt)
-                    # After an overflow the next attempt has a lower loss scale.
-                    attempt = parts.retry.next_attempt(attempt)
-                # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the last
-                # update, and the batch is still the iterator's next. From here on Ctrl-C is held until the update ends.
-                parts.coordinator.hold_interrupts(context.interrupts)
-                result = parts.committer.commit(
-                    names, attempt, context.settings, consumed={MAIN: attempt.skipped_batches + len(attempt.batches)}
-                )
-        return result
+                return self._custom.update(self.update_core, context)
+            attempt = parts.retry.first_attempt(self._default_request, names)
+            while not attempt.is_final:
+                with parts.coordinator.reporting_errors():
+                    engine.take(attempt)
+                    engine.plan(attempt, context)
+                    engine.compute(attempt, context)
+                    engine.reduce(attempt, context)
+                    engine.check(attempt)
+                # After an overflow the next attempt has a lower loss scale.
+                attempt = parts.retry.next_attempt(attempt)
+            # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the last
+            # update, and the batch is still the iterator's next. From here on Ctrl-C is held until the update ends.
+            parts.coordinator.hold_interrupts(context.interrupts)
+            return parts.committer.commit(
+                names, attempt, context.settings, consumed={MAIN: attempt.skipped_batches + len(attempt.batches)}
+            )
 
     def update_core(self, batch: Any) -> object:
         """Run the update of a subclass that overrides this method; by default, call `step_fn`. The result is ignored.

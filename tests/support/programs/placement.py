@@ -166,6 +166,7 @@ RUNS: dict[str, Run] = {
     "one shard": partial(trained, work=CONVNET, num_shards=1),
     "strided": partial(trained, work=CONVNET, split="strided"),
     "accumulated": partial(trained, work=CONVNET, num_shards=3, accumulate=2),
+    "accumulated by epoch": partial(trained, work=TRANSFORMER, num_shards=3, accumulate={0: 3, 1: 1, 2: 2}),
     "first buffers": partial(trained, work=CONVNET, buffers="first"),
     "uneven devices": partial(trained, work=TRANSFORMER, place=uneven, num_shards=6),
     "moved about": partial(moved, work=CONVNET, optimizer="adamw"),

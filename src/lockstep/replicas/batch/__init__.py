@@ -10,6 +10,7 @@ from lockstep.replicas.batch.input_gradients import (
 )
 from lockstep.replicas.batch.inputs import (
     BatchDim as BatchDim,
+    DimNest as DimNest,
     Inputs as Inputs,
     ShardInputs as ShardInputs,
     argument_names as argument_names,

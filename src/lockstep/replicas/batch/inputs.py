@@ -9,13 +9,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
 import torch
 
 from lockstep import nest
 
-BatchDim: TypeAlias = "int | Mapping[str, int | None] | None"
+NESTS: Final = (Mapping, tuple, list)
+"""The types of containers in a nest of dimensions."""
+
+DimNest: TypeAlias = "int | tuple[DimNest, ...] | list[DimNest] | Mapping[Any, DimNest] | None"
+"""The dimension that counts samples in the tensors of a nest: one for all of them, or a nest of the same structure, in
+which None stands for a tensor that is given whole to every shard."""
+
+BatchDim: TypeAlias = "int | Mapping[str, DimNest] | None"
 """The dimension that counts samples: one for all inputs, or one for each by name or path, or None for an input that is
 given whole to every shard."""
 
@@ -179,20 +186,23 @@ def positional_names(forward: Callable[..., Any]) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
-def check_dims(dims: BatchDim, argument: str) -> None:
+def check_dims(dims: Any, argument: str, *, by_position: bool = False) -> None:
     """Check that an argument names dimensions.
 
     Args:
         dims: The value to check.
         argument: The name of the argument in error messages.
+        by_position: Whether it may also be a tuple or list.
 
     Raises:
-        TypeError: If the value is neither an integer, nor None, nor a dict with such values.
+        TypeError: If the value is neither an integer, nor None, nor a dict with such values or nests of them.
     """
-    each = list(dims.values()) if isinstance(dims, Mapping) else [dims]
+    each = _dims_by_name(dims if isinstance(dims, Mapping) else {argument: dims})
+    allowed = NESTS if by_position or isinstance(dims, Mapping) else ()
     # `type(...) is int` also rejects booleans.
-    if not all(dim is None or type(dim) is int for dim in each):
-        raise TypeError(f"`{argument}` must be an integer, None, or a dict of these by name, got {dims!r}.")
+    if not all(dim is None or type(dim) is int or isinstance(dim, allowed) for dim in each.values()):
+        nests = "a tuple, list or dict of these" if by_position else "a dict of these by name"
+        raise TypeError(f"`{argument}` must be an integer, None, or {nests}, got {dims!r}.")
 
 
 def dims_by_path(dims: BatchDim, paths: Sequence[str], argument: str) -> list[int | None]:
@@ -204,14 +214,37 @@ def dims_by_path(dims: BatchDim, paths: Sequence[str], argument: str) -> list[in
         argument: The name of the argument in error messages.
 
     Raises:
-        ValueError: If a name matches no path.
+        ValueError: If a name matches no path, or a nest of dimensions has no entry for a path in it.
 
     >>> dims_by_path({"pair": 1, "pair[1]": None}, ["x", "pair[0]", "pair[1]"], "batch_dim")
+    [0, 1, None]
+    >>> dims_by_path({"pair": (1, None)}, ["x", "pair[0]", "pair[1]"], "batch_dim")
     [0, 1, None]
     """
     if not isinstance(dims, Mapping):
         return [dims] * len(paths)
-    return by_longest_name(dims, paths, argument, default=0)
+    found: list[int | None] = []
+    for path, dim in zip(paths, by_longest_name(_dims_by_name(dims), paths, argument, default=0), strict=True):
+        if not (dim is None or isinstance(dim, int)):
+            raise ValueError(f"`{argument}` must have an entry for `{path}`, got {dim!r}.")
+        found.append(dim)
+    return found
+
+
+def _dims_by_name(dims: Mapping[str, DimNest]) -> dict[str, DimNest]:
+    """Return the dimension of each path that a mapping names, and each nest of dimensions under its own path.
+
+    >>> _dims_by_name({"x": 0, "pair": (1, None)})
+    {'x': 0, 'pair': (1, None), 'pair[0]': 1, 'pair[1]': None}
+    """
+    found: dict[str, DimNest] = {}
+    for name, part in dims.items():
+        found[name] = part
+        if isinstance(part, Mapping):
+            found |= _dims_by_name({f"{name}[{key!r}]": dim for key, dim in part.items()})
+        elif isinstance(part, tuple | list):
+            found |= _dims_by_name({f"{name}[{index}]": dim for index, dim in enumerate(part)})
+    return found
 
 
 def by_longest_name(given: Mapping[str, Given], paths: Sequence[str], argument: str, *, default: Given) -> list[Given]:

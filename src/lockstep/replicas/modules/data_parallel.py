@@ -6,24 +6,23 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from lockstep import nest
 from lockstep.integers import check_integer
-from lockstep.replicas.batch import BatchDim, Inputs, argument_names, named_inputs, read_inputs
+from lockstep.replicas.batch import BatchDim, DimNest, Inputs, check_dims, named_inputs, read_inputs
 from lockstep.replicas.buffers import BufferRule, trained_buffers
 from lockstep.replicas.modules.flat_parameters import FlatParameters, FlattenedParameters
+from lockstep.replicas.modules.input_dims import input_dims, names_of_arguments
 from lockstep.replicas.modules.merged_output import BackwardBridge
 from lockstep.replicas.modules.nccl import BroadcastingSet
 from lockstep.replicas.modules.on_device import ModuleWrapper
 from lockstep.replicas.modules.one_graph import attached_forward
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes import ForwardBackward
-from lockstep.replicas.pool import Devices, ReplicaSet, Timeout
+from lockstep.replicas.pool import Devices, ReplicaSet, Timeout, parse_device
 
 
 class ThreadPreparation(threading.local):
@@ -44,7 +43,7 @@ class ReplicaEngine:
 class DataParallel(ModuleWrapper):
     """Split a batch over several devices, in the forward and in the backward of any surrounding network.
 
-    The output is that of the whole batch, in the order of its samples, on the first device. It is differentiable with
+    The output is that of the whole batch, in the order of its samples, on `output_device`. It is differentiable with
     respect to inputs and parameters. Any criterion on it, over single samples or the batch as a whole, therefore gives
     the gradient that one device would give, for any split. Backward runs on all replicas at the same time, and
     gradients are summed over shards in the order of the tree.
@@ -56,15 +55,22 @@ class DataParallel(ModuleWrapper):
     of the module. Around this module it works too, but only the reentrant variant saves memory. If you apply
     `torch.compile` to a surrounding network, this module is not compiled; compile the module inside of it separately.
 
-    Shapes: Every tensor of the inputs has length N along `dim`, and so has every tensor of the output. A tensor without
-    dimensions is given whole to every shard, and so is one without elements along `dim`. An output without dimensions
-    is one value for the batch: the mean over shards, weighted by their samples.
+    Shapes: Every tensor of the inputs has length N along its dimension, and so has every tensor of the output. A tensor
+    without dimensions is given whole to every shard, and so is one without elements along its dimension. An output
+    without dimensions is one value for the batch: the mean over shards, weighted by their samples.
 
     Args:
         module: The module, which is moved to the first device and becomes the attribute ``module``.
         devices: ``"auto"`` for this rank's GPUs, or else its cores; a number of devices; or names, which may repeat.
             The first device is the main one.
-        dim: The dimension that counts samples. A negative dimension counts from the end.
+        dim: The dimension that counts samples in the inputs, where a negative one counts from the end; or one for each
+            input: a tuple or list by position, or a dict by the name of the argument or the path in it, such as
+            ``"pair[0]"``. An argument that is a nest takes one dimension for all of its tensors, or a nest of them.
+            None gives an input whole to every shard. Arguments that a dict does not name are split along dimension 0.
+        output_dim: The same for the outputs: a nest like the one that the module returns, as ``(0, 1)`` for an LSTM
+            with ``batch_first=True``, or a dict by key, or by path, such as ``"output[1]"``. None merges an output to
+            the mean over shards, weighted by their samples. ``"dim"`` is `dim` if that is an integer, and otherwise 0.
+        output_device: The device of the outputs, or None for the first of `devices`.
         num_shards: The number of shards that a batch is split into on any devices, or None for one per device.
         workloads: The relative speeds of the devices, by which shards are sized or assigned. They are equal by default.
         flatten_parameters: Whether to store the parameters end to end in one tensor from the first use on.
@@ -81,7 +87,7 @@ class DataParallel(ModuleWrapper):
             calling thread is not watched. None waits without limit.
 
     Raises:
-        TypeError: If `module` is not a module, or cannot be copied.
+        TypeError: If `module` is not a module, or cannot be copied, or a dimension is not an integer or None.
         ValueError: If a device, a number or a rule is out of range.
 
     Determinism: If `num_shards` is given, the bits of outputs, gradients and buffers depend only on the batch, the
@@ -94,6 +100,10 @@ class DataParallel(ModuleWrapper):
         >>> net(torch.ones(5, 2)).square().mean().backward()
         >>> list(net.state_dict())
         ['0.weight', '0.bias', '1.weight', '1.bias']
+        >>> lstm = nn.LSTM(2, 3, batch_first=True)  # returns (output, (h, c)); the states count samples in dimension 1
+        >>> output, (h, c) = DataParallel(lstm, devices=2, output_dim=(0, 1))(torch.ones(5, 4, 2))
+        >>> output.shape, h.shape
+        (torch.Size([5, 4, 3]), torch.Size([1, 5, 3]))
     """
 
     def __init__(
@@ -101,7 +111,9 @@ class DataParallel(ModuleWrapper):
         module: nn.Module,
         devices: Devices = "auto",
         *,
-        dim: int = 0,
+        dim: DimNest = 0,
+        output_dim: DimNest | Literal["dim"] = "dim",
+        output_device: str | torch.device | None = None,
         num_shards: int | None = None,
         workloads: Sequence[float] | None = None,
         flatten_parameters: bool = False,
@@ -118,7 +130,12 @@ class DataParallel(ModuleWrapper):
             raise ValueError("`flatten_parameters` must be True if `use_nccl` is, got False.")
         if buffers not in ("mean", "first"):
             raise ValueError(f"`buffers` must be 'mean' or 'first', got {buffers!r}.")
+        check_dims(dim, "dim", by_position=True)
+        if output_dim != "dim":
+            check_dims(output_dim, "output_dim", by_position=True)
         self.dim = dim
+        self.output_dim = output_dim
+        self.output_device = None if output_device is None else parse_device(output_device, "output_device")
         self.num_shards = num_shards
         self.flatten_parameters = flatten_parameters
         self.use_nccl = use_nccl
@@ -158,13 +175,13 @@ class DataParallel(ModuleWrapper):
             **kwargs: The same by name.
 
         Returns:
-            The output of the module for the whole batch, with its tensors on the first device.
+            The output of the module for the whole batch, with its tensors on `output_device`.
 
         Raises:
             ReplicaError: If the module raised in a shard, or a device hangs. The message names it.
             ReplicaInterrupt: If Ctrl-C was pressed while devices were at work. The message names them.
             TypeError: If the module returned a value that cannot be merged.
-            ValueError: If inputs or outputs differ in length, or there is no sample.
+            ValueError: If inputs or outputs differ in length or do not fit their dimensions, or there is no sample.
         """
         if torch.compiler.is_compiling():
             # A compiled graph cannot contain threads, so only the surrounding network is compiled.
@@ -175,14 +192,17 @@ class DataParallel(ModuleWrapper):
         """Run the module on the whole batch, outside of a compiled graph."""
         engine = self._prepare()
         inputs = self._read_inputs(args, kwargs)
-        main = self.devices[0]
+        output_dim = self._output_dim()
+        main = self.devices[0] if self.output_device is None else self.output_device
         if torch.is_grad_enabled() and not self.parallel_backward:
             trained = [each for each in self.module.parameters() if each.requires_grad]
             buffers = trained_buffers(self.module)
-            forward = attached_forward(engine.passes, inputs, trained, buffers, self, flat=self._flat)
+            forward = attached_forward(
+                engine.passes, inputs, trained, buffers, self, output_dim=output_dim, flat=self._flat
+            )
             return forward.outputs.unflatten(forward.outputs.merged(main, attached=True))
         with _without_saved_tensor_hooks():
-            forward = engine.passes.forward(inputs, num_shards=self.num_shards, output_dim=self.dim)
+            forward = engine.passes.forward(inputs, num_shards=self.num_shards, output_dim=output_dim)
         named = forward.trained_tensors if forward.has_graph else []
         if not named and not any(inputs.requires_grad):
             return forward.outputs.unflatten(forward.outputs.merged(main))
@@ -249,8 +269,9 @@ class DataParallel(ModuleWrapper):
         return {**self.__dict__, "_engine": None, "_flat": None, "_monitor": None}
 
     def extra_repr(self) -> str:
-        """Return the names of the devices and the dimension."""
-        return f"devices={[str(device) for device in self.devices]}, dim={self.dim}"
+        """Return the names of the devices and the dimensions."""
+        output_dim = "" if self.output_dim == "dim" else f", output_dim={self.output_dim}"
+        return f"devices={[str(device) for device in self.devices]}, dim={self.dim}{output_dim}"
 
     def _prepare(self) -> ReplicaEngine:
         """Flatten the parameters if requested, and return replicas and threads that are ready to run."""
@@ -293,31 +314,22 @@ class DataParallel(ModuleWrapper):
 
     def _read_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the inputs of a call, and which of them require a gradient."""
-        names = _argument_names(type(self.module).forward, len(args))
+        names = names_of_arguments(type(self.module).forward, len(args))
         keeps_graph = torch.is_grad_enabled()
+        found = list(named_inputs(args, kwargs, names))
         return read_inputs(
             args,
             kwargs,
-            list(named_inputs(args, kwargs, names)),
-            self._dims(names, args, kwargs),
+            found,
+            input_dims(self.dim, type(self.module).forward, found, [*names, *kwargs]),
             wanted=lambda _, tensor: keeps_graph and tensor.requires_grad,
         )
 
-    def _dims(self, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchDim:
-        """Return for each input the dimension along which it is split."""
-        if all(map(self._has_samples, nest.tensors((args, kwargs)))):
-            return self.dim
-        parts = {**dict(zip(names, args, strict=True)), **kwargs}
-        found = [pair for name, part in parts.items() for pair in nest.named_tensors(part, name)]
-        # Without any input to split, the dimension is kept, so that the error names it.
-        if not any(self._has_samples(tensor) for _, tensor in found):
-            return self.dim
-        return {path: self.dim if self._has_samples(tensor) else None for path, tensor in found}
-
-    def _has_samples(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is to be split or rejected, and not given whole to every shard."""
-        inside = -tensor.dim() <= self.dim < tensor.dim()
-        return tensor.shape[self.dim] > 0 if inside else tensor.dim() > 0
+    def _output_dim(self) -> BatchDim:
+        """Return the dimensions that count samples in the outputs, where a nest is named by its path."""
+        if self.output_dim == "dim":
+            return self.dim if isinstance(self.dim, int) else 0
+        return {"output": self.output_dim} if isinstance(self.output_dim, tuple | list) else self.output_dim
 
 
 def _without_saved_tensor_hooks() -> AbstractContextManager[object]:
@@ -332,9 +344,3 @@ def _without_saved_tensor_hooks() -> AbstractContextManager[object]:
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-@lru_cache(maxsize=64)
-def _argument_names(forward: Callable[..., Any], num_args: int) -> list[str]:
-    """Return the names of the positional arguments of a call. They are cached, because reading a signature is slow."""
-    return argument_names(forward, num_args + 1)[1:]

@@ -17,7 +17,7 @@ from torch import nn
 
 from lockstep import nest
 from lockstep.plan import Shard
-from lockstep.replicas.batch import Inputs, ShardInputs
+from lockstep.replicas.batch import BatchDim, Inputs, ShardInputs
 from lockstep.replicas.buffers import TrainedBuffer, all_buffer_refs, buffer_refs
 from lockstep.replicas.modules.flat_parameters import FlattenedParameters
 from lockstep.replicas.passes import Forward, ForwardBackward, ShardHooks, shards_of_batch
@@ -203,12 +203,11 @@ class AliasHooks:
 
 
 class Placement(Protocol):
-    """The way in which a batch is split and merged, and the devices that compute it."""
+    """The way in which a batch is split, and the devices that compute it."""
 
     devices: list[torch.device]
     workloads: list[float]
     num_shards: int | None
-    dim: int
 
 
 def attached_forward(
@@ -218,6 +217,7 @@ def attached_forward(
     buffers: Sequence[TrainedBuffer],
     layout: Placement,
     *,
+    output_dim: BatchDim,
     flat: FlattenedParameters | None,
 ) -> Forward:
     """Run forward on all shards as a part of the graph of the caller.
@@ -227,7 +227,8 @@ def attached_forward(
         inputs: The batch.
         parameters: The parameters of the model that require a gradient.
         buffers: The buffers of the model that require a gradient.
-        layout: The devices, and the number and dimension of shards.
+        layout: The devices, and the number of shards.
+        output_dim: The dimensions along which outputs are merged.
         flat: The flattened parameters whose gradients are kept end to end, or None.
     """
     shards = shards_of_batch(inputs.num_samples, layout.num_shards, tuple(layout.workloads))
@@ -235,6 +236,6 @@ def attached_forward(
     inner = passes.shard_hooks
     passes.shard_hooks = AliasHooks(parameters, buffers, devices, inner, flat)
     try:
-        return passes.forward(DifferentiableInputs.of(inputs), num_shards=layout.num_shards, output_dim=layout.dim)
+        return passes.forward(DifferentiableInputs.of(inputs), num_shards=layout.num_shards, output_dim=output_dim)
     finally:
         passes.shard_hooks = inner

@@ -33,6 +33,8 @@ class GradientRequest:
         taken: Descriptions, for the other ranks, of the batches that a step function has taken from iterators.
         summed: Whether `loss_fn` returns sums over samples instead of means.
         buffers_of: The names of the models whose buffers the step may change; None for all.
+        shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
+        gathers: Whether the shards only compute outputs for a `BatchLoss`.
     """
 
     loss_fn: LossFunction
@@ -43,6 +45,15 @@ class GradientRequest:
     taken: Sequence[str] = ()
     summed: bool = False
     buffers_of: Collection[str] | None = None
+    shard_loss: Callable[[Shard], LossFunction] | None = None
+    gathers: bool = False
+
+    @property
+    def purpose(self) -> int | str:
+        """What the gradient is for, by which ranks find out that they compute the same: its number in the update."""
+        if self.gathers:
+            return "outputs of a BatchLoss"
+        return self.computation if self.inspect_shard is None else "search for what is not finite"
 
 
 FINITE: Final = FiniteCheck()

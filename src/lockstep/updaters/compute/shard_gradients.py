@@ -73,6 +73,7 @@ class GradientContext:
             sent early.
         has_tensor_weights: Whether the weight of a loss was a tensor, for which the host had to wait.
         carried: Exchanges values with the loss function that are carried from batch to batch; None if there are none.
+        shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
     """
 
     loss_fn: LossFunction
@@ -86,6 +87,7 @@ class GradientContext:
     early_receiver: EarlyReceiver | None = None
     has_tensor_weights: bool = False
     carried: CarriedAttempt | None = None
+    shard_loss: Callable[[Shard], LossFunction] | None = None
 
     def loss_factor(self, weight: float) -> float | torch.Tensor:
         """Return the factor that multiplies the loss of a shard of this weight before backward."""
@@ -151,6 +153,7 @@ class DeviceGradientTask:
         args, kwargs = (given, NO_KWARGS) if type(given) is tuple else call_arguments(given)
         if context.carried is not None:
             kwargs = {**kwargs, "carried": context.carried.part(shard.samples, runner.device)}
+        loss_fn = context.loss_fn if context.shard_loss is None else context.shard_loss(shard)
         context.watch.phase = FORWARD
         try:
             # Reports are collected around forward only: activation checkpointing runs the forward again during
@@ -161,7 +164,7 @@ class DeviceGradientTask:
                 else context.precision.autocast(runner.device.type),
                 collecting(self.observers, len(shard.samples)) as reported,
             ):
-                returned = context.loss_fn(runner.replica, *args, **kwargs)
+                returned = loss_fn(runner.replica, *args, **kwargs)
         except Exception as error:
             raise runner.error(FORWARD, shard, error) from error
         loss = check_loss(returned)

@@ -1,6 +1,12 @@
 """Read and check the arguments of an updater."""
 
 from lockstep.updaters.setup import recipe as recipe
+from lockstep.updaters.setup.accumulation import (
+    Accumulation as Accumulation,
+    batches_per_update as batches_per_update,
+    most_batches as most_batches,
+    read_batches as read_batches,
+)
 from lockstep.updaters.setup.batches import (
     Converter as Converter,
     batch_size as batch_size,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.loss import Loss, LossFunction
 from lockstep.updaters.setup.names import MAIN, by_name
 
@@ -74,7 +75,11 @@ class NetworkSet:
         Args:
             loss_fn: Called with one network, or with a dict of several by name.
         """
-        return NamedLoss(loss_fn) if self.several else loss_fn
+        if not self.several:
+            return loss_fn
+        if isinstance(loss_fn, BatchLoss):
+            return replace(loss_fn, forward=NamedLoss(loss_fn.forward))
+        return NamedLoss(loss_fn)
 
 
 def _select(name: str, replica: nn.Module) -> nn.Module:

@@ -13,6 +13,7 @@ from lockstep.integers import check_integer
 from lockstep.precision import Precision, parse_precision
 from lockstep.replicas import BatchDim, BufferRule, check_dims
 from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.setup.accumulation import Accumulation, check_accumulation
 from lockstep.updaters.setup.batches import Converter
 
 CRITERIA_MODULES: Final = frozenset({"torch.nn.functional", "torch._C._nn"})
@@ -37,7 +38,7 @@ class Recipe:
 
     num_shards: int | None
     seed: int
-    accumulate: int
+    accumulate: Accumulation
     split: Split
     reduction: Reduction
     precision: str
@@ -57,7 +58,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.num_shards is not None:
             check_integer("num_shards", self.num_shards, minimum=1)
-        check_integer("accumulate", self.accumulate, minimum=1)
+        check_accumulation(self.accumulate)
         check_integer("max_tries", self.max_tries, minimum=1)
         if self.max_skipped is not None:
             check_integer("max_skipped", self.max_skipped, minimum=1)
@@ -82,7 +83,7 @@ class Recipe:
         Raises:
             ValueError: If there is such an option.
         """
-        if self.accumulate > 1:
+        if self.accumulate != 1:
             raise ValueError(
                 f"`accumulate` must be 1 with a step function or LBFGS, got {self.accumulate}. Use larger batches with "
                 "more shards instead."

@@ -2,8 +2,8 @@
 
 from lockstep.updaters.step.assembly import Schedulers as Schedulers, assemble as assemble
 from lockstep.updaters.step.checks import (
-    any_asks_for_closure as any_asks_for_closure,
     check_run_options as check_run_options,
+    needs_custom_step as needs_custom_step,
 )
 from lockstep.updaters.step.custom_step import CustomStep as CustomStep
 from lockstep.updaters.step.forward import ForwardEngine as ForwardEngine

@@ -14,6 +14,7 @@ from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 from lockstep.replicas import check_no_trained_buffers
+from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.state import Carried
@@ -95,7 +96,7 @@ def check_carried(carried: object, recipe: Recipe, *, custom_step: bool) -> None
             f"`carried` must be a lockstep.Carried or None, got a {type(carried).__name__}. Pass "
             "lockstep.Carried(initial_values)."
         )
-    if carried is not None and (recipe.accumulate > 1 or custom_step):
+    if carried is not None and (recipe.accumulate != 1 or custom_step):
         several = "a step function or an optimizer whose step requires a closure"
         got = several if custom_step else f"accumulate={recipe.accumulate}"
         raise ValueError(
@@ -132,11 +133,14 @@ def fixed_workloads(recipe: Recipe, workloads: Sequence[float] | Literal["auto"]
     return workloads
 
 
-def any_asks_for_closure(optimizer: object) -> bool:
-    """Return whether an optimizer, or one of several by name, computes gradients again in its step, as LBFGS does.
+def needs_custom_step(loss_fn: object, optimizer: object) -> bool:
+    """Return whether an update is made as that of a step function, because it has more than one computation.
 
-    Weights have moved by then, so an update that fails there must be restored as that of a step function is.
+    An optimizer, or one of several by name, may compute gradients again in its step, as LBFGS does. Weights have moved
+    by then, so an update that fails there must be restored. A `BatchLoss` has two forwards.
     """
+    if isinstance(loss_fn, BatchLoss):
+        return True
     given = optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]
     return any(isinstance(each, Optimizer) and asks_for_closure(each) for each in given)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -14,11 +14,13 @@ from lockstep.errors import OrderError
 from lockstep.precision import MovingScale, asks_for_closure
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, GradientRequest, UpdateContext
+from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.ranks import BATCHES, Described, describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.step.assembly import Parts
+from lockstep.updaters.step.gathering import GatheredBatch
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class CustomStepState:
             for label in labels
         }
         found = [result for _, result in self.results]
-        return _merge_results(found, scale, applied=self.applied, parts=parts if len(parts) > 1 else {})
+        return _merge_results(found, scale, parts=parts if len(parts) > 1 else {})
 
 
 class CustomStep:
@@ -74,6 +76,7 @@ class CustomStep:
         self._retry = parts.retry
         self._committer = parts.committer
         self._default_request = default_request
+        self._communicator = parts.communicator
         self._has_ranks = parts.communicator.size > 1
         self._has_loss = parts.recipe.loss_fn is not None or not parts.networks.several
         self._with_closure = [name for name, each in self._training.optimizers.items() if asks_for_closure(each)]
@@ -169,6 +172,8 @@ class CustomStep:
         self, request: GradientRequest, names: Names, batch: Any, context: UpdateContext, *, no_retry: bool
     ) -> Attempt:
         """Run the stages of `ParallelUpdater.update` before the commit for a given batch, until an attempt is final."""
+        if isinstance(request.loss_fn, BatchLoss):
+            request = self._gather(request, request.loss_fn, batch, context)
         engine, attempt = self._engine, self._retry.first_attempt(request, names, [batch], no_retry=no_retry)
         while not attempt.is_final:
             with self._coordinator.reporting_errors():
@@ -181,6 +186,24 @@ class CustomStep:
             attempt = self._retry.next_attempt(attempt)
         self._committer.assign_gradients(attempt)
         return attempt
+
+    def _gather(self, request: GradientRequest, loss: BatchLoss, batch: Any, context: UpdateContext) -> GradientRequest:
+        """Compute a loss over the whole batch, and return the request with its gradient for each shard."""
+        engine, gathered, scale = self._engine, GatheredBatch(loss), self._training.scale
+        asked = replace(request, shard_loss=gathered.collect, gathers=True)
+        attempt = Attempt(asked, scale, scale, given_batches=[batch])
+        attempt.complete = False
+        # Again after an interrupt whose handler returned.
+        while not attempt.complete:
+            with self._coordinator.reporting_errors():
+                context.interrupts.check()
+                engine.take(attempt)
+                engine.plan(attempt, context)
+                engine.compute(attempt, context)
+                engine.reduce(attempt, context)
+        with self._coordinator.reporting_errors():
+            gathered.differentiate(self._communicator, engine.replicas.devices[0])
+        return replace(request, shard_loss=gathered.shard_loss)
 
     def apply(self, optimizer: str | None) -> UpdateResult:
         """Step by the gradient that was computed; see `ParallelUpdater.apply_gradients`.
@@ -212,10 +235,11 @@ class CustomStep:
         else:
             applied = self._committer.step(names, attempt, state.context.settings)
         state.applied = state.applied | applied
-        if attempt.grad_norm is not None:
-            # The result was recorded before the step, which measures the norm.
-            next(result for each, result in reversed(state.results) if each == names).grad_norm = attempt.grad_norm
-        return attempt.result(applied=applied)
+        result = attempt.result(applied=applied)
+        # What was recorded before the step does not know whether weights moved, nor the norm of the gradient.
+        last = max(index for index, (each, _) in enumerate(state.results) if each == names)
+        state.results[last] = names, result
+        return result
 
     def _step_with_closure(self, name: str, attempt: Attempt, state: CustomStepState) -> Attempt:
         """Step an optimizer that computes gradients again; each time with the same batch and random streams.
@@ -257,9 +281,6 @@ class CustomStep:
         except _NotFinite as end:
             savepoint.restore()
             attempt = end.attempt
-            # What was recorded before the step is the gradient at the first point, which may be finite.
-            last = max(index for index, (names, _) in enumerate(state.results) if names == (name,))
-            state.results[last] = (name,), attempt.result(applied=False)
             self._committer.note((name,), attempt)
         return attempt
 
@@ -321,7 +342,6 @@ def _merge_results(
     results: Sequence[UpdateResult],
     scale: MovingScale,
     *,
-    applied: bool | torch.Tensor = False,
     parts: Mapping[str, UpdateResult] | None = None,
 ) -> UpdateResult:
     """Merge several results into one, with all reports, the last loss scale and the most tries.
@@ -329,7 +349,6 @@ def _merge_results(
     Args:
         results: The results, in order.
         scale: The loss scale before the update, which counts if there are no results.
-        applied: Whether weights have moved; a tensor where only the device knows.
         parts: The result for each optimizer, if there are several.
     """
 
@@ -339,7 +358,7 @@ def _merge_results(
 
     # Functions instead of values: reading them here would wait for the device.
     return UpdateResult(
-        applied=partial(bool, applied),
+        applied=lambda: any(result.applied for result in results),
         tries=max((result.tries for result in results), default=0),
         loss_scale=lambda: results[-1].loss_scale if results else scale.value.factor,
         nonfinite=last_bad,

@@ -20,7 +20,6 @@ from lockstep.replicas import (
     check_no_trained_buffers,
     finish_whole,
 )
-from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.attempt import Attempt, UpdateContext, check_finite
@@ -37,7 +36,15 @@ from lockstep.updaters.compute import (
     without_gradients,
 )
 from lockstep.updaters.ranks import RankReduction
-from lockstep.updaters.setup import MAIN, Recipe, batch_size, shard_tensors
+from lockstep.updaters.setup import (
+    MAIN,
+    Recipe,
+    batch_size,
+    batches_per_update,
+    most_batches,
+    read_batches,
+    shard_tensors,
+)
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import check_reached
 from lockstep.updaters.step.next_batches import NextBatches
@@ -85,6 +92,7 @@ class GradientEngine:
         self.prepared = PreparedModel(TreeSum(self.replicas, []))
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
+        self._announced_batches = self.batches_per_update
         self._random_detector = GlobalRandomDetector()
         self.restart_checks()
 
@@ -110,20 +118,14 @@ class GradientEngine:
     def next_batches(self, skip: int) -> list[Any]:
         """Return the batches of one attempt; fewer than `accumulate`, or none, where the iterator ends."""
         self.watch.phase = "data loading"
-        batches: list[Any] = []
         iterator = self.training.iterators[MAIN]
-        # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
-        STOP.waits = True
-        try:
-            if STOP.received:
-                STOP.end_wait()
-            for ahead in range(skip, skip + self.recipe.accumulate):
-                batches.append(iterator.peek(ahead))  # noqa: PERF401 - what came first is kept
-        except StopIteration:
-            pass
-        finally:
-            STOP.waits = False
-        return batches
+        number = self.batches_per_update
+        if number != self._announced_batches:
+            self._announced_batches = number
+            if self.ranks is not None:
+                # Workers have loaded samples of batches that are at another position in their update now.
+                iterator.load_only(self.own_samples)
+        return read_batches(iterator, range(skip, skip + number))
 
     def plan(self, attempt: Attempt, context: UpdateContext) -> None:
         """Cut the batches into shards, and copy the tensors of each to the device that computes it.
@@ -158,6 +160,7 @@ class GradientEngine:
             request.inspect_shard,
             request.deferred,
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
+            shard_loss=request.shard_loss,
         )
 
     def _loss_scale_factor(self, attempt: Attempt) -> float | torch.Tensor:
@@ -256,7 +259,7 @@ class GradientEngine:
         # Here, because the devices have been given their work, and the host has not waited for it yet.
         if self.ahead is not None and not attempt.given_batches and request.inspect_shard is None:
             self.watch.phase = "data loading"
-            self.ahead.copy(attempt.consumed_batches)
+            self.ahead.copy(attempt.consumed_batches, self.batches_per_update)
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -335,25 +338,27 @@ class GradientEngine:
     def first_stream(self, computation: int = 0) -> int:
         """Return the position of the first random stream of an update's gradient, after `computation` earlier ones."""
         # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
-        first = self.training.iteration * self.recipe.accumulate * self.shards_per_batch
+        first = self.training.iteration * most_batches(self.recipe.accumulate) * self.shards_per_batch
         return first + computation_substream(computation) if computation else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
         """Return where this rank is, for comparison with the other ranks."""
-        request = attempt.request
         return {
             "update": self.training.iteration,
-            "computation": request.computation if request.inspect_shard is None else "search for what is not finite",
+            "computation": attempt.request.purpose,
             "loss scale": attempt.gradient_context.loss_scale_factor,
             "batch sizes": attempt.sizes,
         }
 
     @property
+    def batches_per_update(self) -> int:
+        """The number of batches of the next update, unless the iterator ends before."""
+        return batches_per_update(self.recipe.accumulate, self.training.iterators[MAIN].epoch)
+
+    @property
     def shards_per_batch(self) -> int:
         """The number of shards that a batch is cut into."""
-        if self.recipe.num_shards is not None:
-            return self.recipe.num_shards
-        return self.num_devices
+        return self.recipe.num_shards or self.num_devices
 
     @property
     def num_devices(self) -> int:
@@ -376,7 +381,7 @@ class GradientEngine:
             ahead: The number of batches before this one, counted from the first of an update.
             size: The number of samples in the batch.
         """
-        accumulate = self.recipe.accumulate
+        accumulate = self.batches_per_update
         runs = self.share([size] * accumulate).shards_by_device
         return [shard.samples for run in runs for shard in run if shard.batch == ahead % accumulate]
 

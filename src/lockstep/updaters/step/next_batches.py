@@ -108,27 +108,29 @@ class NextBatches:
         self._streams.start()
         return taken
 
-    def copy(self, skip: int) -> None:
+    def copy(self, skip: int, number: int) -> None:
         """Copy the batches of the next update, if that changes no result.
 
         Args:
             skip: The number of batches before them that the iterator has not passed yet.
+            number: How many they are. If it turns out that the next update has another number of batches, they are
+                converted again.
         """
         # A run that is about to end needs no other batch, and must not wait for one.
         if self._has_ended or STOP.received:
             return
         # Other updaters seed the default generator for their shards while they hold this lock.
         with DEFAULT_GENERATOR_LOCK:
-            self._copy(skip)
+            self._copy(skip, number)
 
-    def _copy(self, skip: int) -> None:
+    def _copy(self, skip: int, number: int) -> None:
         """Read the next batches and convert them, unless their tensors are there already."""
         guard = DefaultGeneratorGuard()
-        batches = self._read(skip)
+        batches = self._read(range(skip, skip + number))
         if guard.moved():
             self._end("Reading", "The next numbers that you draw yourself differ from those")
             return
-        if len(batches) < self._recipe.accumulate:
+        if len(batches) < number:
             return
         try:
             share = self._share([batch_size(batch, self._recipe.batch_dim) for batch in batches])
@@ -142,10 +144,10 @@ class NextBatches:
             self._copied = None
             self._end("Converting", "The results are those")
 
-    def _read(self, skip: int) -> list[Any]:
+    def _read(self, positions: range) -> list[Any]:
         """Return the next batches up to the first that must not be read or converted early."""
         batches: list[Any] = []
-        for ahead in range(skip, skip + self._recipe.accumulate):
+        for ahead in positions:
             batch = self._iterator.peek_early(ahead, always=self._always)
             if batch is None or (type(batch) is Samples and not self._converts_early):
                 break

@@ -1,0 +1,161 @@
+"""Gather the outputs of all shards, and compute a loss over the whole batch and the gradient that each shard needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lockstep import nest
+from lockstep.communicators import Communicator
+from lockstep.plan import Shard
+from lockstep.precision import HALF_PRECISION
+from lockstep.tree import Tensors
+from lockstep.updaters.batch_loss import BatchLoss
+from lockstep.updaters.loss import Loss, LossFunction, check_loss
+
+
+class GatheredBatch:
+    """The outputs of all shards of a batch, with the loss of the whole batch and its gradient.
+
+    First, `collect` is used as the loss function of each shard, then `differentiate` is called on every rank, and then
+    `shard_loss` is used as the loss function of each shard.
+
+    Args:
+        loss: The loss of the whole batch.
+    """
+
+    def __init__(self, loss: BatchLoss) -> None:
+        self._loss = loss
+        self._parts: dict[int, tuple[range, Any]] = {}
+        self._gradients: Tensors = []
+        self._value = Loss(torch.zeros(()))
+
+    def collect(self, shard: Shard) -> LossFunction:
+        """Return a loss function that keeps the outputs of a shard, and takes no part in the gradient.
+
+        Args:
+            shard: The shard.
+        """
+
+        def loss_fn(model: Any, /, *args: Any, **kwargs: Any) -> Loss:
+            # With a graph, although it is not used: without one, some modules compute by other kernels.
+            outputs = self._loss.forward(model, *args, **kwargs)
+            _check_outputs(outputs, shard)
+            self._parts[shard.index] = shard.samples, nest.map_tensors(_gatherable, outputs)
+            return Loss(torch.zeros((), requires_grad=True), weight=0)
+
+        return loss_fn
+
+    def differentiate(self, communicator: Communicator, device: torch.device) -> None:
+        """Gather the outputs of all ranks, and compute the loss and its gradient with respect to them.
+
+        Args:
+            communicator: The communicator of the run.
+            device: The device to compute on.
+
+        Raises:
+            TypeError: If the criterion did not return a loss.
+            ValueError: If shards returned outputs of different structures or shapes, or the loss cannot be used.
+        """
+        parts = self._parts
+        if communicator.size > 1:
+            own = {
+                index: (samples, nest.map_tensors(torch.Tensor.cpu, each)) for index, (samples, each) in parts.items()
+            }
+            parts = {index: part for rank in communicator.gather_objects(own) for index, part in rank.items()}
+        in_order = [parts[index] for index in sorted(parts)]
+        leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in _merged(in_order, device)]
+        rest = iter(leaves)
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            loss = check_loss(self._loss.criterion(nest.map_tensors(lambda _: next(rest), in_order[0][1])))
+        if loss.weight is not None:
+            raise ValueError(f"`criterion` must return a Loss without a weight, got {loss.weight}.")
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        found = iter(torch.autograd.grad(loss.value, wanted, allow_unused=True))
+        self._gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        self._value = Loss(loss.value.detach(), metrics=loss.metrics)
+
+    def shard_loss(self, shard: Shard) -> LossFunction:
+        """Return a loss function whose gradient is the part of a shard in the gradient of the whole batch.
+
+        The values of all shards add up to the loss of the whole batch.
+
+        Args:
+            shard: The shard.
+        """
+        samples = shard.samples
+
+        def loss_fn(model: Any, /, *args: Any, **kwargs: Any) -> Loss:
+            product: Any = 0
+            outputs = nest.tensors(self._loss.forward(model, *args, **kwargs))
+            for tensor, gradient in zip(outputs, self._gradients, strict=True):
+                if gradient is not None and tensor.requires_grad:
+                    part = gradient[samples.start : samples.stop : samples.step].to(tensor.device)
+                    product = product + (tensor.to(part.dtype) * part).sum()
+            if not isinstance(product, torch.Tensor):
+                message = "`criterion` must depend on an output that requires a gradient, got outputs without one."
+                raise ValueError(message)  # noqa: TRY004 - no argument has a wrong type
+            # Zero with the gradient of the product; the first shard adds the loss, which is so reported as it is.
+            zero = product - product.detach()
+            if shard.index:
+                return Loss(zero)
+            return Loss(zero + self._value.value.reshape(()).to(zero.device), metrics=self._value.metrics)
+
+        return loss_fn
+
+
+def _gatherable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without its graph. Gradients in half precision, not scaled, could become zero."""
+    tensor = tensor.detach()
+    return tensor.float() if tensor.dtype in HALF_PRECISION else tensor.clone()
+
+
+def _check_outputs(outputs: Any, shard: Shard) -> None:
+    """Check that outputs have the samples of their shard.
+
+    Raises:
+        TypeError: If there is no tensor.
+        ValueError: If a tensor has another length.
+    """
+    found = list(nest.named_tensors(outputs, "output"))
+    if not found:
+        raise TypeError(f"`forward` of a BatchLoss must return tensors, got a {type(outputs).__name__}.")
+    for name, tensor in found:
+        if tensor.dim() == 0 or len(tensor) != len(shard.samples):
+            raise ValueError(
+                f"`{name}` of the `forward` of a BatchLoss must have the samples of its shard ({len(shard.samples)}) "
+                f"along dimension 0, got shape {tuple(tensor.shape)}."
+            )
+
+
+def _merged(parts: Sequence[tuple[range, Any]], device: torch.device) -> list[torch.Tensor]:
+    """Return each output for all samples, in the order of the samples.
+
+    Args:
+        parts: For each shard its samples and its outputs.
+        device: The device of the results.
+
+    Raises:
+        ValueError: If the outputs of shards differ in structure, shape or dtype.
+    """
+    num_samples = sum(len(samples) for samples, _ in parts)
+    kinds = [
+        [(name, tensor.shape[1:], tensor.dtype) for name, tensor in nest.named_tensors(outputs, "output")]
+        for _, outputs in parts
+    ]
+    for kind in kinds:
+        if kind != kinds[0]:
+            raise ValueError(
+                f"`forward` of a BatchLoss must return the same structure for all shards, got {kinds[0]} and {kind}."
+            )
+    merged = [
+        torch.empty((num_samples, *tensor.shape[1:]), dtype=tensor.dtype, device=device)
+        for tensor in nest.tensors(parts[0][1])
+    ]
+    for samples, outputs in parts:
+        for whole, tensor in zip(merged, nest.tensors(outputs), strict=True):
+            # With split="strided", the samples of a shard are not neighbors.
+            whole[samples.start : samples.stop : samples.step] = tensor.to(device)
+    return merged

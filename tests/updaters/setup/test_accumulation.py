@@ -1,0 +1,147 @@
+"""Another number of batches per update in each epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lockstep as ls
+from tests.support.runs import ONE, Placement, cross_entropy, finalized, state_digest, updater_for
+from tests.support.workloads import MLP, TRANSFORMER
+
+SCHEDULE = {0: 3, 1: 1, 3: 2}
+"""Epochs have 3 batches each: of 9, 9 and 5 samples."""
+
+
+def by_function(epoch: int) -> int:
+    return 3 if epoch < 1 else 1 if epoch < 3 else 2
+
+
+def weights(accumulate: Any, updates: int = 10, **options: Any) -> list[float]:
+    with finalized(updater_for(MLP, num_shards=2, accumulate=accumulate, **options)) as updater:
+        return [updater.update().weight for _ in range(updates)]
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, by_function, {3: 2, 1: 1, 0: 3}])
+def test_each_epoch_has_its_number(schedule: Any) -> None:
+    #        epoch 0 | 1       | 2       | 3 .. 4
+    assert weights(schedule) == [23, 9, 9, 5, 9, 9, 5, 18, 14, 14]
+
+
+def test_before_the_first_epoch_that_is_named_there_is_one_batch() -> None:
+    assert weights({1: 3}, updates=5) == [9, 9, 5, 23, 23]
+
+
+def test_the_number_is_that_of_the_epoch_in_which_an_update_begins() -> None:
+    # The second update begins with the last batch of epoch 0.
+    assert weights({0: 2, 1: 1}, updates=4) == [18, 5 + 9, 9, 5]
+
+
+def test_a_loop_of_updaters_with_fixed_numbers_gives_the_same_bits() -> None:
+    """The mean is over all samples of an update, and dropout is that of the update and the shard."""
+    with finalized(updater_for(TRANSFORMER, num_shards=3, accumulate={0: 3, 1: 2})) as updater:
+        for _ in range(5):
+            updater.update()
+        expected = state_digest(updater)
+    with finalized(updater_for(TRANSFORMER, num_shards=3, accumulate=3)) as first:
+        first.update()
+        state = first.state_dict()
+    # From an epoch that is never reached on 3, so that streams are as far apart.
+    with finalized(updater_for(TRANSFORMER, num_shards=3, accumulate={0: 2, 99: 3})) as second:
+        second.load_state_dict(state)
+        for _ in range(4):
+            second.update()
+        assert state_digest(second) == expected
+    with finalized(updater_for(TRANSFORMER, num_shards=3, accumulate=2)) as other:
+        other.load_state_dict(state)
+        for _ in range(4):
+            other.update()
+        assert state_digest(other) != expected
+
+
+@pytest.mark.parametrize("schedule", [SCHEDULE, by_function])
+def test_placements_and_resumed_runs_have_the_same_bits(schedule: Any) -> None:
+    found = set()
+    for placement in (ONE, Placement(2), Placement(3, (1, 2, 5))):
+        with finalized(updater_for(TRANSFORMER, placement, num_shards=3, accumulate=schedule)) as updater:
+            for _ in range(9):
+                updater.update()
+            found.add(state_digest(updater))
+    for stop in range(9):
+        with finalized(updater_for(TRANSFORMER, num_shards=3, accumulate=schedule)) as updater:
+            for _ in range(stop):
+                updater.update()
+            state = updater.state_dict()
+        with finalized(updater_for(TRANSFORMER, num_shards=3, accumulate=schedule)) as updater:
+            updater.load_state_dict(state)
+            for _ in range(9 - stop):
+                updater.update()
+            found.add(state_digest(updater))
+    assert len(found) == 1
+
+
+def test_a_data_loader_counts_epochs_too() -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(MLP.data(23), batch_size=9)
+
+    model = MLP.model()
+    updater = ls.ParallelUpdater(
+        loader(),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        model,
+        devices=1,
+        loss_fn=cross_entropy,
+        accumulate=SCHEDULE,
+    )
+    with finalized(updater):
+        assert [updater.update().weight for _ in range(8)] == [23, 9, 9, 5, 9, 9, 5, 18]
+
+
+def test_the_recipe_has_the_schedule() -> None:
+    for schedule, described in ((SCHEDULE, {"0": 3, "1": 1, "3": 2}), (by_function, "by_function"), (4, 4)):
+        with finalized(updater_for(MLP, num_shards=2, accumulate=schedule)) as updater:
+            assert updater.recipe_fields()["accumulate"] == described
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "error", "message"),
+    [
+        (0, ValueError, "`accumulate` must be at least 1, got 0"),
+        (True, TypeError, "`accumulate` must be an integer, got True"),
+        ("2", TypeError, "`accumulate` must be an integer, a dict .* or a function of the epoch, got '2'"),
+        ({}, ValueError, "`accumulate` must name at least one epoch, got an empty mapping"),
+        ({0: 0}, ValueError, r"`accumulate\[0\]` must be at least 1, got 0"),
+        ({-1: 2}, ValueError, "`epoch in accumulate` must be at least 0, got -1"),
+        ({"0": 2}, TypeError, "`epoch in accumulate` must be an integer, got '0'"),
+        (lambda _: 2.0, TypeError, r"`accumulate\(0\)` must be an integer, got 2.0"),
+        (lambda _: 0, ValueError, r"`accumulate\(0\)` must be at least 1, got 0"),
+        (
+            lambda _: 257,
+            ValueError,
+            r"`accumulate\(0\)` must be at most 256, got 257. Pass larger numbers in a mapping",
+        ),
+    ],
+)
+def test_what_is_no_number_of_batches_is_refused_at_once(accumulate: Any, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        updater_for(MLP, num_shards=2, accumulate=accumulate)
+
+
+def test_a_number_that_turns_out_wrong_changes_nothing() -> None:
+    given: Callable[[int], int] = lambda epoch: 3 if epoch == 0 else 0  # noqa: E731 - as a user writes it
+    with finalized(updater_for(MLP, num_shards=2, accumulate=given)) as updater:
+        updater.update()
+        before = state_digest(updater)
+        with pytest.raises(ValueError, match=r"`accumulate\(1\)` must be at least 1, got 0"):
+            updater.update()
+        assert (updater.iteration, state_digest(updater)) == (1, before)
+
+
+@pytest.mark.parametrize("accumulate", [2, {0: 1}, by_function])
+def test_step_functions_take_one_batch(accumulate: Any) -> None:
+    with pytest.raises(ValueError, match="`accumulate` must be 1 with a step function"):
+        updater_for(MLP, num_shards=2, accumulate=accumulate, step_fn=print)

@@ -1,0 +1,208 @@
+"""A loss that compares all samples of a batch, on any shards, devices and ranks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lockstep as ls
+from lockstep import Communicator
+from tests.support.ranks import run_on_ranks
+from tests.support.runs import Placement, finalized, state_digest, updater_for
+from tests.support.workloads import CONVNET, MLP, TRANSFORMER, Workload
+
+
+def encode(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, Any]:
+    """Return the outputs of a shard, with the classes that the loss compares."""
+    return {"outputs": model(inputs), "classes": (targets, "kept")}
+
+
+def contrast(gathered: dict[str, Any]) -> ls.Loss:
+    """Compare every sample with every other one: samples of one class are to be near each other."""
+    outputs, (classes, _) = gathered["outputs"], gathered["classes"]
+    similarities = functional.normalize(outputs, dim=1) @ functional.normalize(outputs, dim=1).T
+    same = (classes[:, None] == classes[None]).to(outputs.dtype)
+    value = functional.binary_cross_entropy_with_logits(similarities * 3, same)
+    return ls.Loss(value, metrics={"pairs": (same.sum(), same.numel())})
+
+
+LOSS = ls.BatchLoss(encode, contrast)
+
+
+def trained(num_devices: int, work: Workload = TRANSFORMER, updates: int = 7, **options: Any) -> list[str]:
+    options = {"num_shards": 3, **options}
+    with finalized(updater_for(work, Placement(num_devices), loss_fn=LOSS, **options)) as updater:
+        losses = [float(updater.update().loss) for _ in range(updates)]
+        return [state_digest(updater), *map(repr, losses)]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "dropout": {},
+    "buffers": {"work": CONVNET},
+    "strided": {"split": "strided"},
+    "bf16": {"precision": "bf16", "work": MLP},
+    "clipped": {"clip_grad_norm": 0.05, "optimizer": "adamw"},
+    "overflowing": {"loss_scale": ls.DynamicLossScale(2.0**24), "precision": "fp16", "work": MLP},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_devices_do_not_matter(case: str) -> None:
+    found = {tuple(trained(devices, **CASES[case])) for devices in (1, 2, 3)}
+    assert len(found) == 1
+
+
+def test_the_shards_do_matter() -> None:
+    assert len({trained(1, num_shards=shards)[0] for shards in (1, 2, 3)}) == 3
+
+
+def on_ranks(communicator: Communicator) -> dict[str, list[str]]:
+    return {name: trained(2, communicator=communicator, **options) for name, options in CASES.items()}
+
+
+def test_the_ranks_do_not_matter() -> None:
+    expected = {name: trained(1, **options) for name, options in CASES.items()}
+    for size in (2, 3):
+        assert run_on_ranks(on_ranks, size) == [expected] * size
+
+
+def gradients_of_one_device(model: nn.Module, batch: Any) -> tuple[float, list[torch.Tensor]]:
+    loss = contrast(encode(model, *batch)).value
+    return float(loss.detach()), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+@pytest.mark.parametrize("split", ["contiguous", "strided"])
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7])
+def test_the_gradient_is_that_of_the_whole_batch(num_shards: int, split: Any) -> None:
+    model = MLP.model().double()
+    inputs, targets = MLP.data(9).tensors
+    batch = inputs.double(), targets
+    value, expected = gradients_of_one_device(copy.deepcopy(model), batch)
+    with finalized(updater_for(MLP, Placement(2), model=model, num_shards=num_shards, split=split)) as updater:
+        result = updater.compute_gradients(batch, loss_fn=LOSS)
+        assert float(result.loss) == pytest.approx(value, rel=1e-12)
+        for parameter, wanted in zip(model.parameters(), expected, strict=True):
+            assert torch.allclose(parameter.grad, wanted, rtol=1e-11, atol=1e-14)  # sums are in another order
+        # A mean of the losses of shards would be another number.
+        if num_shards > 1:
+            parts = [contrast(encode(model, *(each[s : s + 3] for each in batch))).value for s in (0, 3, 6)]
+            assert abs(float(sum(parts)) / 3 - value) > 1e-3
+
+
+@pytest.mark.usefixtures("one_intra_op_thread")
+def test_one_shard_has_the_bits_of_a_plain_loop() -> None:
+    model, plain = MLP.model(), MLP.model()
+    batch = MLP.data(9).tensors
+    value, expected = gradients_of_one_device(plain, batch)
+    with finalized(updater_for(MLP, model=model, num_shards=1)) as updater:
+        assert float(updater.compute_gradients(batch, loss_fn=LOSS).loss) == value
+        assert all(torch.equal(own.grad, other) for own, other in zip(model.parameters(), expected, strict=True))
+
+
+def test_metrics_are_those_of_the_batch_and_reports_those_of_shards() -> None:
+    def reporting(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        ls.report({"norm": inputs.norm()})
+        return encode(model, inputs, targets)
+
+    with finalized(updater_for(MLP, num_shards=3, loss_fn=ls.BatchLoss(reporting, contrast))) as updater:
+        result = updater.update()
+        assert (result.applied, result.weight, sorted(result.metrics)) == (True, 9, ["norm", "pairs"])
+        assert result.metrics["pairs"].weight == 81
+        assert result.metrics["norm"].weight == 9  # once, although forward runs twice
+
+
+def test_it_works_in_step_functions_with_several_networks() -> None:
+    def step(updater: ls.ParallelUpdater, batch: Any) -> None:
+        updater.compute_gradients(
+            batch, loss_fn=ls.BatchLoss(lambda nets, x, y: encode(nets["one"], x, y), contrast), optimizer="one"
+        )
+        updater.apply_gradients("one")
+
+    def run(num_devices: int) -> str:
+        nets = {"one": MLP.model(), "two": MLP.model()}
+        optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+        batches = ls.BatchIterator(MLP.data(), 9, shuffle=True, seed=0)
+        updater = ls.ParallelUpdater(
+            batches, optimizers, models=nets, devices=["cpu"] * num_devices, num_shards=3, step_fn=step
+        )
+        with finalized(updater):
+            for _ in range(3):
+                updater.update()
+            assert ls.digest(nets["two"]) == ls.digest(MLP.model())
+            return ls.digest(nets["one"])
+
+    assert run(1) == run(2)
+
+
+def test_a_resumed_run_has_the_same_bits() -> None:
+    options = {"num_shards": 3, "loss_fn": LOSS}
+    with finalized(updater_for(TRANSFORMER, **options)) as updater:
+        for _ in range(3):
+            updater.update()
+        state = updater.state_dict()
+    with finalized(updater_for(TRANSFORMER, Placement(2), **options)) as updater:
+        updater.load_state_dict(state)
+        for _ in range(4):
+            updater.update()
+        assert state_digest(updater) == trained(1)[0]
+
+
+@pytest.mark.parametrize(
+    ("forward", "criterion", "error", "message"),
+    [
+        (
+            lambda model, x, _: model(x).mean(),
+            torch.sum,
+            ls.ReplicaError,
+            r"must have the samples of its shard \(3\) .* got shape \(\)",
+        ),
+        (lambda model, x, _: model(x)[:1], torch.sum, ls.ReplicaError, r"must have the samples of its shard \(3\)"),
+        (lambda *_: "nothing", torch.sum, ls.ReplicaError, "`forward` of a BatchLoss must return tensors, got a str"),
+        (lambda model, x, _: model(x), lambda e: e, ValueError, r"must return a loss of one element, got shape"),
+        (
+            lambda model, x, _: model(x),
+            lambda e: e.sum().detach(),
+            ValueError,
+            "must return a loss that requires a gradient",
+        ),
+        (
+            lambda model, x, _: model(x),
+            lambda e: ls.Loss(e.sum(), 3),
+            ValueError,
+            "must return a Loss without a weight, got 3",
+        ),
+        (
+            lambda model, x, _: model(x).detach(),
+            torch.sum,
+            ls.ReplicaError,
+            "depend on an output that requires a gradient",
+        ),
+        (
+            lambda model, x, _: model(x) if len(x) > 2 else [model(x)],
+            torch.sum,
+            ValueError,
+            "the same structure for all shards",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_and_changes_nothing(forward: Any, criterion: Any, error: type, message: str) -> None:
+    shards = 4 if "structure" in message else 3
+    with finalized(updater_for(MLP, num_shards=shards, loss_fn=ls.BatchLoss(forward, criterion))) as updater:
+        before = state_digest(updater)
+        with pytest.raises(error, match=message):
+            updater.update()
+        assert (updater.iteration, state_digest(updater)) == (0, before)
+
+
+def test_a_shard_has_no_such_loss() -> None:
+    with pytest.raises(TypeError, match="`criterion` must be callable, got a NoneType"):
+        ls.BatchLoss(encode, None)  # type: ignore[arg-type]
+    with pytest.raises(ls.OrderError, match="A BatchLoss must be computed by an update"):
+        LOSS(None)
+    with pytest.raises(ValueError, match="`accumulate` must be 1 with"):
+        updater_for(MLP, num_shards=2, loss_fn=LOSS, accumulate=2)
