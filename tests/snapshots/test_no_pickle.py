@@ -59,6 +59,7 @@ def test_a_run_its_resumption_its_comparison_and_its_export_unpickle_nothing(
     # A run may compare states of random generators by what `dumps` returns, which is written nowhere.
     forbid(monkeypatch, "load", "loads", "dump")
     out = tmp_path / "run"
+    trainer(tmp_path / "first", 1).run()  # PyTorch creates a folder when it is first needed
     with Audit() as audit:
         trainer(out, 3).run()
         resumed = trainer(out, 5)

@@ -150,7 +150,7 @@ class Buffers:
         for dtype, group in self._groups.items():
             sizes = [sources[index].numel() for index in group.indices]
             group.buffer = torch.empty(sum(sizes), dtype=dtype)
-            for index, part in zip(group.indices, group.buffer.split(sizes), strict=True):
+            for index, part in zip(group.indices, torch.split(group.buffer, sizes), strict=True):
                 kept[index] = part.view(sources[index].shape)
         self._kept = [kept[index] for index in range(len(sources))]
         self._kinds = kinds
