@@ -47,12 +47,12 @@ def milliseconds(action: Callable[[], object]) -> float:
 def measure(count: int, megabytes: float) -> tuple[list[float], list[float]]:
     """Measure the bare copy and the staging in turn, in milliseconds."""
     saved, buffers = content(count, megabytes), Buffers()
-    sources = list(freeze_content(saved).tensors)
+    sources = list(freeze_content(saved).memory.tensors)
     kept = [torch.empty_like(tensor) for tensor in sources]
     bare, staged = [], []
     for _ in range(ROUNDS):
         bare.append(milliseconds(lambda: torch._foreach_copy_(kept, sources)))
-        staged.append(milliseconds(lambda: buffers.copy(freeze_content(saved).tensors)))
+        staged.append(milliseconds(lambda: buffers.copy(freeze_content(saved).memory)))
     return bare[5:], staged[5:]
 
 

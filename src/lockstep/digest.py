@@ -148,7 +148,7 @@ def combine(found: Iterable[Entry]) -> str:
     """
     lines: dict[str, bytes] = {}
     for path, kind, about in found:
-        where = _json([_key(key) for key in path])
+        where = _json(list(map(_key, path)))
         if where in lines:
             raise ValueError(f"`found` must hold one entry per path, got two for {where}.")
         lines[where] = f"[{where},{_json(kind)},{_json(about)}]\n".encode("ascii")
@@ -282,7 +282,11 @@ def _key(key: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    return _ENCODER.encode(value)
+    kind = type(value)
+    # An encoder prepares itself anew for each list, which takes longer than to write the short ones of an entry.
+    if kind is list or kind is tuple:
+        return f"[{','.join(map(_json, value))}]"
+    return int.__repr__(value) if kind is int else _ENCODER.encode(value)
 
 
 def _update(sha: hashlib._Hash, tensor: torch.Tensor) -> None:

@@ -148,6 +148,42 @@ def test_no_whole_snapshot_is_an_error_and_stays_one(tmp_path: Path) -> None:
         trainer(tmp_path).run(resume="auto")
 
 
+def overflowing(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(x), target) * float("inf")
+
+
+def without_gradient(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(x), target) * 0
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ({"lr": 0.0}, 0),
+        ({"lr": 0.1, "loss_fn": overflowing, "on_overflow": "skip", "max_skipped": 99}, 0),
+        ({"lr": 0.1, "loss_fn": without_gradient}, 1),
+    ],
+    ids=["learning rate 0", "every update skipped", "zero gradients"],
+)
+def test_a_run_whose_weights_do_not_change_is_saved(tmp_path: Path, options: dict[str, Any], warned: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=options.pop("lr"))
+    recipe = {"loss_fn": ls.supervised(functional.cross_entropy), "loss_scale": ls.DynamicLossScale(8.0)} | options
+    batches = ls.BatchIterator(vectors(), 8, shuffle=True, seed=3)
+    made = ls.Trainer(
+        ls.ParallelUpdater(batches, optimizer, model, devices=1, num_shards=2, **recipe), (8, "update"), out=tmp_path
+    )
+    made.extend(PatientSnapshot(keep=100), trigger=(2, "update"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.run()
+    assert snapshots(tmp_path) == [2, 4, 6, 8]
+    told = [str(each.message) for each in caught if each.category is ls.SnapshotWarning]
+    assert len(told) == warned
+    assert all("No tensor of the snapshot of update 4 differs from that of update 2" in each for each in told)
+
+
 # Repeated updates ----------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from lockstep.snapshots.format import (
     Manifest as Manifest,
     Parent as Parent,
     folder_name as folder_name,
+    training_of as training_of,
 )
 from lockstep.snapshots.interchange import (
     Matches as Matches,
@@ -39,7 +40,6 @@ from lockstep.snapshots.run import (
     record_of as record_of,
     restore as restore,
     save as save,
-    training_of as training_of,
 )
 from lockstep.snapshots.writing import Disk as Disk, SnapshotWriter as SnapshotWriter, write_beside as write_beside
 

@@ -86,10 +86,11 @@ def test_every_cut_is_refused(memory_path: Path) -> None:
     assert accepted_cuts(folder, 1) == []
 
 
-def test_flipped_bits_of_a_large_snapshot_are_refused(memory_path: Path) -> None:
+@pytest.mark.parametrize("count", [20, pytest.param(1000, marks=pytest.mark.slow)])
+def test_flipped_bits_of_a_large_snapshot_are_refused(memory_path: Path, count: int) -> None:
     [folder] = write(memory_path, small_content(rows=30_000))
     draw = random.Random(0)  # noqa: S311
-    bits = sorted(draw.randrange(bits_of(folder)) for _ in range(20))
+    bits = sorted(draw.randrange(bits_of(folder)) for _ in range(count))
     for bit in bits:
         assert accepted_flips(folder, range(bit, bit + 1)) == []
 

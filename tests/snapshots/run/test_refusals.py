@@ -31,7 +31,9 @@ def updater(**changes: Any) -> ls.ParallelUpdater:
     data = {"batch_size": 8, "shuffle": True, "seed": 3, **changes.pop("data", {})}
     batches = ls.BatchIterator(vectors(changes.pop("num_samples", 50)), **data)
     options: dict[str, Any] = {"num_shards": 4, "loss_scale": ls.DynamicLossScale(8.0, interval=5), "devices": 1}
+    epochs = changes.pop("epochs", None)
     options |= {"loss_fn": loss, "scheduler": schedule(optimizer)} | changes
+    options |= {} if epochs is None else {"epoch_scheduler": epochs(optimizer)}
     return ls.ParallelUpdater(batches, optimizer, model, **options)
 
 
@@ -67,7 +69,11 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "auto_new_epoch": ({"auto_new_epoch": False}, True, False),
     "loss_scale": ({"loss_scale": ls.RampLossScale(8.0)}, "DynamicLossScale", "RampLossScale"),
     "loss_scale.interval": ({"loss_scale": ls.DynamicLossScale(8.0, interval=6)}, 5, 6),
+    "loss_scale.growth": ({"loss_scale": ls.DynamicLossScale(8.0, interval=5, growth=4.0)}, 2.0, 4.0),
+    "loss_scale.backoff": ({"loss_scale": ls.DynamicLossScale(8.0, interval=5, backoff=0.25)}, 0.5, 0.25),
+    "clip_grad_norm": ({"clip_grad_norm": 1.0}, "nothing", 1.0),
     "batch_size": ({"data": {"batch_size": 10}}, 8, 10),
+    "repeat": ({"data": {"repeat": False}}, True, False),
     "shuffle": ({"data": {"shuffle": False}}, True, False),
     "last_batch": ({"data": {"last_batch": "drop"}}, "short", "drop"),
     "data_seed": ({"data": {"seed": 4}}, 3, 4),
@@ -79,11 +85,13 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "model.2.bias": ({"dtype": torch.float64}, "float32 [3]", "float64 [3]"),
     "model.extra.bias": ({"tied": True}, "nothing", "tied to 0.bias"),
     "optimizer": ({"optimizer": torch.optim.Adam}, "SGD", "Adam"),
+    "optimizer.num_parameters": ({"optimizer": lambda each: sgd()(list(each)[:3])}, [4], [3]),
     "optimizer.lr": ({"optimizer": sgd(lr=0.2)}, 0.1, 0.2),
     "optimizer.momentum": ({"optimizer": sgd(momentum=0.8)}, 0.9, 0.8),
     "optimizer.foreach": ({"optimizer": sgd(foreach=False)}, None, False),
     "optimizer.fused": ({"optimizer": sgd(fused=True)}, None, True),
     "scheduler": ({"schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 30)}, "CosineAnnealingLR", "StepLR"),
+    "epoch_scheduler": ({"epochs": lambda each: torch.optim.lr_scheduler.StepLR(each, 9)}, "nothing", "StepLR"),
     "scheduler.T_max": ({"schedule": lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 40)}, 30, 40),
 }
 ACCOMPANIED = {
@@ -94,6 +102,7 @@ ACCOMPANIED = {
     | {"loss_scale.maximum", "loss_scale.uncounted"},
     "iterator": {"num_samples", "data_seed", "sampler", "batch_size", "shuffle", "last_batch", "sample_streams"}
     | {"batches_of"},
+    "epoch_scheduler": {f"epoch_scheduler.{each}" for each in ("base_lrs", "gamma", "last_epoch", "step_size")},
     "model.0.weight": {"model.0.bias", "model.2.weight"},
     "model.2.bias": {"model.0.weight", "model.0.bias", "model.2.weight"},
     "optimizer": {"scheduler.base_lrs"},
@@ -141,6 +150,53 @@ def test_a_changed_field_is_refused_with_both_values(field: str, saved: Path) ->
     differing = recipes.compare_fields(ls.snapshots.load(saved).recipe, made.recipe_fields())
     alone = {each.name for each in differing} - {field}
     assert {each for each in alone if not each.startswith("optimizer.")} == ACCOMPANIED.get(field, set())
+
+
+def test_every_field_is_changed_by_a_test() -> None:
+    made = updater(carried=ls.Carried(torch.zeros(1, 8, 4)), clip_grad_norm=1.0)
+    made.finalize()
+    # Of the tensors and of the options of classes that have many, some stand for all.
+    parts = ("model.", "optimizer.", "scheduler.", "loss_scale.", "carried.", "code.")
+    assert {each for each in made.recipe_fields() if not each.startswith(parts)} <= CHANGES.keys()
+
+
+def rewritten(saved: Path, out: Path, *, without: str | None = None, added: str | None = None) -> Path:
+    """Write a snapshot of another version of PyTorch, whose optimizer has an option less or more."""
+    read = ls.snapshots.load(saved)
+    recipe, state = read.recipe, read.state()
+    [group] = state["optimizers"]["main"]["param_groups"]
+    if without is not None:
+        del group[without], recipe[f"optimizer.{without}"]
+    if added is not None:
+        group[added] = recipe[f"optimizer.{added}"] = 7
+    content = ls.snapshots.Content(
+        progress=read.progress,
+        run_id=read.run_id,
+        recipe=recipe,
+        kernel_class=read.kernel_class,
+        models=read.models(),
+        state=state,
+    )
+    return ls.snapshots.write_beside(out, content, reasons=["test"])
+
+
+def test_an_option_that_the_snapshot_lacks_keeps_its_default(saved: Path, tmp_path: Path) -> None:
+    path = rewritten(saved, tmp_path, without="nesterov")
+    made = updater()
+    with pytest.warns(ls.DeterminismWarning, match="optimizer.nesterov is False here and 'nothing' in the snapshot"):
+        ls.snapshots.restore(made, path)
+    assert made.get_optimizer("main").param_groups[0]["nesterov"] is False
+    made.update()
+    made.finalize()
+
+
+def test_an_option_that_is_unknown_here_is_told(saved: Path, tmp_path: Path) -> None:
+    path = rewritten(saved, tmp_path, added="from_the_future")
+    made = updater()
+    with pytest.warns(ls.DeterminismWarning, match="optimizer.from_the_future is 'nothing' here and 7 in the snapshot"):
+        ls.snapshots.restore(made, path)
+    made.update()
+    made.finalize()
 
 
 def carrying(initial: torch.Tensor, dim: int = 1, *, each_epoch: bool = True) -> dict[str, object]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import lockstep as ls
 from lockstep.snapshots import Content, SnapshotWriter, load
 from lockstep.snapshots.writing.staging import Buffers, freeze_content
 from tests.support.snapshots import RUN, small_content, write
@@ -19,13 +22,96 @@ def content_of(**fields: Any) -> Content:
 
 def test_buffers_are_kept_while_the_tensors_are_alike() -> None:
     buffers = Buffers()
-    first = buffers.copy(freeze_content(small_content(1)).tensors)
+    first = buffers.copy(freeze_content(small_content(1)).memory)
     addresses = [copy.data_ptr() for copy in first]
-    second = buffers.copy(freeze_content(small_content(2)).tensors)
+    second = buffers.copy(freeze_content(small_content(2)).memory)
     assert [copy.data_ptr() for copy in second] == addresses
-    assert all(torch.equal(a, b) for a, b in zip(second, freeze_content(small_content(2)).tensors, strict=True))
-    third = buffers.copy(freeze_content(small_content(3, rows=6)).tensors)
+    memory = freeze_content(small_content(2)).memory
+    assert len(memory.tensors) < len(memory.places) == len(second)
+    assert all(torch.equal(a, memory.tensors[place]) for a, place in zip(second, memory.places, strict=True))
+    third = buffers.copy(freeze_content(small_content(3, rows=6)).memory)
     assert [copy.shape for copy in third] != [copy.shape for copy in second]
+
+
+def in_place(change: Callable[[list[torch.Tensor]], object]) -> None:
+    """Copy the same tensors until they are joined, change them, and compare the next copies."""
+    base = torch.arange(12.0)
+    tensors = [base[:6].view(2, 3), torch.arange(4.0), torch.arange(6).view(3, 2), torch.tensor(3.0), torch.ones(0)]
+    buffers = Buffers()
+    for step in range(6):
+        if step == 4:
+            change(tensors)
+        copies = buffers.copy(freeze_content(content_of(state=tensors)).memory)
+        assert [copy.dtype for copy in copies] == [tensor.dtype for tensor in tensors]
+        assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
+        for tensor in tensors:
+            tensor.add_(1)
+    assert not torch.equal(copies[1], tensors[1])
+
+
+def replaced(place: int, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[list[torch.Tensor]], object]:
+    return lambda tensors: tensors.__setitem__(place, make(tensors[place]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _: None,
+        replaced(0, torch.Tensor.clone),
+        replaced(0, lambda each: each.view(3, 2)),
+        replaced(0, lambda each: each.as_strided((2, 3), (1, 2))),
+        replaced(0, lambda each: each.as_strided((3, 3), (3, 1))),
+        replaced(2, lambda each: each.view(torch.float64)),
+        replaced(2, lambda each: each.t()),
+        replaced(1, lambda each: each.double()),
+        replaced(3, lambda _: torch.tensor([2 + 5j]).conj().imag[0]),
+        lambda tensors: tensors[1].resize_(3),
+        lambda tensors: tensors[2].t_(),
+        lambda tensors: setattr(tensors[1], "data", torch.arange(4.0) * 7),
+        lambda tensors: tensors.append(torch.arange(5.0)),
+        lambda tensors: tensors.__delitem__(1),
+        lambda tensors: tensors.reverse(),
+    ],
+)
+def test_whatever_happens_to_tensors_is_noticed(change: Callable[[list[torch.Tensor]], object]) -> None:
+    in_place(change)
+
+
+def test_many_tensors_are_copied_by_one_call() -> None:
+    buffers = Buffers()
+    momenta = {index: {"step": torch.tensor(1.0), "buffer": torch.ones(9)} for index in range(50)}
+    content = content_of(models={"main": {f"{i}": torch.ones(9) for i in range(50)}}, state={"state": momenta})
+    calls = []
+    for _ in range(4):
+        with torch.profiler.profile() as profile:
+            buffers.copy(freeze_content(content).memory)
+        calls.append({event.key: event.count for event in profile.key_averages()})
+    assert calls[0]["aten::copy_"] == 150
+    assert calls[-1]["aten::cat"] == 1
+    # Single numbers are not joined.
+    assert calls[-1]["aten::copy_"] == 50
+
+
+def test_state_of_many_parameters_is_read_as_it_was(tmp_path: Path) -> None:
+    rows = {index: {"step": torch.tensor(float(index)), "exp_avg": torch.full((2,), index)} for index in range(3)}
+    trees: list[Any] = [
+        rows,
+        {**rows, 3: {"step": torch.ones(1)}},
+        {**rows, 3: {"exp_avg": torch.ones(1), "step": torch.ones(2)}},
+        {**rows, 3: {"step": torch.ones(1), "exp_avg": 2}},
+        {**rows, "main": {"step": torch.ones(1), "exp_avg": torch.ones(2)}},
+        {0: {}, 1: {}},
+        OrderedDict(rows),
+        {index: {"$": each["step"]} for index, each in rows.items()},
+    ]
+    [folder] = write(tmp_path, content_of(state=trees))
+    read = load(folder).state()
+    assert ls.digest(read) == ls.digest(trees)
+    assert read[0].keys() == rows.keys()
+    with SnapshotWriter(tmp_path / "refused", run_id=RUN) as writer:
+        for wrong in ({(1, 2): rows[0], 1: rows[0]}, {0: {(1, 2): torch.ones(1)}, 1: {(1, 2): torch.ones(1)}}):
+            with pytest.raises(TypeError, match=r"type tuple at state"):
+                writer.save(content_of(state=wrong))
 
 
 def test_a_warm_copy_allocates_no_tensor() -> None:
@@ -33,7 +119,7 @@ def test_a_warm_copy_allocates_no_tensor() -> None:
     found = []
     for _ in range(2):
         with torch.profiler.profile(profile_memory=True) as profile:
-            buffers.copy(freeze_content(content).tensors)
+            buffers.copy(freeze_content(content).memory)
         found.append([event.key for event in profile.key_averages() if event.self_cpu_memory_usage > 0])
     # The first copy shows that the profiler sees what is allocated.
     assert found[0]

@@ -156,17 +156,54 @@ def test_a_damaged_one_of_the_same_update_makes_room(tmp_path: Path) -> None:
     assert len(list(folder.parent.glob("damaged-00000001-*"))) == 1
 
 
-def test_an_unchanged_state_after_updates_is_refused(tmp_path: Path) -> None:
+def unchanged(first: Content, update: int, applied: int | None) -> Content:
+    return replace(first, progress={**first.progress, "update": update, "applied": applied})
+
+
+def test_an_unchanged_state_after_updates_is_written_with_one_warning(tmp_path: Path) -> None:
     first = small_content(1)
     write(tmp_path, first)
-    stale = replace(first, progress={**first.progress, "update": 2, "applied": 2})
-    with SnapshotWriter(tmp_path, run_id=RUN) as writer:
-        writer.save(stale)
-        with pytest.warns(SnapshotWarning, match="No tensor of the snapshot of update 2 differs"):
-            writer.wait()
+    with SnapshotWriter(tmp_path, run_id=RUN, keep=9) as writer:
         # Skipped updates change nothing.
-        writer.save(replace(first, progress={**first.progress, "update": 3}))
-    assert updates(tmp_path) == [1, 3]
+        writer.save(unchanged(first, 2, 1))
+        writer.wait()
+        writer.save(unchanged(first, 3, 2))
+        with pytest.warns(SnapshotWarning, match="No tensor of the snapshot of update 3 differs from that of update 2"):
+            writer.wait()
+        writer.save(unchanged(first, 4, 3))
+        writer.wait()
+    assert updates(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_run_that_does_not_count_applied_updates_is_judged_by_all(tmp_path: Path) -> None:
+    first = small_content(1)
+    with SnapshotWriter(tmp_path, run_id=RUN) as writer:
+        for update in (1, 2):
+            writer.save(unchanged(first, update, None))
+            if update == 1:
+                writer.wait()
+        with pytest.warns(SnapshotWarning, match="No tensor of the snapshot of update 2"):
+            writer.wait()
+
+
+@pytest.mark.parametrize("rates", [[0.0], [0, 0.0], []])
+def test_learning_rates_of_0_explain_an_unchanged_state(tmp_path: Path, rates: list[float]) -> None:
+    weight = torch.ones(3)
+    groups = [{"lr": rate, "params": [index]} for index, rate in enumerate(rates)]
+    state = {"optimizers": {"main": {"optimizer": {"state": {}, "param_groups": groups}}}}
+    contents = [
+        Content(progress={"update": each, "applied": each}, run_id=RUN, models={"main": {"w": weight}}, state=state)
+        for each in (1, 2)
+    ]
+    with SnapshotWriter(tmp_path, run_id=RUN) as writer:
+        writer.save(contents[0])
+        writer.wait()
+        writer.save(contents[1])
+        if rates:
+            writer.wait()
+        else:  # nothing says why the weights did not change
+            with pytest.warns(SnapshotWarning, match="No tensor"):
+                writer.wait()
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
@@ -231,6 +268,43 @@ def test_survivors_may_write_the_same_update(tmp_path: Path) -> None:
         writer.save(small_content(3), reasons=["emergency snapshot of rank 0"], must=True)
     assert first.stat().st_ino == before
     assert load(first).reasons == ("emergency snapshot of rank 1",)
+
+
+def test_a_survivor_does_not_take_a_damaged_snapshot_for_its_own(tmp_path: Path) -> None:
+    [folder] = write(tmp_path, small_content(3))
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert write_beside(tmp_path, small_content(3), reasons=["emergency"]) == folder
+    assert_holds(load(folder), small_content(3))
+    assert load(folder).reasons == ("emergency",)
+    assert len(list(folder.parent.glob("damaged-00000003-*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (small_content(3, run_id="f" * 16), "of the run 'ffffffffffffffff'"),
+        (small_content(3, rows=6), "holds another snapshot of update 3"),
+    ],
+)
+def test_a_survivor_does_not_take_another_snapshot_for_its_own(tmp_path: Path, other: Content, message: str) -> None:
+    folder = write_beside(tmp_path, other, reasons=["other"])
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(SnapshotError, match=message):
+        write_beside(tmp_path, small_content(3), reasons=["emergency"])
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(each.name for each in folder.parent.iterdir()) == ["00000003"]
+
+
+def test_a_snapshot_that_cannot_be_judged_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    [folder] = write(tmp_path, small_content(3))
+    manifest = folder / "snapshot.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'{"format":1,', b'{"format":2,'))
+    with pytest.raises(SnapshotError, match="format 2"):
+        write_beside(tmp_path, small_content(3), reasons=["emergency"])
+    assert manifest.exists()
 
 
 def test_of_two_that_write_at_once_the_first_wins(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from lockstep.snapshots.format.canonical_json import Limits as Limits, dumps as 
 from lockstep.snapshots.format.content import (
     Content as Content,
     Parent as Parent,
+    training_of as training_of,
     without_sources as without_sources,
 )
 from lockstep.snapshots.format.layout import (

@@ -80,3 +80,9 @@ def without_sources(state: Any, recipe: Mapping[str, Any]) -> Any:
         for name, each in iterators.items()
     }
     return {**state, "iterators": kept}
+
+
+def training_of(content: Content) -> dict[str, Any]:
+    """Return the part of a content that the determinism guarantee covers, as `Snapshot.digest` covers it."""
+    state = without_sources(content.state, content.recipe)
+    return {"progress": content.progress, "models": content.models, "state": state}

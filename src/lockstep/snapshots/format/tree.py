@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeAlias
+from itertools import chain
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -27,18 +28,49 @@ INTEGER_BITS: Final = 1024
 CONTAINERS: Final = 16
 """How deep containers may be nested. Each takes up to three levels of JSON, which has a limit when it is read."""
 
+_SHORT: Final = 1 << 62
+"""Integers below this are looked at in place, such as the numbers of the parameters of an optimizer."""
 _PLAIN: Final = frozenset({type(None), bool, int, float, str})
 _TUPLES: Final = frozenset({tuple, torch.Size})
-_CONTAINERS: Final = frozenset({list, dict, OrderedDict, defaultdict, Counter}) | _TUPLES
+_MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict, Counter})
+_CONTAINERS: Final = frozenset({list}) | _MAPPINGS | _TUPLES
 _NON_FINITE: Final = {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}
 
 
 class TensorIndex(int):
     """The place of a tensor in a frozen tree: its index in the list of all tensors."""
 
-    # An integer without further attributes, because thousands of them are created while training waits, and the garbage
-    # collector need not look at integers.
     __slots__ = ()
+
+
+class _Indices(dict[int, TensorIndex]):
+    """Tensor indices by their number, each created once: thousands of them would take longer than the copy."""
+
+    def __missing__(self, number: int) -> TensorIndex:
+        self[number] = found = TensorIndex(number)
+        return found
+
+
+_INDICES: Final = _Indices()
+
+
+class _Table(NamedTuple):
+    """A dict of dicts that all have the same keys and only tensors, as optimizers keep one per parameter.
+
+    Attributes:
+        rows: The keys of the dict.
+        columns: The keys of each dict in it.
+        first: The number of the first tensor; the others follow, row by row.
+    """
+
+    rows: tuple[Any, ...]
+    columns: tuple[Any, ...]
+    first: int
+
+    def to_dict(self) -> dict[Any, Any]:
+        """Return the dict with a `TensorIndex` for each tensor."""
+        numbers = iter(range(self.first, self.first + len(self.rows) * len(self.columns)))
+        return {row: {column: TensorIndex(next(numbers)) for column in self.columns} for row in self.rows}
 
 
 class _UnsupportedError(Exception):
@@ -72,23 +104,48 @@ def freeze(tree: Any, tensors: list[torch.Tensor], *, of: str) -> Any:
 
 def _freeze(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
     kind = type(value)
+    if kind in _MAPPINGS and depth:
+        if depth > 1 and kind is not Counter and (table := _table(value, tensors)):
+            return table
+        parts = {}
+        for key, part in value.items():
+            if type(key) not in _PLAIN:
+                raise _UnsupportedError
+            # Here and not by a call for each, because training waits while thousands of them are found.
+            if type(part) is torch.Tensor:
+                parts[key] = _INDICES[len(tensors)]
+                tensors.append(part)
+            else:
+                parts[key] = _freeze(part, tensors, depth - 1)
+        return Counter(parts) if kind is Counter else parts
+    if kind in _CONTAINERS and depth:
+        found = [
+            part if type(part) is int and 0 <= part < _SHORT else _freeze(part, tensors, depth - 1) for part in value
+        ]
+        return tuple(found) if kind in _TUPLES else found
     if kind in _PLAIN and (kind is not int or value.bit_length() <= INTEGER_BITS):
         return value
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return TensorIndex(len(tensors) - 1)
-    if kind in _CONTAINERS and depth:
-        if kind is list:
-            return [_freeze(part, tensors, depth - 1) for part in value]
-        if kind in _TUPLES:
-            return tuple([_freeze(part, tensors, depth - 1) for part in value])
-        if _PLAIN.issuperset(map(type, value)):
-            parts = {key: _freeze(part, tensors, depth - 1) for key, part in value.items()}
-            return Counter(parts) if kind is Counter else parts
+        return _INDICES[len(tensors) - 1]
     if isinstance(value, float):
         # NumPy's float64 is the same number.
         return float(value)
     raise _UnsupportedError
+
+
+def _table(value: dict[Any, Any], tensors: list[torch.Tensor]) -> _Table | None:
+    """Freeze a dict as a table if it is one. Nothing here runs once per tensor in Python."""
+    inner = value.values()
+    if set(map(type, inner)) != {dict}:
+        return None
+    columns = tuple(next(iter(inner)))
+    found = list(chain.from_iterable(map(dict.values, inner)))
+    keys_differ = set(map(tuple, inner)) != {columns} or not _PLAIN.issuperset(map(type, (*value, *columns)))
+    if keys_differ or set(map(type, found)) != {torch.Tensor}:
+        return None
+    tensors += found
+    return _Table(tuple(value), columns, len(tensors) - len(found))
 
 
 def _unsupported(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
@@ -128,6 +185,8 @@ def encode(tree: Any, reference: Callable[[TensorIndex, Path], object], path: Pa
     def part(value: Any, key: Any) -> Any:
         return encode(value, reference, (*path, key))
 
+    if isinstance(tree, _Table):
+        tree = tree.to_dict()
     if isinstance(tree, TensorIndex):
         return {"$tensor": reference(tree, path)}
     if isinstance(tree, list | tuple):

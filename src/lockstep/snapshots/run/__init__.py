@@ -3,7 +3,6 @@
 from lockstep.snapshots.run.collect import (
     Collector as Collector,
     record_of as record_of,
-    training_of as training_of,
 )
 from lockstep.snapshots.run.comparing import Comparison as Comparison, compare_runs as compare_runs
 from lockstep.snapshots.run.digest_log import (

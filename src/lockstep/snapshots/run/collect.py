@@ -9,7 +9,7 @@ import torch
 
 from lockstep.communicators import kernel_class
 from lockstep.digest import Entry, combine, entries
-from lockstep.snapshots.format import Content, Manifest, Parent, without_sources
+from lockstep.snapshots.format import Content, Manifest, Parent, training_of
 from lockstep.snapshots.run.digest_log import Record
 from lockstep.updaters import Updater
 
@@ -55,12 +55,6 @@ class Collector:
             surroundings=surroundings,
             metrics=metrics or {},
         )
-
-
-def training_of(content: Content) -> dict[str, Any]:
-    """Return the part of a content that the determinism guarantee covers, as `Snapshot.digest` covers it."""
-    state = without_sources(content.state, content.recipe)
-    return {"progress": content.progress, "models": content.models, "state": state}
 
 
 def record_of(state: Content | Manifest) -> Record:

@@ -9,7 +9,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.snapshots.format import FOLDER, Content, folder_name
+from lockstep.digest import digest
+from lockstep.errors import SnapshotError
+from lockstep.snapshots.format import FOLDER, Content, folder_name, training_of
+from lockstep.snapshots.reading import verify
 from lockstep.snapshots.writing.commit import write_snapshot
 from lockstep.snapshots.writing.disk import Disk
 from lockstep.snapshots.writing.folder import Staged
@@ -42,19 +45,27 @@ def write_beside(
 
     Raises:
         OSError: If a call of the operating system fails.
-        SnapshotError: If another rank has written a snapshot of this update with other bits meanwhile. One that was
-            there before is returned without being read, because a rank that is ending may have no time for that.
+        SnapshotError: If there is a snapshot of this update with other bits or of another run.
         TypeError: If the content holds something that a snapshot cannot hold.
     """
     frozen = freeze_content(content)
     folder = Path(out) / FOLDER
     final = folder / folder_name(frozen.update)
-    # It was renamed when it was durable, so there is nothing left to do.
-    if final.exists():
+    # One that is whole was renamed when it was durable, so that there is nothing left to do.
+    if final.exists() and _is_same(final, content):
         return final
     folder.mkdir(parents=True, exist_ok=True)
     own = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    copies = Buffers().copy(frozen.tensors)
+    copies = Buffers().copy(frozen.memory)
     staged = Staged(frozen=frozen, copies=copies, reasons=tuple(reasons), about={**own, **(about or {})})
-    path, _ = write_snapshot(disk or Disk(), folder, staged, previous=None)
+    path, _ = write_snapshot(disk or Disk(), folder, staged)
     return path
+
+
+def _is_same(folder: Path, content: Content) -> bool:
+    """Return whether a folder has a whole snapshot of a content. Whatever else it has, writing the content decides."""
+    try:
+        found = verify(folder)
+    except SnapshotError:
+        return False
+    return (found.run_id, found.training) == (content.run_id, digest(training_of(content)))

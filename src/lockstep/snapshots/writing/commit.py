@@ -14,25 +14,22 @@ from lockstep.snapshots.writing.disk import Disk
 from lockstep.snapshots.writing.folder import Staged, write_folder
 
 
-def write_snapshot(disk: Disk, parent: Path, staged: Staged, *, previous: Manifest | None) -> tuple[Path, Manifest]:
+def write_snapshot(disk: Disk, parent: Path, staged: Staged) -> tuple[Path, Manifest]:
     """Write a snapshot, and return its folder and manifest when it is durable.
 
     Args:
         disk: The calls of the operating system.
         parent: The folder of the snapshots, which must exist.
         staged: The snapshot.
-        previous: The manifest of the snapshot of this run before it, if there is one.
 
     Raises:
         OSError: If a call fails. What was written is removed, and earlier snapshots are as before.
-        SnapshotError: If no tensor has changed since `previous` although updates were applied, or there is another
-            snapshot of this update with different bits.
+        SnapshotError: If there is another snapshot of this update with different bits, or one that cannot be judged.
     """
     final = parent / folder_name(staged.frozen.update)
     temporary = parent / f"{TEMPORARY}{final.name}-{secrets.token_hex(4)}"
     try:
         manifest = write_folder(disk, temporary, staged)
-        _check_changed(manifest, previous)
         found = _found(disk, final, manifest) if final.exists() else None
         if found is None:
             _rename(disk, temporary, final, manifest)
@@ -73,23 +70,13 @@ def _replace(disk: Disk, temporary: Path, final: Path) -> None:
     remove(disk, [aside])
 
 
-def _check_changed(manifest: Manifest, previous: Manifest | None) -> None:
-    """Check that tensors have changed if updates were applied; a copy of old memory would not show otherwise."""
-    if previous is None or not any(entry.tensors for entry in manifest.files.values()):
-        return
-    done = [each.progress.get("applied", each.update) for each in (manifest, previous)]
-    if done[0] != done[1] and manifest.files == previous.files:
-        raise SnapshotError(
-            f"No tensor of the snapshot of update {manifest.update} differs from that of update {previous.update}, "
-            "although updates were applied in between. It is not written, because it would repeat the old state."
-        )
-
-
 def _found(disk: Disk, final: Path, manifest: Manifest) -> Manifest | None:
     """Return the manifest of the same snapshot in a folder. If what it holds is damaged, rename it."""
     try:
         found = verify(final)
-    except SnapshotError:
+    except SnapshotError as error:
+        if not error.damaged:
+            raise
         disk.rename(final, final.with_name(f"{DAMAGED}{final.name}-{secrets.token_hex(4)}"))
         disk.sync_folder(final.parent)
         return None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -13,6 +13,22 @@ from lockstep.snapshots.format import DTYPES, Content, Parent, TensorIndex, free
 _STORED: Final = frozenset(getattr(torch, name) for name in DTYPES)
 _PLAIN: Final = ("progress", "recipe", "kernel_class", "metrics")
 """The fields of a content that hold no tensors."""
+
+
+class Memory(NamedTuple):
+    """The tensors of a content without those that are the same memory as another one.
+
+    Attributes:
+        tensors: The tensors.
+        dtypes: The dtype of each of them.
+        addresses: The address of the first element of each of them.
+        places: The place in `tensors` of each tensor of the content, by its `TensorIndex`; empty if `tensors` has all.
+    """
+
+    tensors: Sequence[torch.Tensor]
+    dtypes: Sequence[torch.dtype]
+    addresses: Sequence[int]
+    places: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +42,7 @@ class Frozen:
         models: The indices of the tensors by the name of the model and of the tensor.
         state: The state that the determinism guarantee covers.
         surroundings: The rest of the state.
-        tensors: The tensors. Those that are the same memory are the same object.
+        memory: The tensors to copy.
     """
 
     plain: Mapping[str, Any]
@@ -35,7 +51,7 @@ class Frozen:
     models: Mapping[str, Mapping[str, TensorIndex]]
     state: Any
     surroundings: Any
-    tensors: Sequence[torch.Tensor]
+    memory: Memory
 
     @property
     def update(self) -> int:
@@ -71,56 +87,123 @@ def freeze_content(content: Content) -> Frozen:
         models=models,
         state=state,
         surroundings=surroundings,
-        tensors=_same_memory_once(tensors),
+        memory=_same_memory_once(tensors),
     )
 
 
 class Buffers:
-    """Tensors on the CPU that are kept between snapshots, because fresh memory costs more than the copy."""
+    """Memory on the CPU that is kept between snapshots, because fresh memory costs more than the copy.
+
+    Dense tensors of one dtype are joined: they are copied into one buffer by one call, because thousands of small ones
+    take longer to call for than to copy.
+    """
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
-        self._kinds: tuple[list[torch.Size], list[torch.dtype]] = ([], [])
+        self._kinds: tuple[Sequence[Any], ...] = ()
+        self._kept: list[torch.Tensor] = []
+        self._groups: dict[torch.dtype, _Group] = {}
+        self._alone: list[int] = []
+        self._addresses: Sequence[int] = ()
 
     @torch.no_grad()
-    def copy(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def copy(self, memory: Memory) -> list[torch.Tensor]:
         """Copy tensors into the buffers, over what was there.
 
         Args:
-            tensors: The tensors, on any devices. When this returns, they may change.
+            memory: The tensors, on any devices. When this returns, they may change.
 
         Returns:
-            The copies. Tensors that are the same object have the same copy.
+            The copies by `TensorIndex`. Tensors that are the same memory have the same copy.
         """
-        unique = dict(zip(map(id, tensors), tensors, strict=True))
-        sources = list(unique.values())
-        kinds = ([tensor.shape for tensor in sources], [tensor.dtype for tensor in sources])
-        # `_foreach_copy_` would broadcast and convert, so shapes and dtypes are compared before.
+        sources = memory.tensors
+        # All that a copy depends on besides addresses: any of it may be changed in place, and calls that copy many
+        # tensors would broadcast and convert.
+        kinds = (
+            memory.dtypes,
+            [tensor.shape for tensor in sources],
+            list(map(torch.Tensor.is_contiguous, sources)),
+        )
         if kinds != self._kinds:
-            # The old buffers go first, so that there is never more than one copy of the state in a set.
-            self._buffers, self._kinds = [], ([], [])
-            self._buffers = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(*kinds, strict=True)]
-            self._kinds = kinds
-        if sources:
-            torch._foreach_copy_(self._buffers, sources)
-        if len(unique) == len(tensors):
-            return list(self._buffers)
-        copies = dict(zip(unique, self._buffers, strict=True))
-        return [copies[id(tensor)] for tensor in tensors]
+            self._allocate(kinds, sources)
+        if memory.addresses != self._addresses:
+            # Views are made only of tensors that stay where they are, because they cost as much as some copies.
+            self._addresses = memory.addresses
+            for group in self._groups.values():
+                group.views.clear()
+            _copy_each(self._kept, sources)
+        else:
+            for group in self._groups.values():
+                group.copy(sources)
+            _copy_each([self._kept[index] for index in self._alone], [sources[index] for index in self._alone])
+        return [self._kept[place] for place in memory.places] if memory.places else list(self._kept)
+
+    def _allocate(self, kinds: tuple[Sequence[Any], ...], sources: Sequence[torch.Tensor]) -> None:
+        """Create buffers for tensors like these."""
+        # The old buffers go first, so that there is never more than one copy of the state in a set.
+        self._kinds, self._kept, self._groups, self._alone, self._addresses = (), [], {}, [], ()
+        for index, tensor in enumerate(sources):
+            if _can_be_joined(tensor):
+                self._groups.setdefault(tensor.dtype, _Group()).indices.append(index)
+            else:
+                self._alone.append(index)
+        kept = {index: torch.empty(sources[index].shape, dtype=sources[index].dtype) for index in self._alone}
+        for dtype, group in self._groups.items():
+            sizes = [sources[index].numel() for index in group.indices]
+            group.buffer = torch.empty(sum(sizes), dtype=dtype)
+            for index, part in zip(group.indices, torch.split(group.buffer, sizes), strict=True):
+                kept[index] = part.view(sources[index].shape)
+        self._kept = [kept[index] for index in range(len(sources))]
+        self._kinds = kinds
+
+
+@dataclass(eq=False)
+class _Group:
+    """Tensors that are copied by one call.
+
+    Attributes:
+        indices: Their places among all tensors.
+        buffer: Their elements, one tensor after the other.
+        views: Flat views of the tensors, which hold their memory; empty if there are none yet.
+    """
+
+    indices: list[int] = field(default_factory=list)
+    buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    views: list[torch.Tensor] = field(default_factory=list)
+
+    def copy(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copy the tensors of the group, whose addresses must be those at which the views were made."""
+        if not self.views:
+            self.views = [sources[index].detach().view(-1) for index in self.indices]
+        torch.cat(self.views, out=self.buffer)
+
+
+def _can_be_joined(tensor: torch.Tensor) -> bool:
+    # Another tensor at the address of a view may be marked as conjugate or negative. Those are complex, or parts of
+    # complex ones, which are contiguous only if they are one number.
+    return tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 1 and not tensor.is_complex()
+
+
+def _copy_each(kept: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    if kept:
+        torch._foreach_copy_(kept, list(sources))
 
 
 def _model(name: str, tensors: Mapping[str, torch.Tensor], found: list[torch.Tensor]) -> dict[str, TensorIndex]:
     model_file(name)
     indices: dict[Any, Any] = freeze(dict(tensors), found, of=name)
-    for key, index in indices.items():
-        # safetensors keeps this name for itself, and its names are UTF-8.
-        if not isinstance(index, TensorIndex) or key == "__metadata__" or not _is_text(key):
-            raise TypeError(f"`models` must hold tensors by their names, got {key!r} in {name!r}.")
-    return indices
+    # Without a call for each of thousands of tensors, of which none is wrong usually.
+    if {*map(type, indices.values())} <= {TensorIndex} and _are_names(indices):
+        return indices
+    wrong = [key for key, index in indices.items() if type(index) is not TensorIndex or not _are_names([key])]
+    raise TypeError(f"`models` must hold tensors by their names, got {wrong[0]!r} in {name!r}.")
 
 
-def _is_text(key: object) -> bool:
-    return isinstance(key, str) and key.encode(errors="replace") == key.encode(errors="surrogatepass")
+def _are_names(keys: Collection[object]) -> bool:
+    """Return whether a file of safetensors can have these names: UTF-8, and not the one that it keeps for itself."""
+    if not {*map(type, keys)} <= {str} or "__metadata__" in keys:
+        return False
+    joined = "".join(map(str, keys))
+    return joined.isascii() or joined.encode(errors="replace") == joined.encode(errors="surrogatepass")
 
 
 def _check_storable(tensors: list[torch.Tensor]) -> None:
@@ -132,29 +215,35 @@ def _check_storable(tensors: list[torch.Tensor]) -> None:
             )
 
 
-def _same_memory_once(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors with the first of those that are the same memory instead of the others.
+def _same_memory_once(tensors: list[torch.Tensor]) -> Memory:
+    """Return the tensors without those that are the same memory as one before.
 
     Raises:
         TypeError: If a tensor is of a kind that a file cannot hold.
     """
     # Thousands of tensors take longer to look at than to copy, so each is looked at once if they are as usual: those on
     # the meta device have the address 0, and those that are not dense have none.
+    dtypes = [tensor.dtype for tensor in tensors]
     try:
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        addresses = list(map(torch.Tensor.data_ptr, tensors))
     except RuntimeError:
-        pointers = [0]
-    if 0 in pointers or not {tensor.dtype for tensor in tensors} <= _STORED:
+        addresses = [0]
+    if 0 in addresses or not _STORED.issuperset(dtypes):
         _check_storable(tensors)
-    if len(set(pointers)) == len(tensors):
-        return tensors
-    first: dict[Any, torch.Tensor] = {}
-    found = []
-    for index, (tensor, pointer) in enumerate(zip(tensors, pointers, strict=True)):
+    last = dict(zip(addresses, range(len(tensors)), strict=True))
+    if len(last) == len(tensors):
+        return Memory(tensors, dtypes, addresses, ())
+    first: dict[Any, int] = {}
+    kept, places = list[int](), list[int]()
+    shared = {address for index, address in enumerate(addresses) if last[address] != index}
+    for index, (tensor, address) in enumerate(zip(tensors, addresses, strict=True)):
+        place = len(kept)
         # Tensors without elements have no memory that they could share.
-        key: Any = index
-        if tensor.numel():
+        if address in shared and tensor.numel():
             view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-            key = (pointer, tensor.device, *view)
-        found.append(first.setdefault(key, tensor))
-    return found
+            place = first.setdefault((address, tensor.device, *view), place)
+        if place == len(kept):
+            kept.append(index)
+        places.append(place)
+    distinct = [tensors[index] for index in kept]
+    return Memory(distinct, [each.dtype for each in distinct], [addresses[index] for index in kept], places)

@@ -21,6 +21,7 @@ from lockstep.snapshots.writing.commit import remove, remove_durably, write_snap
 from lockstep.snapshots.writing.disk import Disk
 from lockstep.snapshots.writing.folder import Staged
 from lockstep.snapshots.writing.lock import FolderLock
+from lockstep.snapshots.writing.repeated import repeats
 from lockstep.snapshots.writing.retention import Retention, kept
 from lockstep.snapshots.writing.staging import Buffers, freeze_content
 
@@ -107,6 +108,7 @@ class SnapshotWriter:
             raise
         self._kept = [kept(path, manifest) for path, manifest in manifests]
         self._previous: Manifest | None = manifests[-1][1] if manifests else None
+        self._is_unchanged_reported = False
 
     def save(self, content: Content, *, reasons: Iterable[str] = (), must: bool = False) -> None:
         """Copy a content and write it in the background.
@@ -133,7 +135,7 @@ class SnapshotWriter:
         if buffers is None:
             return
         try:
-            copies = buffers.copy(frozen.tensors)
+            copies = buffers.copy(frozen.memory)
         except BaseException:
             with self._changed:
                 self._free.append(buffers)
@@ -245,29 +247,31 @@ class SnapshotWriter:
                     self._thread = None
                     return
                 job = self._jobs.popleft()
-            message, error = None, None
+            messages, error = list[str](), None
             try:
-                message = self._write(job.staged)
+                messages = self._write(job.staged)
             except BaseException as raised:  # noqa: BLE001 - raised again by the next call
                 error = raised
             with self._changed:
                 self._free.append(job.buffers)
-                self._messages += [message] if message else []
+                self._messages += messages
                 self._error = self._error or error
                 self._changed.notify_all()
 
-    def _write(self, staged: Staged) -> str | None:
+    def _write(self, staged: Staged) -> list[str]:
         """Write one snapshot and remove old ones. Return what went wrong."""
         try:
-            path, manifest = write_snapshot(self._disk, self._folder, staged, previous=self._previous)
+            path, manifest = write_snapshot(self._disk, self._folder, staged)
         except (OSError, SnapshotError) as error:
             self._failures += 1
-            return (
+            message = (
                 f"The snapshot of update {staged.frozen.update} could not be written to {self._folder}, and the "
                 f"earlier ones are kept: {error} It needs about {staged.bytes} bytes, and "
                 f"{_free_bytes(self._folder)} are free."
             )
+            return [message]
         self._failures = 0
+        problems = [] if self._previous is None else self._unchanged(self._previous, manifest)
         self._previous, self.newest = manifest, path
         newest = kept(path, manifest)
         self._kept = [each for each in self._kept if each.path != path] + [newest]
@@ -277,9 +281,22 @@ class SnapshotWriter:
         try:
             remove_durably(self._disk, [each.path for each in removable if each.path.exists()])
         except OSError as error:
-            return f"Old snapshots in {self._folder} could not be removed: {error}."
-        self._kept = [each for each in self._kept if each not in removable]
-        return None
+            problems.append(f"Old snapshots in {self._folder} could not be removed: {error}.")
+        else:
+            self._kept = [each for each in self._kept if each not in removable]
+        return problems
+
+    def _unchanged(self, before: Manifest, manifest: Manifest) -> list[str]:
+        """Return once if no tensor has changed though updates were applied: a copy of old memory looks like that."""
+        if self._is_unchanged_reported or not repeats(before, manifest):
+            return []
+        self._is_unchanged_reported = True
+        message = (
+            f"No tensor of the snapshot of update {manifest.update} differs from that of update {before.update}, "
+            "although updates were applied in between. It is written, and is right if no weight was trained or every "
+            "gradient was zero. Otherwise it repeats an old state; please report it."
+        )
+        return [message]
 
 
 def _free_bytes(folder: Path) -> int | str:
