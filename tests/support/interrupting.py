@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import lockstep as ls
+from tests.support import zygote
 from tests.support.resuming import digests, log_lines
 from tests.support.waiting import LONG
 
@@ -31,7 +32,7 @@ def start(
     """Start the program, alone or by a launcher's command line."""
     module = ["-m", PROGRAM, str(out), str(updates), *points]
     command = [*launcher, *module] if launcher else [sys.executable, *module]
-    return subprocess.Popen(
+    return zygote.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": PYTHONPATH, **variables},
