@@ -44,6 +44,8 @@ class StopRequest:
         self.holds_interrupts = False
         self.waits = False
         self._interrupted = False
+        self._runs = 0
+        # Those in the main thread, which can handle signals.
         self._depth = 0
         self._process = 0
         self._previous: dict[int, Any] = {}
@@ -56,7 +58,7 @@ class StopRequest:
         return self._depth > 0
 
     def install(self, *, alone: bool) -> bool:
-        """Handle signals until `uninstall` is called as often as this method has returned True.
+        """Begin a run, which handles signals and learns of those of other ranks until it calls `uninstall`.
 
         Signals that are ignored stay ignored, and so do handlers that Python did not set.
 
@@ -66,16 +68,39 @@ class StopRequest:
         Returns:
             Whether signals are handled. Only the main thread can do that.
         """
-        if threading.current_thread() is not threading.main_thread():
-            return False
-        self._depth += 1
-        if self._depth > 1:
-            return True
-        self.received = self.agreed = 0
-        self._interrupted = self.waits = False
-        self.alone, self._process, self._is_over = alone, os.getpid(), mmap.mmap(-1, 1)
-        self._previous = {}
-        for name in SIGNALS:
+        if self._runs == 0:
+            self.received = self.agreed = 0
+            self._interrupted = self.waits = False
+            self.alone = alone
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        # Before anything is counted, because the handler of SIGINT that is replaced first may raise until then.
+        if in_main_thread and self._depth == 0:
+            self._set_handlers()
+        self._runs += 1
+        self._depth += in_main_thread
+        return in_main_thread
+
+    def uninstall(self) -> int:
+        """End a run, and restore the handlers from before `install` if it is the last one.
+
+        Returns:
+            The number of the first signal that this process has received, up to the moment at which its handler was
+            restored; 0 for none.
+        """
+        self._runs -= 1
+        if threading.current_thread() is threading.main_thread():
+            self._depth -= 1
+            if self._depth == 0:
+                self._restore_handlers()
+        received = self.received
+        if self._runs == 0:
+            self.received = self.agreed = 0
+        return received
+
+    def _set_handlers(self) -> None:
+        self._process, self._is_over, self._previous = os.getpid(), mmap.mmap(-1, 1), {}
+        # SIGINT first: once its handler is replaced, nothing raises here.
+        for name in sorted(SIGNALS, key=lambda name: name != "SIGINT"):
             number = getattr(signal, name, None)
             if number is None or signal.getsignal(number) in {None, signal.SIG_IGN}:
                 continue
@@ -84,22 +109,17 @@ class StopRequest:
             signal.signal(number, self.handle)
         # A handler of the user may raise, which must not happen while weights move.
         self.holds_interrupts = self._previous.get(signal.SIGINT) is signal.default_int_handler
-        return True
 
-    def uninstall(self) -> None:
-        """Restore the handlers from before `install`."""
-        self._depth -= 1
-        if self._depth:
-            return
-        for number, previous in self._previous.items():
-            # A handler that was set during the run stays.
-            if signal.getsignal(number) == self.handle:
-                signal.signal(number, previous)
-        self.received = self.agreed = 0
+    def _restore_handlers(self) -> None:
         self.holds_interrupts = False
         if self._is_over is not None:
             self._is_over[0] = 1
             self._is_over = None
+        # SIGINT last, because its handler may raise as soon as it is restored.
+        for number, previous in reversed(self._previous.items()):
+            # A handler that was set during the run stays.
+            if signal.getsignal(number) == self.handle:
+                signal.signal(number, previous)
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Record a signal, and call the handler that was there before.

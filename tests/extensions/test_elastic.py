@@ -7,14 +7,25 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.interrupting import await_points, check_ended, ending, lockstep_run, start
-from tests.support.processes import children
+from tests.support.interrupting import UPDATES, await_points, check_ended, ending, lockstep_run, newest, start
+from tests.support.machines import FIRST, MACHINES, SECOND, Machine, set_link, two_machines
+from tests.support.processes import descendants
+from tests.support.waiting import await_true
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
+MEETING = [
+    "--rdzv-backend",
+    "c10d",
+    "--rdzv-conf",
+    "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=10",
+]
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""With torchrun, restarted processes do not find those that are dead in the store."""
 
 
 def free_port() -> int:
@@ -24,51 +35,216 @@ def free_port() -> int:
         return port
 
 
+def await_listener(port: int) -> None:
+    """Wait until an agent hosts the meeting point. On the loopback the agent that comes first does."""
+
+    def listens() -> bool:
+        with socket.socket() as opened:
+            return opened.connect_ex(("127.0.0.1", port)) == 0
+
+    await_true(listens)
+
+
+def kill(*processes: int) -> None:
+    for each in processes:
+        os.kill(each, signal.SIGKILL)
+
+
+def finished_at(point: str) -> int:
+    """Return the last update that survivors finish when a rank is killed at a point."""
+    name, _, update = point.rpartition(".")[2].partition(":")
+    return int(update) + (name == "step")
+
+
+ONE_MACHINE = [
+    ("lockstep", 2, ["rank0.loss:5"]),
+    ("lockstep", 2, ["rank1.step:7"]),
+    ("lockstep", 2, ["rank0.evaluation:3"]),
+    ("lockstep", 2, ["rank1.extension:9"]),
+    ("lockstep", 3, ["rank0.step:7", "rank1.step:7"]),
+    ("lockstep", 3, ["rank2.sample:4"]),
+    ("lockstep", 3, ["rank0.loss:8", "rank2.loss:8"]),
+    ("torchrun", 2, ["rank1.step:5"]),
+    ("torchrun", 2, ["rank0.loss:6"]),
+    ("torchrun", 3, ["rank0.extension:4"]),
+]
+
+
 @pytest.mark.parametrize(
-    ("launcher", "points"),
-    [
-        (lockstep_run("-n", "2", "--max-restarts", "1"), ("rank0.loss:5",)),
-        pytest.param(
-            lockstep_run("-n", "3", "--max-restarts", "1"), ("rank0.step:7", "rank1.step:7"), marks=[pytest.mark.slow]
-        ),
-        pytest.param(
-            [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"], ("rank1.step:5",), marks=[pytest.mark.slow]
-        ),
-    ],
+    ("launcher", "processes", "points"),
+    [ONE_MACHINE[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in ONE_MACHINE[1:])],
 )
-def test_killed_workers_are_restarted(tmp_path: Path, launcher: list[str], points: tuple[str, ...]) -> None:
-    with start(tmp_path, points, launcher=launcher, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1") as process:
-        reached = await_points(process, len(points)).processes
-        for each in reached.values():
-            os.kill(each, signal.SIGKILL)
+def test_killed_workers_are_restarted(tmp_path: Path, launcher: str, processes: int, points: list[str]) -> None:
+    line = lockstep_run("-n", str(processes), "--max-restarts", "1")
+    if launcher == "torchrun":
+        line = [*TORCHRUN, "--standalone", "--nproc-per-node", str(processes)]
+    with start(tmp_path, points, launcher=line, **OWN_STORE) as process:
+        kill(*await_points(process, len(points)).processes.values())
         code, output, errors = ending(process)
     assert code == 0, errors
     # It went on where the survivor was.
-    resumed_from = int(output.splitlines()[-1].split()[0])
-    finished = int(points[0].partition(":")[2])
-    assert resumed_from in {finished, finished + 1}
-    check_ended(tmp_path, output.splitlines()[-1], resumed_from=resumed_from)
-
-
-def machine(out: Path, port: int, number: int, points: tuple[str, ...]) -> subprocess.Popen[str]:
-    """Start the agent of a machine, which has a folder of its own."""
-    meeting = ["-n", "1", "--nnodes", "1:2", "--rdzv", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-    launcher = lockstep_run(*meeting, "--max-restarts", "3", "--shutdown-timeout", "10")
-    return start(out / str(number), points, launcher=launcher)
+    check_ended(tmp_path, output.splitlines()[-1], resumed_from=finished_at(points[0]))
 
 
 @pytest.mark.slow
-def test_the_run_goes_on_without_a_machine(tmp_path: Path) -> None:
-    port = free_port()
-    # The agent that comes first hosts the meeting point; either machine may have rank 0.
-    with machine(tmp_path, port, 0, ()) as host, machine(tmp_path, port, 1, ("loss:5",)) as other:
-        await_points(other)
-        for each in (other.pid, *children(other.pid)):
-            os.kill(each, signal.SIGKILL)
-        ending(other)
-        code, output, errors = ending(host)
+def test_each_restart_goes_on_from_the_one_before(tmp_path: Path) -> None:
+    points = ["rank0.loss:3", "restart1.rank1.step:6", "restart2.rank0.evaluation:9"]
+    launcher = lockstep_run("-n", "2", "--max-restarts", "3")
+    with start(tmp_path, points, launcher=launcher) as process:
+        for each in points:
+            kill(await_points(process).processes[each])
+        code, output, errors = ending(process)
     assert code == 0, errors
-    line = output.splitlines()[-1]
-    # The machines share no folder, so what the run goes on from was written by the survivor.
-    assert int(line.split()[0]) in {5, 6}
-    check_ended(tmp_path / "0", line, resumed_from=None)
+    check_ended(tmp_path, output.splitlines()[-1], resumed_from=9)
+
+
+def agent(
+    out: Path,
+    number: int,
+    *points: str,
+    rendezvous: str,
+    machine: Machine | None = None,
+    torchrun: bool = False,
+    machines: int = 2,
+) -> subprocess.Popen[str]:
+    """Start the agent of a machine, which has a folder of its own. The run begins once so many machines have met."""
+    variables = {**OWN_STORE, "MACHINES": str(machines)}
+    if machine is not None:
+        variables |= {"NETWORK_NAMESPACE": machine.namespace, "GLOO_SOCKET_IFNAME": machine.interface}
+    address = "127.0.0.1" if machine is None else machine.address
+    launcher = ["-n", "1", "--nnodes", "1:3", "--rdzv", rendezvous, "--local-addr", address, "--max-restarts", "3"]
+    launcher = lockstep_run(*launcher, "--shutdown-timeout", "10")
+    if torchrun:
+        launcher = [*TORCHRUN, *MEETING, "--nnodes", "1:3", "--nproc-per-node", "1", "--rdzv-endpoint", rendezvous]
+        launcher += ["--local-addr", address]
+    return start(out / str(number), points, launcher=launcher, **variables)
+
+
+def check_went_on(process: subprocess.Popen[str], folder: Path, finished: int) -> None:
+    """Check that a machine has gone on by itself from the last update that it had finished."""
+    code, output, errors = ending(process)
+    assert code == 0, errors
+    check_ended(folder, output.splitlines()[-1], resumed_from=finished)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_the_run_goes_on_without_a_machine(tmp_path: Path, torchrun: bool) -> None:
+    port = free_port()
+    rendezvous = f"127.0.0.1:{port}"
+    with agent(tmp_path, 0, rendezvous=rendezvous, torchrun=torchrun) as host:
+        await_listener(port)
+        with agent(tmp_path, 1, "loss:5", rendezvous=rendezvous, torchrun=torchrun) as other:
+            await_points(other)
+            kill(other.pid, *descendants(other.pid))
+            ending(other)
+        # The machines share no folder, so what the run goes on from was written by the survivor.
+        check_went_on(host, tmp_path / "0", 5)
+
+
+@pytest.mark.slow
+def test_the_run_goes_on_without_an_agent(tmp_path: Path) -> None:
+    port = free_port()
+    rendezvous = f"127.0.0.1:{port}"
+    with agent(tmp_path, 0, rendezvous=rendezvous) as host:
+        await_listener(port)
+        with agent(tmp_path, 1, "loss:5", rendezvous=rendezvous) as other:
+            await_points(other)
+            kill(other.pid)
+            ending(other)
+        # The process of the killed agent tells the others, and all finish the update.
+        check_went_on(host, tmp_path / "0", 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_a_machine_joins(tmp_path: Path, torchrun: bool) -> None:
+    rendezvous = f"127.0.0.1:{free_port()}"
+    with agent(tmp_path, 0, "rank0.loss:5", rendezvous=rendezvous, torchrun=torchrun, machines=1) as first:
+        await_points(first)
+        with agent(tmp_path, 1, rendezvous=rendezvous, torchrun=torchrun, machines=1) as second:
+            endings = [ending(each) for each in (first, second)]
+    assert [code for code, _, _ in endings] == [0, 0], endings
+    lines = [output.splitlines()[-1] for _, output, _ in endings if output]
+    check_ended(tmp_path / "0", lines[0], resumed_from=6)
+    assert updates_of(tmp_path / "1") == list(range(7, UPDATES + 1))
+
+
+def updates_of(folder: Path) -> list[int]:
+    """Return the updates that the process of a machine has finished."""
+    return [int(line.split()[2]) for line in (folder / "progress").read_text().splitlines()]
+
+
+@pytest.fixture
+def network() -> Iterator[None]:
+    with two_machines():
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("point", ["loss:5", "step:8"])
+@pytest.mark.parametrize("lost", MACHINES, ids=["rank 0", "rank 1"])
+def test_two_machines_lose_one(tmp_path: Path, lost: Machine, point: str) -> None:
+    (left,) = set(MACHINES) - {lost}
+    rendezvous = f"{left.address}:29488"
+    with (
+        agent(tmp_path, 0, rendezvous=rendezvous, machine=left) as host,
+        agent(tmp_path, 1, point, rendezvous=rendezvous, machine=lost) as other,
+    ):
+        await_points(other)
+        kill(other.pid, *descendants(other.pid))
+        ending(other)
+        check_went_on(host, tmp_path / "0", finished_at(point))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("network")
+def test_two_machines_lose_an_agent(tmp_path: Path) -> None:
+    rendezvous = f"{FIRST.address}:29488"
+    with (
+        agent(tmp_path, 0, rendezvous=rendezvous, machine=FIRST) as host,
+        agent(tmp_path, 1, "loss:5", rendezvous=rendezvous, machine=SECOND) as other,
+    ):
+        await_points(other)
+        kill(other.pid)
+        ending(other)
+        check_went_on(host, tmp_path / "0", 6)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("host", MACHINES, ids=["rank 0 hosts", "rank 1 hosts"])
+def test_the_cable_is_cut(tmp_path: Path, host: Machine) -> None:
+    (other,) = set(MACHINES) - {host}
+    rendezvous = f"{host.address}:29488"
+    with (
+        agent(tmp_path, 0, rendezvous=rendezvous, machine=host) as left,
+        agent(tmp_path, 1, "loss:5", rendezvous=rendezvous, machine=other) as cut_off,
+    ):
+        await_points(cut_off)
+        set_link(host, "down")
+        check_went_on(left, tmp_path / "0", 5)
+        # Its rank has the same update and is told to go on, which it cannot do alone.
+        cut_off.terminate()
+        ending(cut_off)
+        assert newest(tmp_path / "1") == (5, (f"emergency snapshot of rank {MACHINES.index(other)}",))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("network")
+def test_the_cable_is_cut_and_mended(tmp_path: Path) -> None:
+    rendezvous = f"{FIRST.address}:29488"
+    with agent(tmp_path, 0, "restart1.rank0.loss:8", rendezvous=rendezvous, machine=FIRST) as left:
+        with agent(tmp_path, 1, "loss:5", rendezvous=rendezvous, machine=SECOND) as cut_off:
+            await_points(cut_off)
+            set_link(FIRST, "down")
+            await_points(left)
+            kill(cut_off.pid, *descendants(cut_off.pid))
+            ending(cut_off)
+        set_link(FIRST, "up")
+        (tmp_path / "1" / "progress").unlink()
+        with agent(tmp_path, 1, rendezvous=rendezvous, machine=SECOND, machines=1) as back:
+            assert ending(back)[0] == 0
+            check_went_on(left, tmp_path / "0", 9)
+    assert updates_of(tmp_path / "1") == [10, 11, 12]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -130,3 +131,44 @@ def test_exit_codes() -> None:
     assert [each.code for each in exits] == [143, 130, 138]
     assert [each.name for each in exits] == SIGNALS
     assert str(exits[0]) == "The run was ended by SIGTERM."
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_a_stopped_one_writes_its_state(tmp_path: Path) -> None:
+    # A rank may be silent for a third of the timeout.
+    launcher = lockstep_run("-n", "2", "--timeout", "15", "--shutdown-timeout", "60")
+    with start(tmp_path, ["rank1.loss:5"], launcher=launcher) as process:
+        os.kill(await_points(process).processes["rank1.loss:5"], signal.SIGSTOP)
+        process.send_signal(signal.SIGTERM)
+        code, _, errors = ending(process)
+    assert code == 143, errors
+    assert newest(tmp_path) == (5, ("emergency snapshot of rank 0",))
+    check_ended(tmp_path, resume(tmp_path), resumed_from=5)
+
+
+LAUNCHED = """
+import sys
+import lockstep as ls
+
+def train(out):
+    from tests.support.programs.signalled import main  # which reads the rank
+
+    main(out, 12, ["rank0.loss:5"])
+
+if __name__ == "__main__":
+    ls.launch(train, 2, args=(sys.argv[1],))
+"""
+
+
+@pytest.mark.slow
+def test_launched_ranks_have_time_to_write(tmp_path: Path) -> None:
+    script = tmp_path / "launched.py"
+    script.write_text(LAUNCHED)
+    with start(tmp_path, launcher=[sys.executable, str(script), str(tmp_path)], SLOW="1.5") as process:
+        await_points(process)
+        # As a terminal does it: the signal goes to the launching process and to the ranks.
+        os.killpg(process.pid, signal.SIGINT)
+        code, _, errors = ending(process)
+    assert code == -signal.SIGINT, errors
+    assert newest(tmp_path) == (6, ("signal SIGINT",))
+    check_ended(tmp_path, resume(tmp_path), resumed_from=6)

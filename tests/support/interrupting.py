@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import lockstep as ls
+from tests.support import zygote
 from tests.support.resuming import digests, log_lines
 from tests.support.waiting import LONG
 
@@ -31,7 +32,7 @@ def start(
     """Start the program, alone or by a launcher's command line."""
     module = ["-m", PROGRAM, str(out), str(updates), *points]
     command = [*launcher, *module] if launcher else [sys.executable, *module]
-    return subprocess.Popen(
+    return zygote.Popen(
         command,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": PYTHONPATH, **variables},
@@ -72,11 +73,17 @@ def await_points(process: subprocess.Popen[str], count: int = 1) -> Reached:
 def ending(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Wait for the end of a run, and return its exit code and output. Whatever it has started is killed if it hangs."""
     try:
-        output, errors = process.communicate(timeout=LONG * 3)
+        output, errors = process.communicate(timeout=LONG * 8)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise
     return process.returncode, output, errors
+
+
+def finished(out: Path) -> int:
+    """Return the number of updates that any rank of a run had finished."""
+    path = out / "progress"
+    return max((int(line.split()[2]) for line in path.read_text().splitlines()), default=0) if path.exists() else 0
 
 
 def newest(out: Path) -> tuple[int, tuple[str, ...]]:
@@ -112,12 +119,15 @@ def check_ended(out: Path, line: str, *, resumed_from: int | None, iterable: str
     assert [digest, uses] == expected.split(" ", 2)[1:]
     # Each sample was used once per epoch.
     assert uses == "[2]"
+    lines = log_lines(out)
+    assert lines == log_lines(whole)
+    counted = [(line["uses/least"], line["uses/most"]) for line in lines if "uses/least" in line]
+    assert counted == [(1, 1), (2, 2)]
     assert resumed_from is None or int(first) == resumed_from
     equal = digests(whole)
     assert set(equal) == set(range(1, UPDATES + 1))
     own = digests(out)
     assert {update: own[update].digest for update in own} == {update: equal[update].digest for update in own}
-    assert log_lines(out) == log_lines(whole)
 
 
 def resume(out: Path, *, launcher: Iterable[str] = (), **variables: str) -> str:

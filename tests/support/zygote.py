@@ -33,6 +33,8 @@ AVAILABLE = sys.platform == "linux"
 """Elsewhere a process cannot become the parent of another's child, and each is started anew."""
 NAME = "zygote"
 """The name by which /proc tells the process that is forked from its forks."""
+NETWORK = "NETWORK_NAMESPACE"
+"""The variable with the name of the network namespace in which a process runs, as by `ip netns exec`."""
 AGENTS = {"lockstep", "torch.distributed.run"}
 """Modules whose processes start processes, which are to be theirs; they get a process to fork from as well."""
 

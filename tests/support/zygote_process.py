@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import gc
 import os
@@ -25,6 +26,8 @@ import tests.support.rank_pool  # noqa: F401 - a part of what the forks are not 
 from tests.support import zygote
 from tests.support.zygote import received, set_name
 
+CLONE_NEWNET = 0x40000000
+"""The kind of a network namespace for Linux's setns(2)."""
 PATH: list[str] = []
 """Where every process looks for modules; the variable PYTHONPATH and the script's own folder come before."""
 
@@ -85,6 +88,8 @@ def _become(command: zygote.Command, descriptors: Sequence[int]) -> CodeType:
     os.environ.update(command.variables)
     os.chdir(command.folder)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if zygote.NETWORK in os.environ:
+        _enter_network(os.environ[zygote.NETWORK])
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     arguments = list(command.arguments)
     while arguments[0] in {"-u", "-W"}:
@@ -105,6 +110,14 @@ def _place(descriptors: Sequence[int], targets: Sequence[int]) -> None:
     for source, target in zip(moved, targets, strict=True):
         os.dup2(source, target, inheritable=True)
     os.closerange(min(moved), max(moved) + 1)
+
+
+def _enter_network(namespace: str) -> None:
+    """Move this process, which has one thread, to a network namespace."""
+    with Path("/run/netns", namespace).open(encoding="utf-8") as opened:
+        library = ctypes.CDLL(None, use_errno=True)
+        if library.setns(opened.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
 
 
 def _fork_a_zygote() -> CodeType | None:

@@ -89,7 +89,7 @@ class Snapshot(Extension):
         self._run_id = ""
         self._best_value: float | None = None
         self._error: BaseException | None = None
-        self._handles_signals = False
+        self._is_stoppable = False
         self._deadline: AgentDeadline | None = None
         self._is_missing_reported = False
 
@@ -102,11 +102,16 @@ class Snapshot(Extension):
         self._error = None
         self._writes = self._is_writer(trainer)
         self._run_id = _run_id(trainer, self._run_id)
-        if self._writes:
-            self._open(trainer)
-        # Last, because `finalize` is not called if something above fails.
-        self._handles_signals = STOP.install(alone=trainer.updater.communicator.size == 1)
-        self._deadline = AgentDeadline(os.environ) if self._handles_signals else None
+        try:
+            if self._writes:
+                self._open(trainer)
+            handles_signals = STOP.install(alone=trainer.updater.communicator.size == 1)
+            self._is_stoppable = True
+            self._deadline = AgentDeadline(os.environ) if handles_signals else None
+        except BaseException:
+            # `finalize` is not called after an error.
+            self._release()
+            raise
 
     def _open(self, trainer: Trainer) -> None:
         """Open the folder for writing."""
@@ -165,31 +170,40 @@ class Snapshot(Extension):
             # A rank without a writer is the only one left that has the state if the writer is the rank that is lost.
             if isinstance(lost, PeerError) and not self._writes:
                 write_emergency(trainer, self._run_id, _about(trainer))
-            if self._error is None and STOP.received:
-                raise SignalExit(STOP.received)
         finally:
-            if self._handles_signals:
-                self._handles_signals = False
-                STOP.uninstall()
+            received = self._release()
+        # Not before the handlers are restored: a signal that arrived in between would be lost.
+        if self._error is None and received:
+            raise SignalExit(received)
+
+    def _release(self) -> int:
+        """Close the folder, and restore how signals are handled. Return the signal that has arrived; 0 for none."""
+        received = 0
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            self._writer = self._log = self._collector = None
+            if self._is_stoppable:
+                self._is_stoppable = False
+                received = STOP.uninstall()
             if self._deadline is not None:
                 self._deadline.close()
+                self._deadline = None
+        return received
 
     def _write_last(self, trainer: Trainer) -> None:
-        """Write the last state if the way in which the run has ended allows it, and close the folder."""
+        """Write the last state if the way in which the run has ended allows it."""
         writer, reason = self._writer, reason_of(self._error, trainer.updater.communicator.rank)
         if writer is None:
             return
-        try:
-            if reason is not None:
-                # The last one may have failed, or have been dropped because two others were being written.
-                writer.wait()
-                if writer.newest is None or writer.newest.name != snapshots.folder_name(trainer.updater.iteration):
-                    self._save(trainer, reason, must=True)
-            writer.close()
-            self._log_written(writer)
-        finally:
-            writer.close()
-            self._writer = self._log = self._collector = None
+        if reason is not None:
+            # The last one may have failed, or have been dropped because two others were being written.
+            writer.wait()
+            if writer.newest is None or writer.newest.name != snapshots.folder_name(trainer.updater.iteration):
+                self._save(trainer, reason, must=True)
+        writer.close()
+        self._log_written(writer)
 
     def _save(self, trainer: Trainer, reason: str, *, must: bool = False) -> None:
         if self._writer is None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing import connection, get_context, get_start_method, set_start_method
 from multiprocessing.connection import Connection
@@ -16,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from lockstep.communicators import RunEnvironment, timeout_for
+from lockstep.communicators import SHUTDOWN_ENV, SHUTDOWN_TIMEOUT, RunEnvironment, timeout_for
 from lockstep.errors import PeerError
 from lockstep.launch.outcome import Outcome, first_cause
 from lockstep.launch.rank import run_rank
@@ -28,8 +31,8 @@ LOOPBACK: Final = "127.0.0.1"
 """The address at which the ranks meet."""
 FAILURE_TIMEOUT: Final = 10.0
 """Seconds that the other ranks have after the first failure to notice it and to end by themselves."""
-TERMINATE_TIMEOUT: Final = 3.0
-"""Seconds between asking a process to end and killing it."""
+KILL_TIMEOUT: Final = 3.0
+"""Seconds that a killed process has to disappear."""
 
 
 def launch(
@@ -40,7 +43,8 @@ def launch(
     In each process an updater finds the others by itself, and `find_communicator` returns a communicator with them.
     The processes are spawned, so it does not matter what this process has done with GPUs or threads. The start method
     of multiprocessing is the same in them as in this process. They connect over the loopback only. All of them have
-    ended when this function returns or raises.
+    ended when this function returns or raises. After a failure or Ctrl-C they get SIGTERM, and as many seconds to write
+    a snapshot as the variable ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` says, 30 by default.
 
     Args:
         main: The function to call. It must be defined at the top level of a module that a new process can import.
@@ -165,10 +169,14 @@ class _Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stop in (SpawnProcess.terminate, SpawnProcess.kill):
-            for process in self._processes:
-                stop(process)
-            _join_processes(self._processes, TERMINATE_TIMEOUT)
+        for process in self._processes:
+            process.terminate()
+            _continue(process)
+        # A rank with a Snapshot extension writes its state first; any other ends at once.
+        _join_processes(self._processes, float(os.environ.get(SHUTDOWN_ENV, SHUTDOWN_TIMEOUT)))
+        for process in self._processes:
+            process.kill()
+        _join_processes(self._processes, KILL_TIMEOUT)
         for end in (*self._messages, self._alive):
             end.close()
         # This closes the port of the store. An error may keep this object, and with it the store, for much longer.
@@ -213,6 +221,13 @@ class _Ranks:
             return Outcome(rank, exit_code=self._processes[rank].exitcode)
         outcome: Outcome = pickle.loads(sent)  # noqa: S301 - from our own child, by a pipe
         return outcome
+
+
+def _continue(process: SpawnProcess) -> None:
+    """Let a process run that is stopped, which would not see that it is to end."""
+    if process.is_alive() and process.pid is not None and hasattr(signal, "SIGCONT"):
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGCONT)
 
 
 def _join_processes(processes: Sequence[SpawnProcess], seconds: float) -> None:

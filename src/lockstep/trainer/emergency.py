@@ -37,8 +37,9 @@ def write_emergency(trainer: Trainer, run_id: str, about: dict[str, Any]) -> Non
         about: JSON values about the machine.
     """
     updater, source = trainer.updater, trainer.resumption
-    if updater.iteration == (0 if source is None else source.update):
+    if updater.iteration == 0:
         return
+    # Also after no update of its own: the machine that had the snapshot and sent it may be the one that is lost.
     parent = None if source is None else source.source
     reason = f"emergency snapshot of rank {updater.communicator.rank}"
     try:

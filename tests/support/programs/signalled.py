@@ -1,10 +1,13 @@
 """A small run that tests signal or kill at named points: ``signalled.py OUT UPDATES [POINT:UPDATE]...``.
 
 At a point the program writes the point and its process to stderr, and waits for what the test does to it. A point of
-one rank is written ``rank1.loss:5``, and one that does not depend on the update ``writing:*``. A signal ends the wait,
-unless the variable HOLD is set.
+one rank is written ``rank1.loss:5``, one that does not depend on the update ``writing:*``, and one of the processes
+that a launcher has started again ``restart1.rank1.loss:5``. A signal ends the wait, unless the variable HOLD is set.
+At ``moment`` the program does not wait, so that the test kills it some time later.
 
-A weight of the model counts how often each sample was used: it is the number of epochs for each of them at the end.
+A weight of the model counts how often each sample was used: it is the number of epochs for each of them at the end of
+an epoch. Every rank also notes each finished update with the clock in the file ``progress``. ``{rank}`` in OUT stands
+for the rank, for machines that do not share a folder.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +30,10 @@ from lockstep.stopping import STOP
 from tests.support.resuming import Noted, vectors
 
 RANK = int(os.environ.get("RANK", "0"))
+RESTARTS = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 HOLD = bool(os.environ.get("HOLD"))
+SLOW = float(os.environ.get("SLOW", "0"))
+"""Seconds that the disk takes for each file of a snapshot."""
 SECONDS = 90.0
 """How long a point waits; longer than what comes takes."""
 NUM_SAMPLES, BATCH = 48, 8
@@ -42,15 +49,17 @@ class Points:
 
     def reach(self, name: str, *, until_raised: bool = False) -> None:
         update: object = "*" if self.updater is None else self.updater.iteration
+        prefixes = [f"restart{RESTARTS}.rank{RANK}."] if RESTARTS else ["", f"rank{RANK}."]
         for point in {f"{name}:{update}", f"{name}:*"}:
-            for each in (point, f"rank{RANK}.{point}"):
-                if each in self.left and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            for each in (prefix + point for prefix in prefixes):
+                if each in self.left:
                     self.left.remove(each)
-                    self._wait(each, until_raised=until_raised)
+                    sys.stderr.write(f"at {each} {os.getpid()}\n")
+                    sys.stderr.flush()
+                    if name != "moment":
+                        self._wait(until_raised=until_raised)
 
-    def _wait(self, point: str, *, until_raised: bool) -> None:
-        sys.stderr.write(f"at {point} {os.getpid()}\n")
-        sys.stderr.flush()
+    def _wait(self, *, until_raised: bool) -> None:
         deadline = time.monotonic() + SECONDS
         while (until_raised or HOLD or not STOP.received) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -66,6 +75,7 @@ class Data(torch.utils.data.Dataset[Any]):
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> Any:
+        self.points.reach("moment")
         self.points.reach("sample")
         return *self.samples[index], index
 
@@ -111,6 +121,28 @@ class Reach(ls.Extension):
         self.points.reach("extension")
 
 
+class Progress(ls.Extension):
+    """Notes each finished update, and how often samples were used by the end of each epoch."""
+
+    priority = 1000
+
+    def __call__(self, trainer: ls.Trainer) -> None:
+        updater = trainer.updater
+        note = f"{RANK} {RESTARTS} {updater.iteration} {time.monotonic()}\n"
+        descriptor = os.open(trainer.out / "progress", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(descriptor, note.encode())
+        os.close(descriptor)
+        if updater.iteration % UPDATES_OF_AN_EPOCH == 0:
+            uses = -used(updater).detach()
+            trainer.observe("uses/least", uses.min())
+            trainer.observe("uses/most", uses.max())
+
+
+def used(updater: Any) -> torch.Tensor:
+    uses: torch.Tensor = updater.get_all_models()["main"].uses
+    return uses
+
+
 class Observed(torch.optim.SGD):
     """An optimizer whose step is a point."""
 
@@ -152,6 +184,7 @@ def build(out: str, updates: int, points: Points, *, workers: int = 0, iterable:
     points.updater = updater
     trainer = ls.Trainer(updater, (updates, "update"), out=out)
     held_out = ls.BatchIterator(vectors(20), 5, repeat=False)
+    trainer.extend(Progress())
     trainer.extend(ls.extensions.Evaluator(held_out, loss_fn=evaluated), trigger=(1, "update"))
     trainer.extend(ls.extensions.LogReport(trigger=(1, "update")))
     trainer.extend(Reach(points))
@@ -166,6 +199,7 @@ def observe_files(points: Points) -> None:
     class Disk(writer.Disk):
         def sync(self, descriptor: int) -> None:
             points.reach("writing")
+            time.sleep(SLOW)
             super().sync(descriptor)
 
         def rename(self, path: Any, new: Any) -> None:
@@ -183,7 +217,16 @@ def observe_files(points: Points) -> None:
     resuming.newest_whole = newest
 
 
+def await_machines(out: str) -> None:
+    """Wait for the launcher to start this process again, once the machines that the run begins with have met."""
+    too_few = int(os.environ.get("WORLD_SIZE", "1")) < int(os.environ.get("MACHINES", "1"))
+    if too_few and not Path(out, "progress").exists():
+        time.sleep(SECONDS)
+        raise TimeoutError("the other machines have not come")
+
+
 def main(out: str, updates: int, names: list[str]) -> None:
+    await_machines(out)
     points = Points(names)
     observe_files(points)
     points.reach("rendezvous")
@@ -191,11 +234,11 @@ def main(out: str, updates: int, names: list[str]) -> None:
     trainer = build(out, updates, points, workers=int(os.environ.get("WORKERS", "0")), iterable=iterable)
     trainer.run(resume="auto")
     if RANK == 0:
-        model: Any = trainer.updater.get_all_models()["main"]
+        model = trainer.updater.get_all_models()["main"]
         start = 0 if trainer.resumption is None else trainer.resumption.update
-        uses = sorted({-int(each) for each in model.uses.tolist()})
+        uses = sorted({-int(each) for each in used(trainer.updater).tolist()})
         sys.stdout.write(f"{start} {ls.digest(model)} {uses}\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1].format(rank=RANK), int(sys.argv[2]), sys.argv[3:])
