@@ -28,8 +28,11 @@ PAGES = {
     "how-to/evaluation.md": 4,
     "how-to/logging.md": 2,
     "how-to/notebooks.md": 3,
+    "how-to/profiling.md": 2,
     "how-to/saving.md": 5,
+    "how-to/several-networks.md": 1,
     "how-to/trainer.md": 6,
+    "how-to/uneven-devices.md": 2,
     "modules.md": 5,
 }
 """How many programs each page holds."""
