@@ -76,7 +76,7 @@ def test_every_page_is_in_the_index_once() -> None:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    for each in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
+    for each in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinxarg"):
         pytest.importorskip(each)
     options = ["--quiet", "--fail-on-warning", "--keep-going", "--builder", "html"]
     command = [sys.executable, "-m", "sphinx", *options, "-d", str(tmp_path / "doctrees"), str(DOCS)]
@@ -88,3 +88,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "html" / "searchindex.js").exists()
     trainer = (tmp_path / "html" / "reference" / "training.html").read_text(encoding="utf-8")
     assert 'id="lockstep.Trainer.run"' in trainer
+    commands = (tmp_path / "html" / "reference" / "command-line.html").read_text(encoding="utf-8")
+    assert "--max-restarts" in commands
