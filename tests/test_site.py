@@ -75,6 +75,26 @@ def test_every_page_is_in_the_index_once() -> None:
     assert sorted(listed) == sorted(page for page in pages if page != "index" and not page.startswith("_build"))
 
 
+def test_every_example_is_shown() -> None:
+    shown = (DOCS / "gallery.md").read_text(encoding="utf-8") + (DOCS / "how-to" / "libraries.md").read_text(
+        encoding="utf-8"
+    )
+    examples = {path.name for path in (DOCS.parent / "examples").rglob("*.py")} - {"compare.py"}
+    assert len(examples) > 10
+    assert [name for name in sorted(examples) if name not in shown] == []
+
+
+def test_the_pages_that_the_source_names_exist() -> None:
+    source = Path(ls.__file__).parent
+    named = {
+        page
+        for path in source.rglob("*.py")
+        for page in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert [page for page in sorted(named) if not (DOCS.parent / page).exists()] == []
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for each in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinxarg"):
         pytest.importorskip(each)
