@@ -2,6 +2,7 @@
 
 python3 dev.py digits [options]   the main job, examples/digits.py
 python3 dev.py check              formatter, linter, type checker and contract of imports
+python3 dev.py examples [names]   the programs with other libraries in examples/libraries, on one device and on two
 python3 dev.py docs               the documentation site, in docs/_build/html; a warning is an error
 python3 dev.py gpu CALL [options] check an accelerator, with the torch of this Python; CALL is bits, streams, ...
 python3 dev.py quick [options]    these and the unit tests, side by side; options go to pytest
@@ -59,6 +60,12 @@ def digits(options: list[str]) -> None:
     run("examples/digits.py", *options)
 
 
+def examples(names: list[str]) -> None:
+    """Run the examples with other libraries, and compare their digests."""
+    prepare("libraries")
+    run("examples/libraries/compare.py", *names)
+
+
 def quick(options: list[str]) -> None:
     """Run the checks beside the unit tests, which two processes share, and then show what the checks printed."""
     prepare("test")
@@ -109,7 +116,16 @@ def test(options: list[str]) -> None:
     run("-m", "pytest", *(options or TWO_PROCESSES))
 
 
-TASKS = {"check": check, "digits": digits, "docs": docs, "gpu": gpu, "quick": quick, "slow": slow, "test": test}
+TASKS = {
+    "check": check,
+    "digits": digits,
+    "docs": docs,
+    "examples": examples,
+    "gpu": gpu,
+    "quick": quick,
+    "slow": slow,
+    "test": test,
+}
 
 
 def main() -> None:

@@ -12,8 +12,9 @@ author = "The lockstep developers"
 project_copyright = "The lockstep developers"
 release = lockstep.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinxarg.ext"]
 exclude_patterns = ["_build"]
+smartquotes_action = "qe"  # not dashes, which would turn the `--` of options into one
 html_theme = "furo"
 html_title = f"lockstep {release}"
 html_theme_options = {"navigation_with_keys": True}

@@ -32,6 +32,25 @@ lockstep must be the listed one, and must differ from that of the original. Afte
 of the trace and their fields. `python docs/differences.py` writes it.
 """
 
+BESIDE = {
+    "differences.md": """## Beside the traces
+
+No trace shows these differences from the originals, and from other libraries for training:
+
+* With `accumulate`, an update may take its batches across the end of an epoch. Accelerate and Lightning end an
+  accumulation there by default, with fewer batches.
+* If the iterator ends for good and leaves fewer batches than `accumulate`, the last update is the mean over the samples
+  that it has. A loop that divides each loss by the nominal number of batches makes a smaller step instead.
+* `lockstep.triggers.Time` refuses a period of 0. That of Chainer then fires at every update.
+* Under autocast, the outputs of the model are not cast back to float32 before the loss function gets them. Accelerate
+  converts the outputs of a prepared model.
+* If an update is a mean over several shards, backward runs at between a half and all of the loss scale: each shard
+  starts it with its number of samples times the loss scale, divided by the smallest power of two that is not below the
+  number of samples of the update. This keeps the factors from exceeding the loss scale, and cancels exactly.
+""",
+}
+"""What is told at the end of a page without a trace."""
+
 THROUGH = {"core": "but not through `lockstep.compat`", "compat": "through `lockstep.compat` only"}
 """An entry may apply to one of two replays of a trace."""
 
@@ -52,7 +71,7 @@ def page(name: str, source: Path = SOURCE) -> str:
                 reasons.setdefault(entry["reason"].strip(), []).append(entry)
         lines += [f"* {reason} ({places_of(listed)})" for reason, listed in reasons.items()]
         lines += [""]
-    return "\n".join(lines)
+    return "\n".join([*lines, BESIDE[name]] if name in BESIDE else lines)
 
 
 def places_of(entries: list[Entry]) -> str:

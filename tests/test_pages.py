@@ -28,9 +28,12 @@ PAGES = {
     "how-to/evaluation.md": 4,
     "how-to/logging.md": 2,
     "how-to/notebooks.md": 3,
+    "how-to/profiling.md": 2,
     "how-to/report.md": 2,
     "how-to/saving.md": 5,
+    "how-to/several-networks.md": 1,
     "how-to/trainer.md": 6,
+    "how-to/uneven-devices.md": 2,
     "how-to/whole-batch-loss.md": 1,
     "modules.md": 6,
 }

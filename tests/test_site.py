@@ -75,8 +75,28 @@ def test_every_page_is_in_the_index_once() -> None:
     assert sorted(listed) == sorted(page for page in pages if page != "index" and not page.startswith("_build"))
 
 
+def test_every_example_is_shown() -> None:
+    shown = (DOCS / "gallery.md").read_text(encoding="utf-8") + (DOCS / "how-to" / "libraries.md").read_text(
+        encoding="utf-8"
+    )
+    examples = {path.name for path in (DOCS.parent / "examples").rglob("*.py")} - {"compare.py"}
+    assert len(examples) > 10
+    assert [name for name in sorted(examples) if name not in shown] == []
+
+
+def test_the_pages_that_the_source_names_exist() -> None:
+    source = Path(ls.__file__).parent
+    named = {
+        page
+        for path in source.rglob("*.py")
+        for page in re.findall(r"docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert [page for page in sorted(named) if not (DOCS.parent / page).exists()] == []
+
+
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    for each in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
+    for each in ("sphinx", "myst_parser", "furo", "sphinx_copybutton", "sphinxarg"):
         pytest.importorskip(each)
     options = ["--quiet", "--fail-on-warning", "--keep-going", "--builder", "html"]
     command = [sys.executable, "-m", "sphinx", *options, "-d", str(tmp_path / "doctrees"), str(DOCS)]
@@ -88,3 +108,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "html" / "searchindex.js").exists()
     trainer = (tmp_path / "html" / "reference" / "training.html").read_text(encoding="utf-8")
     assert 'id="lockstep.Trainer.run"' in trainer
+    commands = (tmp_path / "html" / "reference" / "command-line.html").read_text(encoding="utf-8")
+    assert "--max-restarts" in commands

@@ -60,6 +60,15 @@ def test_names_that_end_alike_share_a_panel() -> None:
     assert _panels(log, ["lr", "absent"]) == {"lr": ["lr"]}
 
 
+def test_skipped_updates_have_a_panel_if_there_are_any() -> None:
+    counters = {"epoch": 1, "iteration": 2, "epoch_detail": 1.0, "elapsed_time": 0.1}
+    log = [{**counters, "main/loss": 1.0, "main/skipped": 0}, {**counters, "main/loss": 1.0, "main/skipped": 0}]
+    assert _panels(log, None) == {"loss": ["main/loss"]}
+    assert _panels(log, ["main/skipped"]) == {"skipped": ["main/skipped"]}
+    log[1]["main/skipped"] = 2
+    assert _panels(log, None) == {"loss": ["main/loss"], "skipped": ["main/skipped"]}
+
+
 def test_each_panel_has_its_own_room(tmp_path: Path) -> None:
     log = [{"epoch_detail": float(n), "main/loss": 1.0 / n, "main/accuracy": n / 10} for n in range(1, 5)]
     draw(log, _panels(log, None), tmp_path / "two.png", title="two")

@@ -30,7 +30,7 @@ class PlotReport(Extension):
     curve is plotted when the run ends. With several processes, rank 0 plots.
 
     Args:
-        keys: The names to plot; by default all names in the log.
+        keys: The names to plot; by default all names in the log, except ``main/skipped`` if no update was skipped.
         filename: The file name, relative to the trainer's folder; its extension determines the format.
         trigger: The trigger that decides when to plot.
         title: The title; by default the name of the trainer's folder.
@@ -134,10 +134,12 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
 
 
 def _panels(log: Sequence[LogEntry], keys: Sequence[str] | None) -> dict[str, list[str]]:
-    """Group the names in the log by their last part."""
+    """Group the names in the log by their last part; by default without counts of skipped updates if none was."""
     logged = dict.fromkeys(name for entry in log for name in entry if name not in COUNTER_KEYS)
+    if keys is None:
+        keys = [key for key in logged if not key.endswith("/skipped") or any(entry.get(key) for entry in log)]
     panels: dict[str, list[str]] = {}
-    for key in logged if keys is None else [key for key in keys if key in logged]:
+    for key in [key for key in keys if key in logged]:
         panels.setdefault(key.rpartition("/")[2], []).append(key)
     return panels
 
