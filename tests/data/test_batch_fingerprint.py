@@ -35,7 +35,13 @@ def changed(tensor: torch.Tensor) -> torch.Tensor:
         INPUTS[:, 0, 0],
         INPUTS.bfloat16(),
         INPUTS.to(torch.complex64).conj(),
+        INPUTS.to(torch.complex64).conj()[:2],
         INPUTS[:, :, ::3],
+        INPUTS.view(300, 3, 4, 5).to(memory_format=torch.channels_last),
+        INPUTS[:, :, ::3].to(torch.float8_e4m3fn),
+        INPUTS[:, :, ::3].to(torch.int32).to(torch.uint16),
+        (INPUTS * 1j).conj().imag,
+        (INPUTS * 1j)[:, 0, 0].conj().imag[:1],
         torch.arange(4000),
         torch.randn(1, 1000, requires_grad=True),
     ],
@@ -44,8 +50,30 @@ def test_equal_tensors_have_equal_fingerprints_and_others_do_not(batch: torch.Te
     assert fingerprint(batch) == fingerprint(batch.detach().clone().resolve_conj())
     assert fingerprint((batch, {"y": batch})) == fingerprint((batch.clone(), {"y": batch.clone()}))
     other = changed(batch) if len(batch) > 1 else batch + 1
+    assert fingerprint(batch) == fingerprint(batch.detach().clone(memory_format=torch.contiguous_format))
     assert fingerprint(batch).about == fingerprint(other).about
     assert fingerprint(batch) != fingerprint(other)
+
+
+@pytest.mark.parametrize("shape", [(256, 784), (2, 5000), (5000, 2), (4000,), (3, 3, 16, 16), (1, 300)])
+def test_elements_of_four_rows_are_read_from_the_first_column_to_the_last(shape: tuple[int, ...]) -> None:
+    batch = torch.zeros(shape)
+    found, flat, row = fingerprint(batch), batch.view(-1), batch[0].numel()
+    starts = [part * len(batch) // 4 * row + part * max(0, row - 64) // 3 for part in range(4)]
+    assert len(set(starts)) == 4
+    for start in starts:
+        for index in (start, start + 63):
+            flat[index] = 1
+            assert fingerprint(batch) != found
+            flat[index] = 0
+    assert fingerprint(batch) == found
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantized_tensors_count_by_their_shapes() -> None:
+    one, other = (torch.quantize_per_tensor(torch.full((3, 2), value), 0.1, 0, torch.quint8) for value in (0.0, 1.0))
+    assert fingerprint(one) == fingerprint(other)
+    assert fingerprint(one).values == ""
 
 
 def test_names_dtypes_and_shapes_count() -> None:

@@ -72,7 +72,7 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
     about, reads = _plan(tuple([(name, each.dtype, each.shape) for name, each in named]))
     values = ""
     for (_, tensor), read in zip(named, reads, strict=True):
-        if _is_readable(tensor):
+        if read is not None and tensor.is_cpu and tensor.layout is torch.strided:
             values += f"{read.checksum(tensor):08x}"
     return Fingerprint(about, "", values if len(values) <= MAX_DESCRIPTION else _hexdigest(values.encode()))
 
@@ -105,22 +105,30 @@ class _Read(NamedTuple):
     Attributes:
         offsets: The position of each run of elements in a contiguous tensor, in bytes.
         run: The type of the memory of a run.
+        is_complex: Whether the elements are complex, so that memory may hold their conjugates.
     """
 
     offsets: Sequence[int]
     run: type[ctypes.Array[ctypes.c_char]]
+    is_complex: bool
 
     @classmethod
-    def of(cls, shape: torch.Size, itemsize: int) -> _Read:
-        """Choose a few elements of a few rows, spread over rows and columns; all of a small tensor."""
-        size, row = shape.numel(), shape[1:].numel()
+    def of(cls, shape: torch.Size, dtype: torch.dtype) -> _Read | None:
+        """Choose a few elements of a few rows, spread over rows and columns; all of a small tensor.
+
+        Returns:
+            What is read; None for quantized tensors.
+        """
+        if str(dtype).startswith("torch.q"):
+            return None
+        size, row, itemsize = shape.numel(), shape[1:].numel(), dtype.itemsize
         if size <= NUM_ROWS * RUN:
-            return cls([0], ctypes.c_char * (itemsize * size))
+            return cls([0], ctypes.c_char * (itemsize * size), dtype.is_complex)
         last_column = max(0, row - RUN)
         starts = [
             number * shape[0] // NUM_ROWS * row + number * last_column // (NUM_ROWS - 1) for number in range(NUM_ROWS)
         ]
-        return cls([start * itemsize for start in starts], ctypes.c_char * (itemsize * RUN))
+        return cls([start * itemsize for start in starts], ctypes.c_char * (itemsize * RUN), dtype.is_complex)
 
     def checksum(self, tensor: torch.Tensor) -> int:
         """Return the CRC-32 of what is read of a tensor on the CPU.
@@ -128,8 +136,8 @@ class _Read(NamedTuple):
         Tensors that differ there have equal checksums with a probability of 1 in 2³², and never if they differ in a
         single place of up to 32 bits.
         """
-        # A conjugated or negated tensor may be a flag on memory with other values.
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        # A negated tensor may be a flag on memory with other values, as a conjugated one may.
+        if tensor.is_contiguous() and not self.is_complex and not tensor.is_neg():
             # Read in place: kernels have displaced everything else from the caches, so what counts is how many places
             # in code and memory are visited, and operations of torch visit many.
             address, run, checksum = tensor.data_ptr(), self.run, 0
@@ -137,23 +145,24 @@ class _Read(NamedTuple):
                 checksum = crc32(run.from_address(address + offset), checksum)
             return checksum
         starts, length = [offset // tensor.itemsize for offset in self.offsets], ctypes.sizeof(self.run)
-        indices = [range(start, start + length // tensor.itemsize) for start in starts]
-        return crc32(_bytes(tensor.detach().take(torch.tensor(list(chain(*indices)), device="cpu", dtype=torch.int64))))
+        elements = chain(*[range(start, start + length // tensor.itemsize) for start in starts])
+        indices = torch.tensor(list(elements), dtype=torch.int64, device="cpu")
+        return crc32(_bytes(tensor.detach()[torch.unravel_index(indices, tensor.shape)]))
 
 
 # Most batches have the names, dtypes and shapes of earlier ones, and the types of `ctypes` take long to create.
 @lru_cache(maxsize=64)
-def _plan(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[str, list[_Read]]:
+def _plan(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[str, list[_Read | None]]:
     """Describe the tensors of a batch by their names, dtypes and shapes, and choose what is read of each."""
     about = ", ".join(f"{name}: {str(dtype)[6:]} {tuple(shape)}" for name, dtype, shape in tensors)
     if len(about) > MAX_DESCRIPTION:
         about = f"{len(tensors)} tensors of shapes with the digest {_hexdigest(about.encode())}"
-    return about, [_Read.of(shape, dtype.itemsize) for _, dtype, shape in tensors]
+    return about, [_Read.of(shape, dtype) for _, dtype, shape in tensors]
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     """Return the elements of a tensor on the CPU as bytes."""
-    # As above.
+    # A conjugated or negated tensor may be a flag on memory with other values.
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     tensor = tensor.contiguous()

@@ -23,6 +23,7 @@ from lockstep.updaters.ranks.inline import INLINE_BYTES, INLINE_BYTES_OVER_NETWO
 from lockstep.updaters.ranks.overlap import EarlySend, Overlap, Prediction
 
 _COMPACT: Final = json.JSONEncoder(separators=(",", ":"))
+_DECODER: Final = json.JSONDecoder()  # `json.loads` finds out the encoding first
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ class RankSum:
         # A table is sent even if this rank's body is empty: all ranks must take part in the same transfers.
         table = self._no_table if inline is None else inline.table
         replies = self._communicator.exchange_with_table(_COMPACT.encode(message).encode(), table)
-        messages = list(map(json.loads, replies))
+        messages = [_DECODER.decode(each.decode()) for each in replies]
         if early is not None:
             early.wait()
         return messages
