@@ -1,6 +1,6 @@
 """What one update does, from taking the batch to counting it."""
 
-from lockstep.updaters.compute import ShardResult as ShardResult
+from lockstep.updaters.compute import PhaseTimer as PhaseTimer, ShardResult as ShardResult
 from lockstep.updaters.loss import (
     Loss as Loss,
     LossFunction as LossFunction,

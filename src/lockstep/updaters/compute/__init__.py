@@ -3,6 +3,7 @@
 from lockstep.updaters.compute.device_timer import DeviceTimer as DeviceTimer
 from lockstep.updaters.compute.global_random import GlobalRandomDetector as GlobalRandomDetector
 from lockstep.updaters.compute.lightning_logs import observe_logs as observe_logs
+from lockstep.updaters.compute.phase_timer import PhaseTimer as PhaseTimer
 from lockstep.updaters.compute.prepared_model import (
     PreparedModel as PreparedModel,
     without_gradients as without_gradients,

@@ -47,7 +47,6 @@ class RankReduction:
         timer: RankTimer,
     ) -> None:
         self._communicator = communicator
-        self._watch = communicator.watch
         self.coordinator = coordinator
         self._sum = rank_sum
         self._timer = timer
@@ -134,7 +133,6 @@ class RankReduction:
             workloads,
             timer.measurement,
         )
-        self._watch.phase = "reduce"
         # All shards are computed by now but nothing has been summed, so ranks with other batches can raise here.
         position = {**position, BATCHES: self._batches}
         plain_reports = self.coordinator.exchange_reports(position, report.to_plain(), repeat=repeat)

@@ -15,7 +15,7 @@ from lockstep.communicators import Communicator
 from lockstep.precision import LossScale, MovingScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Deferral
-from lockstep.updaters.compute import DeviceTimer
+from lockstep.updaters.compute import DeviceTimer, PhaseTimer
 from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, describe_run, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
@@ -63,6 +63,15 @@ class Parts:
     committer: Committer
     deferral: Deferral
     skips: SkippedUpdates
+
+    def time_phases(self) -> PhaseTimer:
+        """Return a timer of the phases of updates, which replaces an earlier one."""
+        self.engine.watch = timer = PhaseTimer(self.communicator.watch, self.engine.replicas.devices)
+        return timer
+
+    def end_timing(self) -> None:
+        """Remove the timer."""
+        self.engine.watch = self.communicator.watch
 
 
 def assemble(

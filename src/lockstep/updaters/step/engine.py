@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -32,6 +32,7 @@ from lockstep.updaters.compute import (
     DeviceTimer,
     GlobalRandomDetector,
     GradientContext,
+    PhaseTimer,
     PreparedModel,
     RankShare,
     ShardAssignment,
@@ -237,8 +238,9 @@ class GradientEngine:
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, task, self.streams)
 
-        device_timer = self._device_timer
-        timed = compute_shards if device_timer is None else device_timer.timed(compute_shards, device_shards)
+        timer = self._device_timer
+        timed: Callable[[int], None] = compute_shards if timer is None else timer.timed(compute_shards, device_shards)
+        timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         generators = self._random_detector.states() if self.training.iteration < self._random_detector.end else None
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         self.streams.run(
@@ -250,8 +252,8 @@ class GradientEngine:
         if generators is not None:
             self._random_detector.check(generators)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
-        if device_timer is not None:
-            self.replicas.workloads = device_timer.next_workloads(self.replicas.workloads)
+        if timer is not None:
+            self.replicas.workloads = timer.next_workloads(self.replicas.workloads)
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -273,6 +275,7 @@ class GradientEngine:
                     break
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
+        self.watch.phase = "reduce"
         if self._ranks is not None:
             self._ranks.reduce(
                 attempt,
@@ -381,11 +384,9 @@ class GradientEngine:
         def inspect_shard(shard: Shard, gradients: Tensors, report: ShardReport) -> None:
             name = first_nonfinite(dict(zip(self.prepared.named_parameters, gradients, strict=True)))
             if name is not None:
-                loss = report.loss.item()
-                found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, loss, name))
+                found.append(NonFiniteShard(shard.index, shard.batch, shard.samples, report.loss.item(), name))
 
-        scale = self.training.scale
-        attempt = Attempt(replace(request, inspect_shard=inspect_shard), scale, scale)
+        attempt = Attempt(replace(request, inspect_shard=inspect_shard), self.training.scale, self.training.scale)
         self.take(attempt)
         self.plan(attempt, context)
         self.compute(attempt, context)

@@ -39,6 +39,8 @@ class OverflowRetry:
         self._engine = engine
         self._training = training
         self._recipe = recipe
+        self.num_retries = 0
+        """The number of attempts after the first one of an update, since the updater was created."""
 
     def first_attempt(
         self, request: GradientRequest, names: Names, batches: Sequence[Any] = (), *, no_retry: bool = False
@@ -86,6 +88,7 @@ class OverflowRetry:
                 raise _exhausted(attempt)
             attempt.is_final = True
             return attempt
+        self.num_retries += 1
         return Attempt(
             attempt.request,
             MovingScale(lower),
