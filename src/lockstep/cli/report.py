@@ -1,0 +1,53 @@
+"""The `lockstep report` command, which shows a run as an HTML page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lockstep.report import LOG, read_run, render
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
+
+DESCRIPTION = """
+Write one HTML page about a run, which opens without a network: curves, loss scale and retries, time per phase and
+device, throughput, recipe, kernel class, digests and snapshots. With --compare, it shows two runs together, and marks
+the first update that differs. What the page does not have was not recorded; it names the extension that records it.
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Add the parser of this command.
+
+    Args:
+        commands: The parsers of all commands. Changed in place.
+    """
+    parser = commands.add_parser("report", help="show a run as an HTML page", description=DESCRIPTION)
+    parser.add_argument("run", type=Path, help="folder of the run")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="folder of a run to compare with")
+    parser.add_argument(
+        "-o", "--output", type=Path, help="file to write (default: report.html in the folder of the run)"
+    )
+    parser.add_argument("--log", default=LOG, help=f"name of the file that LogReport wrote (default: {LOG})")
+    parser.set_defaults(call=_call)
+
+
+def _call(options: argparse.Namespace) -> int:
+    """Write the page, and return the exit code."""
+    path = options.output or options.run / "report.html"
+    try:
+        runs = [read_run(each, log=options.log) for each in (options.run, options.compare) if each is not None]
+        for run in runs:
+            if run.is_empty():
+                missing = "" if run.path.is_dir() else " There is no such folder."
+                sys.stderr.write(f"lockstep report: {run.path} has no {options.log} and no snapshots.{missing}\n")
+                return 1
+        path.write_text(render(*runs), encoding="utf-8")
+    except OSError as error:
+        sys.stderr.write(f"lockstep report: {error}\n")
+        return 1
+    sys.stdout.write(f"{path}\n")
+    return 0

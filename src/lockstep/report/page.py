@@ -1,0 +1,258 @@
+"""Write the report of a run as one HTML page that opens without a network."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
+from importlib import resources
+from typing import Any, Final
+
+from lockstep._version import __version__
+from lockstep.report.charts import RATE, Charts, choose_charts
+from lockstep.report.log import first_difference
+from lockstep.report.markup import Markup, element, joined, script_data
+from lockstep.report.run import RunData
+from lockstep.report.sections import (
+    digests_table,
+    fields_table,
+    number,
+    sessions_table,
+    snapshots_table,
+    values_table,
+)
+from lockstep.report.times import times_section
+from lockstep.snapshots import Comparison, compare_runs
+
+IN_MINUTES: Final = 120
+"""The seconds from which a duration is given in minutes."""
+LISTED: Final = 6
+"""The number of names that a sentence lists."""
+HINT: Final = (
+    "Drag to zoom in, double-click to zoom out. With the keyboard: arrow keys move the cursor, + and - zoom, Shift and "
+    "the arrow keys move the section, 0 shows all, L switches to a logarithmic axis. All charts show the same section."
+)
+
+
+def render(run: RunData, other: RunData | None = None) -> str:
+    """Return the report of a run as HTML.
+
+    Args:
+        run: The run.
+        other: Another run to compare it with.
+    """
+    runs = [run] if other is None else [run, other]
+    if other is not None and run.name == other.name:
+        run, other = runs = [replace(each, name=str(each.path)) for each in runs]
+    charts = choose_charts(runs)
+    comparison, first = (Markup(), None) if other is None else _comparison(run, other)
+    style, script = (
+        resources.files("lockstep.report").joinpath("assets").joinpath(name).read_text("utf-8") for name in ASSETS
+    )
+    # What is not named is refused: nothing is loaded, and no script runs but the one of this page.
+    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}"
+    title = " and ".join(each.name for each in runs)
+    head = (
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=policy),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", f"{title} - lockstep report"),
+        element("style", Markup(style)),
+    )
+    data = {"runs": charts.runs, "first": first}
+    body = (
+        element("header", element("h1", title), _origin(runs), *(_figures(each, runs) for each in runs), comparison),
+        element("main", *_sections(runs, charts)),
+        element("script", script_data(data), type="application/json", id="data"),
+        element("script", Markup(script)),
+    )
+    return f"<!doctype html>\n{element('html', element('head', *head), element('body', *body), lang='en')}\n"
+
+
+ASSETS: Final = ("page.css", "page.js")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _origin(runs: Sequence[RunData]) -> Markup:
+    folders = " and ".join(str(run.path) for run in runs)
+    now = datetime.now(timezone.utc)
+    return element("p", f"{folders}, read on {now:%Y-%m-%d %H:%M} UTC by lockstep {__version__}", class_="quiet")
+
+
+def _figures(run: RunData, runs: Sequence[RunData]) -> Markup:
+    """Return the most important numbers of a run."""
+    figures: dict[str, object] = {}
+    if run.log is not None and run.log.num_entries:
+        figures["updates"] = f"{run.log.times.updates[-1]:.0f}"
+        figures["epochs"] = number(run.log.epochs.values[-1])
+        figures["time"] = _duration(run.log.times.values[-1])
+        for name in [each for each in run.log.series if each.endswith(("loss", "accuracy"))][:4]:
+            figures[name] = number(run.log.series[name].values[-1])
+    if run.final_intervals:
+        figures["retries"] = sum(each.retries for each in run.final_intervals)
+        figures["loss scale"] = number(run.final_intervals[-1].loss_scale)
+    figures["snapshots"] = len(run.snapshots)
+    if run.digests:
+        update, digest = list(run.digests.items())[-1]
+        figures[f"digest of update {update}"] = element("code", digest[:12], title=digest)
+    tiles = joined(*(element("div", element("dt", name), element("dd", value)) for name, value in figures.items()))
+    position = runs.index(run) + 1
+    label = element("p", element("span", "", class_=f"swatch r{position}"), run.name) if len(runs) > 1 else ""
+    return element("section", label, element("dl", tiles, class_="figures"), aria_label=f"Figures of {run.name}")
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration as people say it.
+
+    >>> _duration(28.04), _duration(3725.0), _duration(float("nan"))
+    ('28.0 s', '1 h 2 min', 'nan s')
+    """
+    if not IN_MINUTES <= seconds < math.inf:
+        return f"{seconds:.1f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def _comparison(run: RunData, other: RunData) -> tuple[Markup, float | None]:
+    """Return what compares two runs, and the first update that is known to differ."""
+    found = compare_runs(run.path, other.path)
+    logged = None if run.log is None or other.log is None else first_difference(run.log, other.log)
+    lines: list[object] = [element("strong", _digest_result(found))]
+    if run.log is not None and other.log is not None:
+        if logged is None:
+            lines.append("The values that both logs have are equal.")
+        else:
+            lines.append(f"The logs first differ in the entry of update {logged[0]:.0f}: {_listed(logged[1])}.")
+    both = (run, other)
+    conditions = {"recipe": [each.recipe for each in both], "kernel class": [each.kernel_class for each in both]}
+    for what, fields in conditions.items():
+        if all(fields):
+            names = [name for name in {**fields[0], **fields[1]} if fields[0].get(name) != fields[1].get(name)]
+            lines.append(f"The {what} differs in {_listed(names)}." if names else f"The {what} is the same.")
+        else:
+            lines.append(f"The {what} is not known of both runs.")
+    firsts = [each for each in (found.first, None if logged is None else logged[0]) if each is not None]
+    kind = "different" if firsts else "equal" if found.common else "unknown"
+    banner = element(
+        "section", *(element("p", line) for line in lines), class_=f"banner {kind}", aria_label="Comparison"
+    )
+    return banner, min(firsts, default=None)
+
+
+def _digest_result(found: Comparison) -> str:
+    if not found.common:
+        return "The runs have logged no digest of an update in common."
+    count = f"{len(found.common)} updates whose digests both runs have logged"
+    if found.first is None:
+        return f"Equal: all {count}, {found.common[0]} to {found.common[-1]}."
+    since = "" if found.equal is None else f" Update {found.equal} is equal."
+    differing = _listed(found.differing) if found.differing else "none; counters, options or positions differ"
+    return f"Different: update {found.first} is the first to differ, of {count}.{since} Tensors: {differing}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
+
+
+def _sections(runs: Sequence[RunData], charts: Charts) -> list[Markup]:
+    """Return all sections. Those without content are in the last one, with what would record it."""
+    thinned = (
+        f" Logs of many entries are thinned out: of each of {charts.bins} equal sections of the updates, the chart has "
+        "the smallest and the largest value. The table has all values."
+        if charts.bins
+        else ""
+    )
+    curves = joined(_charts(charts.curves), _folded("Values as a table", values_table(runs)))
+    times = times_section(runs)
+    contents: list[tuple[str, str, Markup | None, str]] = [
+        ("Curves", HINT + thinned, curves if charts.curves else None, "LogReport"),
+        ("Loss scale and retries", _constant(charts), _scaling(runs, charts), "RunRecord"),
+        ("Time", TIME, times or None, "RunRecord"),
+        ("Throughput", _throughput(charts), _charts(charts.throughput) if charts.throughput else None, "Throughput"),
+        ("Digests", "", digests_table(runs) if any(each.digests for each in runs) else None, "Snapshot"),
+        ("Snapshots", "", snapshots_table(runs) if any(each.snapshots for each in runs) else None, "Snapshot"),
+        ("Recipe", RECIPE, _fields(runs, [each.recipe for each in runs], "Recipe"), "RunRecord or Snapshot"),
+        (
+            "Kernel class",
+            KERNELS,
+            _fields(runs, [each.kernel_class for each in runs], "Kernel class"),
+            "RunRecord or Snapshot",
+        ),
+        ("Starts and resumes", "", sessions_table(runs) if any(each.sessions for each in runs) else None, "RunRecord"),
+    ]
+    shown = [
+        element("section", element("h2", title), element("p", text, class_="quiet") if text else "", content)
+        for title, text, content, _ in contents
+        if content is not None
+    ]
+    absent = [(title, extension) for title, _, content, extension in contents if content is None]
+    return [*shown, *_notes(runs, absent)]
+
+
+TIME: Final = (
+    "The mean over the updates that were measured, in the last start or resume of the run. On accelerators, an update "
+    "that is measured waits for the device at the end of each phase."
+)
+RECIPE: Final = "The result depends on these fields. The tensors of the model are at the end."
+KERNELS: Final = "Equal bits need equal kernels: these properties must be equal on all ranks."
+
+
+def _throughput(charts: Charts) -> str:
+    if any(title == RATE for title, _ in charts.throughput):
+        return "From the times in the log. Samples or tokens per second need the extension Throughput."
+    return ""
+
+
+def _constant(charts: Charts) -> str:
+    return f"Throughout: {'; '.join(charts.constant)}." if charts.constant else ""
+
+
+def _scaling(runs: Sequence[RunData], charts: Charts) -> Markup | None:
+    """Return the charts of what changes, if loss scale and retries are known; what does not is in the text."""
+    return _charts(charts.scaling) if charts.scaling or any(run.final_intervals for run in runs) else None
+
+
+def _charts(charts: Sequence[tuple[str, Sequence[str]]]) -> Markup:
+    """Return a place for each chart, which the script fills."""
+    if not charts:
+        return Markup()
+    boxes = (
+        element("figure", element("h3", title), class_="chart", data_names=_names(names)) for title, names in charts
+    )
+    note = element("noscript", element("p", "The charts need JavaScript, which is part of this page."))
+    return joined(note, element("div", *boxes, class_="charts"))
+
+
+def _names(names: Sequence[str]) -> Markup:
+    return script_data(list(names))
+
+
+def _fields(runs: Sequence[RunData], found: Sequence[dict[str, Any]], caption: str) -> Markup | None:
+    return _folded("All fields", fields_table(runs, found, caption=caption)) if any(found) else None
+
+
+def _folded(summary: str, content: Markup) -> Markup:
+    return element("details", element("summary", summary), content)
+
+
+def _notes(runs: Sequence[RunData], absent: Sequence[tuple[str, str]]) -> list[Markup]:
+    """Return what the page does not show, and why."""
+    lines = [
+        f"{title}: not recorded. Add lockstep.extensions.{extension} to the trainer." for title, extension in absent
+    ]
+    lines += [
+        f"{run.name}: {run.log.unreadable} lines of the log are no entries and were left out."
+        for run in runs
+        if run.log is not None and run.log.unreadable
+    ]
+    if not lines:
+        return []
+    items = joined(*(element("li", line) for line in lines))
+    return [element("section", element("h2", "Not on this page"), element("ul", items))]
