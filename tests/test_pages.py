@@ -28,6 +28,7 @@ PAGES = {
     "how-to/evaluation.md": 4,
     "how-to/logging.md": 2,
     "how-to/notebooks.md": 3,
+    "how-to/report.md": 2,
     "how-to/saving.md": 5,
     "how-to/trainer.md": 6,
     "modules.md": 5,

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from lockstep._version import __version__
-from lockstep.cli import compare, export, run, snapshots
+from lockstep.cli import compare, doctor, export, report, run, snapshots
 
-COMMANDS = (run, snapshots, compare, export)
+COMMANDS = (run, snapshots, compare, report, doctor, export)
 """The modules of the commands. Each adds its parser, and sets `call` to a function from options to exit code."""
 
 

@@ -45,4 +45,5 @@ from lockstep.replicas.pool import (
     ThreadSettings as ThreadSettings,
     Timeout as Timeout,
     fork_error as fork_error,
+    parse_devices as parse_devices,
 )

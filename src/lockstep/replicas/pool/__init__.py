@@ -11,6 +11,7 @@ from lockstep.replicas.pool.devices import (
     Devices as Devices,
     device_context as device_context,
     parse_device as parse_device,
+    parse_devices as parse_devices,
 )
 from lockstep.replicas.pool.interrupts import CallSigint as CallSigint, DeferredSigint as DeferredSigint
 from lockstep.replicas.pool.progress import samples_text as samples_text

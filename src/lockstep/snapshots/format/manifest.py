@@ -99,6 +99,11 @@ class Manifest:
         """The metrics as numbers, also those that are not finite."""
         return dict(decode(self.metrics, _no_tensor))
 
+    @property
+    def recipe_values(self) -> dict[str, Any]:
+        """The recipe as plain values."""
+        return dict(decode(self.recipe, _no_tensor))
+
     def tensor_digest(self, reference: Any) -> TensorDigest:
         """Return what stands for a tensor of a tree.
 

@@ -1,0 +1,185 @@
+"""Describe what a machine offers: processor, memory, devices, torch, the network and the disk."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from lockstep._version import __version__
+from lockstep.communicators import kernel_class
+from lockstep.replicas import parse_devices
+
+Facts: TypeAlias = dict[str, str]
+"""What is known, as text by name."""
+
+COMPILERS: Final = ("c++", "g++", "clang++")
+SYNCS: Final = 5
+"""The number of times that a file is synchronized with the disk; the median counts."""
+BLOCK: Final = bytes(4096)
+UNKNOWN: Final = "unknown"
+
+
+def describe_machine(folder: Path) -> dict[str, Facts]:
+    """Return what the machine offers, by topic.
+
+    Args:
+        folder: The folder for snapshots, in which a small file is written and removed.
+    """
+    return {
+        "processor": _processor(),
+        "devices": _devices(),
+        "torch": _torch(),
+        "network": _network(),
+        f"disk ({folder})": _disk(folder),
+    }
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    # Not every system has affinities.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def core_quota(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
+    """Return the number of cores that a container may keep busy; None if there is no limit.
+
+    Args:
+        limit: The file in which Linux has it.
+    """
+    try:
+        quota, period = limit.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
+    """Return the type of the file system of a folder.
+
+    Args:
+        folder: The folder.
+        mounts: The file in which Linux lists what is mounted.
+    """
+    try:
+        lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return UNKNOWN
+    resolved = folder.resolve()
+    found = [(fields[1], fields[2]) for fields in lines if len(fields) > 2 and resolved.is_relative_to(fields[1])]  # noqa: PLR2004 - place and type
+    return max(found, key=lambda each: len(each[0]))[1] if found else UNKNOWN
+
+
+def _processor() -> Facts:
+    quota = core_quota()
+    cores = f"{usable_cores()} of {os.cpu_count()}"
+    return {
+        "name": _match(r"^model name\s*: (.+)$", Path("/proc/cpuinfo")) or platform.processor() or platform.machine(),
+        "vector width": torch.backends.cpu.get_cpu_capability(),
+        "cores usable": cores if quota is None else f"{cores}, limited to the time of {quota:g}",
+        "memory": _memory(),
+    }
+
+
+def _match(pattern: str, path: Path) -> str:
+    """Return what a pattern finds in a file of the system; empty if there is no such file."""
+    try:
+        found = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def _memory() -> str:
+    total, free = (_match(rf"^{name}:\s+(\d+) kB$", Path("/proc/meminfo")) for name in ("MemTotal", "MemAvailable"))
+    return f"{int(free) / 2**20:.1f} of {int(total) / 2**20:.1f} GiB available" if total and free else UNKNOWN
+
+
+def _devices() -> Facts:
+    try:
+        devices = parse_devices("auto")
+    except ValueError as error:
+        return {'devices="auto"': f"refused: {error}"}
+    facts = {'devices="auto"': ", ".join(map(str, devices))}
+    for device in devices:
+        if device.type == "cuda":
+            about = torch.cuda.get_device_properties(device)
+            facts[str(device)] = f"{about.name}, {about.total_memory / 2**30:.0f} GiB, {about.major}.{about.minor}"
+    return facts
+
+
+def _torch() -> Facts:
+    backends: Any = torch.backends  # torch does not declare all of these
+    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    cuda = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
+    return {
+        "versions": f"lockstep {__version__}, torch {torch.__version__}{cuda}, Python {platform.python_version()}",
+        "BLAS": UNKNOWN if blas is None else blas[1],
+        "oneDNN": "enabled" if backends.mkldnn.enabled else "disabled",
+        "threads": f"{torch.get_num_threads()} within and {torch.get_num_interop_threads()} between operations; "
+        "lockstep uses one per device",
+        "C++ compiler": compiler or "none (needed by torch.compile and by the tests of the emulated accelerator)",
+    }
+
+
+def _network() -> Facts:
+    interfaces = ", ".join(name for _, name in socket.if_nameindex())
+    backends = [name for name in ("gloo", "nccl") if dist.is_available() and dist.is_backend_available(name)]
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "by the host name, unless lockstep run is used on one machine")
+    return {
+        "interfaces": interfaces,
+        "backends": ", ".join(backends) or "none",
+        "gloo uses": chosen,
+        "host name": f"{socket.gethostname()}, {host_address() or 'which has no address'}",
+    }
+
+
+def host_address() -> str | None:
+    """Return the address of this machine's host name; None if the name has none."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def _disk(folder: Path) -> Facts:
+    try:
+        free = shutil.disk_usage(folder).free
+        seconds = statistics.median(_sync_seconds(folder) for _ in range(SYNCS))
+    except OSError as error:
+        return {"writable": f"no: {error.strerror}", "file system": file_system(folder)}
+    return {
+        "writable": "yes",
+        "file system": file_system(folder),
+        "free": f"{free / 2**30:.1f} GiB",
+        "fsync of 4 KiB": f"{seconds * 1e3:.2f} ms",
+    }
+
+
+def _sync_seconds(folder: Path) -> float:
+    path = folder / f".lockstep-doctor-{os.getpid()}"
+    try:
+        with path.open("wb") as file:
+            start = time.perf_counter()
+            file.write(BLOCK)
+            file.flush()
+            os.fsync(file.fileno())
+            return time.perf_counter() - start
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def kernel_variables(variables: Mapping[str, str]) -> Facts:
+    """Return the environment variables that choose kernels."""
+    return {name[1:]: value for name, value in kernel_class([], variables).items() if name.startswith("$")}
