@@ -50,7 +50,7 @@ def middle(page: Page, share: float = 0.5) -> tuple[float, float]:
     page.evaluate(f"{LOSS}.scrollIntoView()")
     box = f"{LOSS}.querySelector(':scope > svg').getBoundingClientRect()"
     left, top, width, height = page.evaluate(f"(b => [b.left, b.top, b.width, b.height])({box})")
-    return left + 56 + share * (width - 66), top + height / 2
+    return left + 60 + share * (width - 70), top + height / 2
 
 
 def reading(page: Page) -> str:

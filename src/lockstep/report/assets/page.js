@@ -3,7 +3,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const SVG = "http://www.w3.org/2000/svg";
-  const MARGIN = { left: 56, right: 10, top: 10, bottom: 22 };
+  const MARGIN = { left: 60, right: 10, top: 10, bottom: 22 };
   const COLOURS = 8;
   const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 4"];
   const LISTED = 8; // the series of a chart that are shown at first
@@ -216,8 +216,8 @@
         });
       }
       if (!(bottom <= top)) [bottom, top] = [0, 1];
-      const space = top - bottom || Math.abs(top) * 0.1 || 1;
-      [this.bottom, this.top] = [bottom - space * 0.05, top + space * 0.05];
+      const space = top > bottom ? (top - bottom) * 0.05 : Math.abs(top) * 0.5 || 1;
+      [this.bottom, this.top] = [bottom - space, top + space];
     }
 
     drawAxes() {
