@@ -19,7 +19,7 @@ TESTS = Path(__file__).resolve().parents[1]
 FOLDERS = {"laws": "laws", "reference": "reference", "examples": "programs"}
 """The tiers of folders."""
 USES = {
-    "processes": {"launch", "multiprocessing", "num_workers", "spawn", "subprocess"},
+    "processes": {"NotebookClient", "launch", "multiprocessing", "num_workers", "spawn", "subprocess"},
     "laws": {"EQUAL", "PLACEMENTS", "digests"},
     "programs": {"runpy"},
     "compiled": {"fresh_compiler"},
