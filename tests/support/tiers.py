@@ -19,7 +19,15 @@ TESTS = Path(__file__).resolve().parents[1]
 FOLDERS = {"laws": "laws", "reference": "reference", "examples": "programs"}
 """The tiers of folders."""
 USES = {
-    "processes": {"launch", "multiprocessing", "num_workers", "spawn", "spawned_by_forks", "subprocess"},
+    "processes": {
+        "NotebookClient",
+        "launch",
+        "multiprocessing",
+        "num_workers",
+        "spawn",
+        "spawned_by_forks",
+        "subprocess",
+    },
     "laws": {"EQUAL", "PLACEMENTS", "digests"},
     "programs": {"runpy"},
     "compiled": {"fresh_compiler"},

@@ -21,6 +21,7 @@ from lockstep.extensions.observers import (
     ObserveValue as ObserveValue,
     ParameterStatistics as ParameterStatistics,
     Throughput as Throughput,
+    VariableStatisticsPlot as VariableStatisticsPlot,
 )
 from lockstep.extensions.plot_report import PlotReport as PlotReport
 from lockstep.extensions.print_report import PrintReport as PrintReport

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.data import BatchIterator
 from lockstep.errors import OrderError
-from lockstep.extensions.loggers.optional import check_installed, import_optional
+from lockstep.extensions.loggers import check_installed, import_optional
 from lockstep.metrics import Mean, Observed, as_mean
 from lockstep.state import check_keys
 from lockstep.trainer import EDITOR, Extension, Trainer

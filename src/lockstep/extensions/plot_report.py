@@ -16,6 +16,7 @@ from lockstep.triggers import TriggerSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_TIME_FRACTION = 0.05
 """The largest fraction of a run's time that is spent on plotting."""
@@ -51,7 +52,7 @@ class PlotReport(Extension):
         title: str | None = None,
         log_report: str = "LogReport",
     ) -> None:
-        _check_matplotlib()
+        check_matplotlib("PlotReport")
         self.keys = None if keys is None else tuple(keys)
         self.filename = filename
         self.trigger = trigger
@@ -104,11 +105,9 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
     """
     # Imported here, because it takes a second and only plots need it. The figure is created without pyplot, whose
     # state would be shared with your own figures.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - lazy, see above
     from matplotlib.figure import Figure  # noqa: PLC0415 - lazy, see above
 
     figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     figure.suptitle(title)
     for axes, (name, keys) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for key in keys:
@@ -120,7 +119,22 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
         axes.legend()
-    # Replaced in one step, because you may be viewing the image.
+    return save_figure(figure, path)
+
+
+def save_figure(figure: Figure, path: Path) -> Callable[[], bytes]:
+    """Write a figure to a file, which is replaced in one step, because you may be viewing the image.
+
+    Args:
+        figure: The figure.
+        path: The file; its extension determines the format.
+
+    Returns:
+        A function that returns the figure as an image in the format PNG.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - takes a second
+
+    canvas = FigureCanvasAgg(figure)
     new = path.with_name(f"{path.name}.new")
     canvas.print_figure(new, format=path.suffix.removeprefix(".") or "png", dpi=110)
     new.replace(path)
@@ -163,9 +177,16 @@ def _label(key: str) -> str:
     return "training" if source == "main" else source.removesuffix("/main") or key
 
 
-def _check_matplotlib() -> None:
-    """Check that matplotlib is installed."""
+def check_matplotlib(user: str) -> None:
+    """Check that matplotlib is installed.
+
+    Args:
+        user: The name of the class that requires it.
+
+    Raises:
+        ImportError: If it is not.
+    """
     try:
         import matplotlib.figure  # noqa: F401, PLC0415 - lazy, and only to check that it is installed
     except ImportError as error:
-        raise ImportError("PlotReport requires matplotlib. Install it: pip install 'lockstep-torch[plot]'.") from error
+        raise ImportError(f"{user} requires matplotlib. Install it: pip install 'lockstep-torch[plot]'.") from error

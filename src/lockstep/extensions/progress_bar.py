@@ -208,4 +208,4 @@ class _Lines:
         print(line, file=self._out, flush=True)
 
     def close(self) -> None:
-        """Do nothing: every line has been written."""
+        """Close the display. Every line has been written already."""
