@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -90,6 +91,7 @@ class GradientEngine:
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
         self._announced_batches = self.batches_per_update
+        self._most_batches = most_batches(recipe.accumulate)
         self._random_detector = GlobalRandomDetector()
         self.restart_checks()
 
@@ -117,11 +119,10 @@ class GradientEngine:
         self.watch.phase = "data loading"
         iterator = self.training.iterators[MAIN]
         number = self.batches_per_update
-        if number != self._announced_batches:
+        if number != self._announced_batches and self._ranks is not None:
+            # Workers have loaded samples of batches that are at another position in their update now.
             self._announced_batches = number
-            if self._ranks is not None:
-                # Workers have loaded samples of batches that are at another position in their update now.
-                iterator.load_only(self.own_samples)
+            iterator.load_only(self.own_samples)
         return read_batches(iterator, range(skip, skip + number))
 
     def plan(self, attempt: Attempt, context: UpdateContext) -> None:
@@ -131,7 +132,7 @@ class GradientEngine:
             ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
-        if not any(network.training for network in self.training.models.values()):
+        if not any(map(attrgetter("training"), self.training.models.values())):
             self.training.ensure_training_mode()
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
@@ -266,7 +267,7 @@ class GradientEngine:
         """
         prepared, request = self.prepared, attempt.request
         normalizer = attempt.gradient_context.normalizer
-        if request.inspect_shard is None and any(parameter.grad is not None for parameter in prepared.parameters):
+        if request.inspect_shard is None and {*map(attrgetter("grad"), prepared.parameters)} != {None}:
             check_no_leaked_gradients(prepared.named_parameters, request.wanted)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
@@ -326,7 +327,7 @@ class GradientEngine:
     def first_stream(self, computation: int = 0) -> int:
         """Return the position of the first random stream of an update's gradient, after `computation` earlier ones."""
         # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
-        first = self.training.iteration * most_batches(self.recipe.accumulate) * self.shards_per_batch
+        first = self.training.iteration * self._most_batches * self.shards_per_batch
         return first + computation_substream(computation) if computation else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
@@ -341,7 +342,8 @@ class GradientEngine:
     @property
     def batches_per_update(self) -> int:
         """The number of batches of the next update, unless the iterator ends before."""
-        return batches_per_update(self.recipe.accumulate, self.training.iterators[MAIN].epoch)
+        given = self.recipe.accumulate
+        return given if isinstance(given, int) else batches_per_update(given, self.training.iterators[MAIN].epoch)
 
     @property
     def shards_per_batch(self) -> int:
