@@ -93,6 +93,7 @@ class GradientEngine:
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
         self._announced_batches = self.batches_per_update
+        self._most_batches = most_batches(recipe.accumulate)
         self._random_detector = GlobalRandomDetector()
         self.restart_checks()
 
@@ -120,11 +121,10 @@ class GradientEngine:
         self.watch.phase = "data loading"
         iterator = self.training.iterators[MAIN]
         number = self.batches_per_update
-        if number != self._announced_batches:
+        if number != self._announced_batches and self.ranks is not None:
+            # Workers have loaded samples of batches that are at another position in their update now.
             self._announced_batches = number
-            if self.ranks is not None:
-                # Workers have loaded samples of batches that are at another position in their update now.
-                iterator.load_only(self.own_samples)
+            iterator.load_only(self.own_samples)
         return read_batches(iterator, range(skip, skip + number))
 
     def plan(self, attempt: Attempt, context: UpdateContext) -> None:
@@ -338,7 +338,7 @@ class GradientEngine:
     def first_stream(self, computation: int = 0) -> int:
         """Return the position of the first random stream of an update's gradient, after `computation` earlier ones."""
         # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
-        first = self.training.iteration * most_batches(self.recipe.accumulate) * self.shards_per_batch
+        first = self.training.iteration * self._most_batches * self.shards_per_batch
         return first + computation_substream(computation) if computation else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
@@ -353,7 +353,8 @@ class GradientEngine:
     @property
     def batches_per_update(self) -> int:
         """The number of batches of the next update, unless the iterator ends before."""
-        return batches_per_update(self.recipe.accumulate, self.training.iterators[MAIN].epoch)
+        given = self.recipe.accumulate
+        return given if isinstance(given, int) else batches_per_update(given, self.training.iterators[MAIN].epoch)
 
     @property
     def shards_per_batch(self) -> int:
