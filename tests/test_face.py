@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -145,7 +147,7 @@ def test_the_public_names(imported: dict[str, Any]) -> None:
         "streams",
         "strides",
     }
-    parts |= {"trainer", "tree", "updaters"}  # modules that Python binds because something imported them
+    parts |= {"trainer", "tree", "tuning", "updaters"}  # modules that Python binds because something imported them
     assert [name for name in imported["names"] if name not in parts] == PUBLIC
 
 
@@ -168,3 +170,12 @@ def test_to_import_it_takes_a_small_part_of_what_torch_takes(imported: dict[str,
     # The least of up to four, in time of the processor, for the machine may have other work; about 0.13 without.
     part = "part of torch's time"
     assert imported[part] < 0.25 or any(import_anew()[part] < 0.25 for _ in range(3))
+
+
+def test_no_module_takes_the_place_of_a_public_function() -> None:
+    import lockstep.cli.command  # noqa: F401, PLC0415 - it imports modules that nothing else does
+
+    for path in Path(ls.__file__).parent.iterdir():
+        if path.stem in PUBLIC and not isinstance(vars(ls)[path.stem], ModuleType):
+            assert path.suffix == ".py", f"importing {path.name}/ would replace lockstep.{path.stem}"
+    assert callable(ls.report)

@@ -20,12 +20,12 @@ from lockstep.extensions.observers import (
     ObserveLR as ObserveLR,
     ObserveValue as ObserveValue,
     ParameterStatistics as ParameterStatistics,
+    RunRecord as RunRecord,
     Throughput as Throughput,
     VariableStatisticsPlot as VariableStatisticsPlot,
 )
 from lockstep.extensions.plot_report import PlotReport as PlotReport
 from lockstep.extensions.print_report import PrintReport as PrintReport
 from lockstep.extensions.progress_bar import ProgressBar as ProgressBar
-from lockstep.extensions.run_record import RunRecord as RunRecord
 from lockstep.extensions.snapshot import Snapshot as Snapshot
 from lockstep.extensions.step_scheduler import StepScheduler as StepScheduler

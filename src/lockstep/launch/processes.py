@@ -224,7 +224,7 @@ class _Ranks:
 
 
 def _continue(process: SpawnProcess) -> None:
-    """Continue a process that is stopped, which would not see that it is to end."""
+    """Send SIGCONT to a process that is stopped, because it would not see that it is to end."""
     if process.is_alive() and process.pid is not None and hasattr(signal, "SIGCONT"):
         with suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGCONT)

@@ -20,7 +20,7 @@ from lockstep.updaters.ranks import BATCHES, Described, describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.step.assembly import Parts
-from lockstep.updaters.step.gathering import GatheredBatch
+from lockstep.updaters.gathering import GatheredBatch
 
 
 @dataclass(slots=True)

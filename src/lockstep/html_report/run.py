@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from lockstep import snapshots
-from lockstep.report.log import Log, read_log
+from lockstep.html_report.log import Log, read_log
 from lockstep.snapshots import Found, Manifest
 
 LOG: Final = "log.jsonl"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any, Final
 
-from lockstep.report.log import Series
-from lockstep.report.markup import Markup, element, joined, table
-from lockstep.report.run import RunData
+from lockstep.html_report.log import Series
+from lockstep.html_report.markup import Markup, element, joined, table
+from lockstep.html_report.run import RunData
 
 SHOWN_DIGEST: Final = 16
 """The number of hexadecimal digits of a digest that a table shows; the rest is its title."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lockstep.report.log import Log, Series, as_json, thin
-from lockstep.report.run import RunData
+from lockstep.html_report.log import Log, Series, as_json, thin
+from lockstep.html_report.run import RunData
 
 POINTS: Final = 300_000
 """The largest number of points on a page, about 5 MB."""

@@ -12,11 +12,11 @@ from importlib import resources
 from typing import Any, Final
 
 from lockstep._version import __version__
-from lockstep.report.charts import RATE, Charts, choose_charts
-from lockstep.report.log import first_difference
-from lockstep.report.markup import Markup, element, joined, script_data
-from lockstep.report.run import RunData
-from lockstep.report.sections import (
+from lockstep.html_report.charts import RATE, Charts, choose_charts
+from lockstep.html_report.log import first_difference
+from lockstep.html_report.markup import Markup, element, joined, script_data
+from lockstep.html_report.run import RunData
+from lockstep.html_report.sections import (
     digests_table,
     fields_table,
     number,
@@ -24,7 +24,7 @@ from lockstep.report.sections import (
     snapshots_table,
     values_table,
 )
-from lockstep.report.times import times_section
+from lockstep.html_report.times import times_section
 from lockstep.snapshots import Comparison, compare_runs
 
 IN_MINUTES: Final = 120
@@ -50,7 +50,7 @@ def render(run: RunData, other: RunData | None = None) -> str:
     charts = choose_charts(runs)
     comparison, first = (Markup(), None) if other is None else _comparison(run, other)
     style, script = (
-        resources.files("lockstep.report").joinpath("assets").joinpath(name).read_text("utf-8") for name in ASSETS
+        resources.files("lockstep.html_report").joinpath("assets").joinpath(name).read_text("utf-8") for name in ASSETS
     )
     # What is not named is refused: nothing is loaded, and no script runs but the one of this page.
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lockstep.report.markup import Markup, element, joined, table
-from lockstep.report.run import Interval, RunData
+from lockstep.html_report.markup import Markup, element, joined, table
+from lockstep.html_report.run import Interval, RunData
 
 WIDTH: Final = 1000
 """The width of a bar in the units of its picture, which is stretched to the page."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.report import read_run, render
-from tests.report.test_page import NASTY, write_nasty
+from lockstep.html_report import read_run, render
+from tests.html_report.test_page import NASTY, write_nasty
 from tests.support.chromium import Page, browser, find_chromium
 from tests.support.recorded import recorded_run
 

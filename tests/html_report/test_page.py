@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lockstep.cli import main
-from lockstep.report import read_run, render
-from lockstep.report.charts import choose_charts
+from lockstep.html_report import read_run, render
+from lockstep.html_report.charts import choose_charts
 from tests.support.recorded import recorded_run
 
 SECTIONS = [

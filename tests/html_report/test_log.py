@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.report.log import Log, Series, as_json, first_difference, read_log, thin
+from lockstep.html_report.log import Log, Series, as_json, first_difference, read_log, thin
 
 
 def write(path: Path, *entries: Any) -> Path:

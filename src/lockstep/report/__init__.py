@@ -1,4 +1,0 @@
-"""Report a run, or the comparison of two, as one HTML page made of what the runs have left in their folders."""
-
-from lockstep.report.page import render as render
-from lockstep.report.run import LOG as LOG, RunData as RunData, read_run as read_run
