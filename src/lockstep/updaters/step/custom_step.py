@@ -15,12 +15,12 @@ from lockstep.precision import MovingScale, asks_for_closure
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, GradientRequest, UpdateContext
 from lockstep.updaters.batch_loss import BatchLoss
+from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.ranks import BATCHES, Described, describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.step.assembly import Parts
-from lockstep.updaters.gathering import GatheredBatch
 
 
 @dataclass(slots=True)
