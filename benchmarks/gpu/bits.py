@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from models import TASKS, Task, mlp
+from report import Report
 from training import counted, trained, updater_of
 
 from lockstep.precision import DynamicLossScale
-from report import Report
 
 NUM_SHARDS = (1, 4, 8)
 OVERFLOWING = 2.0**24

@@ -13,12 +13,12 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from models import Task
+from report import Report
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import digest_of
 
 import lockstep as ls
-from report import Report
 
 NUM_SHARDS = 16
 BATCH_SIZE = 256

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import TASKS, Task, loss_fn, mlp
+from report import Report
 from torch.profiler import ProfilerActivity, profile
 from training import counted, digest_of, trained, updater_of
 
 import lockstep as ls
 from lockstep.precision import DynamicLossScale
-from report import Report
 
 HERE = Path(__file__).resolve().parent
 NUM_SHARDS = 4

@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 from models import LanguageModel, Task, loss_fn, mlp, resnet
+from report import Report
 from training import updater_of
 
 from lockstep.precision import DynamicLossScale
-from report import Report
 from streams import synchronize
 
 TARGET = 0.98

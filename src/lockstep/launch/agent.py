@@ -26,8 +26,10 @@ from lockstep.launch.rank import loopback_interface
 
 SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """The signals that the agent passes on to its processes. By default torch leaves out SIGUSR1, which schedulers send."""
-RENDEZVOUS_OPTIONS: Final = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+RENDEZVOUS_OPTIONS: Final = "keep_alive_interval=1,keep_alive_max_attempt=3"
 """Options by which a machine that is gone is noticed after seconds; with torch's defaults it takes a minute."""
+LAST_CALL_MARGIN: Final = 3
+"""Seconds that machines which are there wait for others longer than the processes of these may take to end."""
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,19 @@ class Run:
             meeting = ["--nnodes", self.nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", self.rendezvous]
             # torch recognizes its own machine by host name only, and might find no machine to host the store.
             hosts = ",is_host=1" if is_own_address(self.rendezvous.rpartition(":")[0]) else ""
-            meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS_OPTIONS + hosts]
+            # While a machine ends its processes to let another one join, the other must not begin without it: each
+            # would interrupt the other for ever.
+            last_call = f",last_call_timeout={self._seconds_to_end() + LAST_CALL_MARGIN}"
+            meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS_OPTIONS + last_call + hosts]
             meeting += ["--local-addr", self.address] if self.address else []
         start = ["--nproc-per-node", self.num_processes, "--max-restarts", str(self.max_restarts)]
         start += ["--signals-to-handle", SIGNALS]
         module = ["--module"] if self.as_module else []
         return [*meeting, *start, *module, self.script, *self.arguments]
+
+    def _seconds_to_end(self) -> int:
+        """Return the seconds that the processes have after a signal before they are killed."""
+        return self.shutdown_timeout or int(os.environ.get(SHUTDOWN_ENV, SHUTDOWN_TIMEOUT))
 
     def prepare(self, variables: MutableMapping[str, str]) -> None:
         """Set the environment variables that the agent and its processes read.
