@@ -233,7 +233,7 @@ CUDA_SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "name", "value"), CUDA_SETTINGS, ids=lambda each: str(each)[:50])
+@pytest.mark.parametrize(("owner", "name", "value"), CUDA_SETTINGS, ids=[each[1] for each in CUDA_SETTINGS])
 def test_each_setting_that_chooses_kernels_of_cuda_is_described(owner: object, name: str, value: object) -> None:
     before = _describe_cuda_settings()
     with pytest.MonkeyPatch.context() as patch:
