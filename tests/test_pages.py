@@ -82,7 +82,7 @@ WORDS_OF_A_PAGE = 2_000
 KINDS = r"py|toml|md|txt|json|sh|sbatch|yaml|svg|png"
 NOT_OURS = {"train.py"}
 """Files of the reader."""
-STARTS = [ROOT, ROOT / "src" / "lockstep", ROOT / "docs", ROOT / "tests"]
+STARTS = [ROOT, ROOT / "src" / "lockstep", ROOT / "docs", ROOT / "tests", ROOT / "examples" / "libraries"]
 """Where a path on a page may begin."""
 
 pages = pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -235,10 +235,12 @@ CUDA_SETTINGS = [
 
 @pytest.mark.parametrize(("owner", "name", "value"), CUDA_SETTINGS, ids=[each[1] for each in CUDA_SETTINGS])
 def test_each_setting_that_chooses_kernels_of_cuda_is_described(owner: object, name: str, value: object) -> None:
-    before = _describe_cuda_settings()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, value)
+    before, usual = _describe_cuda_settings(), getattr(owner, name)
+    try:
+        setattr(owner, name, value)
         assert _describe_cuda_settings() != before
+    finally:
+        setattr(owner, name, usual)
     assert _describe_cuda_settings() == before
 
 
