@@ -31,7 +31,8 @@ class DigestLog:
         """Append the digest of what an update measured and of the state that it left."""
         models = updater.get_all_models()
         self.record(
-            [_measured(each) for each in (result, *result.parts.values())],
+            # Another checkout may say of no part that it was applied; the weights below show it.
+            [result.applied, *map(_measured, (result, *result.parts.values()))],
             {name: model.state_dict() for name, model in models.items()},
             {name: [each.grad for each in model.parameters()] for name, model in models.items()},
             {name: updater.master_weights(name) for name in models},
@@ -47,7 +48,7 @@ def _measured(result: ls.UpdateResult) -> list[Any]:
     # Another checkout may not count skipped updates, or not leave them out of means. Their loss is compared below.
     observed = {} if result.nonfinite is not None else result.observation()
     means = {name: [mean.total, mean.weight] for name, mean in observed.items() if not name.endswith("skipped")}
-    flags = [result.applied, result.tries, result.loss_scale, result.nonfinite]
+    flags = [result.tries, result.loss_scale, result.nonfinite]
     return [flags, result.weight, result.loss, list(result.parts), _plain(means)]
 
 
