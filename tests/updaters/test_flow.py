@@ -19,9 +19,9 @@ from tests.support import flow
 
 # calls, modules, changes of file; None where nothing is held
 BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
-    # One module and change of file more than at first: an update reads as many batches as its epoch accumulates.
+    # One change of file more than at first: reading a varying number of batches is a function of its own.
     "update, 2 devices, 2 shards": (180, 40, 111),
-    "update, 1 device, 1 shard": (110, 33, 80),
+    "update, 1 device, 1 shard": (110, 32, 80),
     "update, rank 0 of 2, main thread": (250, None, None),
     "ReplicaGroup.forward and backward, 2 devices": (250, None, None),
 }

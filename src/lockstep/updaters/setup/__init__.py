@@ -5,11 +5,11 @@ from lockstep.updaters.setup.accumulation import (
     Accumulation as Accumulation,
     batches_per_update as batches_per_update,
     most_batches as most_batches,
-    read_batches as read_batches,
 )
 from lockstep.updaters.setup.batches import (
     Converter as Converter,
     batch_size as batch_size,
+    read_batches as read_batches,
     shard_tensors as shard_tensors,
 )
 from lockstep.updaters.setup.names import (

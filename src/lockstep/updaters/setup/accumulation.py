@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
-from lockstep.data import Iterator
 from lockstep.integers import check_integer
-from lockstep.stopping import STOP
 
 Accumulation: TypeAlias = "int | Mapping[int, int] | Callable[[int], int]"
 """The number of batches of one update; or a mapping from the epoch at which a number begins to hold, to the number; or
@@ -86,28 +84,3 @@ def most_batches(accumulate: Accumulation) -> int:
     if isinstance(accumulate, int):
         return accumulate
     return max(accumulate.values()) if isinstance(accumulate, Mapping) else FUNCTION_LIMIT
-
-
-def read_batches(iterator: Iterator, ahead: range) -> list[Any]:
-    """Read batches of an iterator without advancing it; fewer, or none, where it ends.
-
-    Args:
-        iterator: The iterator.
-        ahead: The positions of the batches, counted from the next one.
-
-    Raises:
-        SignalExit: If a signal ends the run.
-    """
-    batches: list[Any] = []
-    # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
-    STOP.waits = True
-    try:
-        if STOP.received:
-            STOP.end_wait()
-        for position in ahead:
-            batches.append(iterator.peek(position))  # noqa: PERF401 - what came first is kept
-    except StopIteration:
-        pass
-    finally:
-        STOP.waits = False
-    return batches

@@ -1,4 +1,4 @@
-"""Create the tensors of a shard from a batch of samples, or from tensors that hold the whole batch."""
+"""Read batches, and create the tensors of a shard from samples or from tensors that hold the whole batch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from lockstep import nest
-from lockstep.data import Samples
+from lockstep.data import Iterator, Samples
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import copy_to_device
 from lockstep.replicas import BatchDim, count_samples, dims_by_path, named_inputs, positive_dim
+from lockstep.stopping import STOP
 
 CUTTING: Final = (
     "Tuples, lists, dicts and dataclasses of tensors are cut into shards, by default along the first dimension of "
@@ -24,6 +25,31 @@ CUTTING: Final = (
 
 Converter: TypeAlias = Callable[[Sequence[Any], torch.device], Any]
 """Called as ``converter(samples, device)``; returns the tensors of a shard on that device."""
+
+
+def read_batches(iterator: Iterator, ahead: range) -> list[Any]:
+    """Read batches of an iterator without advancing it; fewer, or none, where it ends.
+
+    Args:
+        iterator: The iterator.
+        ahead: The positions of the batches, counted from the next one.
+
+    Raises:
+        SignalExit: If a signal ends the run.
+    """
+    batches: list[Any] = []
+    # Nothing has changed since the last update, so a signal that ends the run need not wait for data.
+    STOP.waits = True
+    try:
+        if STOP.received:
+            STOP.end_wait()
+        for position in ahead:
+            batches.append(iterator.peek(position))  # noqa: PERF401 - what came first is kept
+    except StopIteration:
+        pass
+    finally:
+        STOP.waits = False
+    return batches
 
 
 def batch_size(batch: Any, batch_dim: BatchDim = 0) -> int:

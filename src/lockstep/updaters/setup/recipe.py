@@ -12,6 +12,7 @@ from torch.nn.modules.loss import _Loss
 from lockstep.integers import check_integer
 from lockstep.precision import Precision, parse_precision
 from lockstep.replicas import BatchDim, BufferRule, check_dims
+from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.setup.accumulation import Accumulation, check_accumulation
 from lockstep.updaters.setup.batches import Converter
@@ -83,13 +84,14 @@ class Recipe:
         Raises:
             ValueError: If there is such an option.
         """
+        several = "a BatchLoss" if isinstance(self.loss_fn, BatchLoss) else "a step function or LBFGS"
         if self.accumulate != 1:
             raise ValueError(
-                f"`accumulate` must be 1 with a step function or LBFGS, got {self.accumulate}. Use larger batches with "
-                "more shards instead."
+                f"`accumulate` must be 1 with {several}, got {self.accumulate}. Use larger batches with more shards "
+                "instead."
             )
         if self.on_overflow == "next":
-            raise ValueError("`on_overflow` must be 'retry' or 'skip' with a step function or LBFGS, got 'next'.")
+            raise ValueError(f"`on_overflow` must be 'retry' or 'skip' with {several}, got 'next'.")
 
 
 def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> None:

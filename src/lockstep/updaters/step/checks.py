@@ -97,7 +97,7 @@ def check_carried(carried: object, recipe: Recipe, *, custom_step: bool) -> None
             "lockstep.Carried(initial_values)."
         )
     if carried is not None and (recipe.accumulate != 1 or custom_step):
-        several = "a step function or an optimizer whose step requires a closure"
+        several = "a step function, a BatchLoss, or an optimizer whose step requires a closure"
         got = several if custom_step else f"accumulate={recipe.accumulate}"
         raise ValueError(
             f"`carried` must be None unless an update has one batch and one gradient, got {got}. The values after a "
