@@ -67,6 +67,15 @@ def test_a_run_without_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.endswith(f"no update in common. There is no folder {tmp_path / 'typo'}.\n")
 
 
+def test_a_file_instead_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["snapshots", str(file)]) == 1
+    assert capsys.readouterr().err == f"There are no snapshots in {file}.\n"
+    assert main(["compare", str(tmp_path), str(file)]) == 2
+    assert capsys.readouterr().err.endswith(f"no update in common. There is no folder {file}.\n")
+
+
 def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a")
     run(tmp_path / "b", updates=5)

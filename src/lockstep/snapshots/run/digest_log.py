@@ -166,7 +166,7 @@ def _read(path: Path) -> list[tuple[str, Record]]:
     """Read the records of a file with their conditions. Lines that cannot be read end the log."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     found: list[tuple[str, Record]] = []
     conditions, names = "", list[str]()
