@@ -106,3 +106,10 @@ def test_other_recipes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run(tmp_path / "b", lr=0.2)
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "The recipes differ in: optimizer.lr." in capsys.readouterr().out
+
+
+def test_a_field_that_only_one_recipe_has_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a", small_content(recipe={"batches_of": None, "seed": 1}))
+    write(tmp_path / "b", small_content(recipe={"seed": 1}))
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "The recipes differ in: batches_of." in capsys.readouterr().out
