@@ -283,7 +283,7 @@ class Snapshot(Extension):
         conditions = _digest_of([recipe, content.kernel_class])
         # A run that was interrupted in this process continues its log, too.
         resumed_at = trainer.updater.iteration or None
-        log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at, writes=True)
+        log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at)
         if source is not None and source.same_kernels and not source.accepted:
             # The digests of snapshots whose tensors are damaged are as good as those of others.
             log.expect(_records(trainer.out, found, self._run_id))
