@@ -118,4 +118,4 @@ def _conclusion(findings: Sequence[Finding], groups: Sequence[Sequence[Outcome]]
 
 
 def _wrapped(text: str, *, indent: int) -> str:
-    return textwrap.fill(text, COLUMNS, subsequent_indent=" " * indent, drop_whitespace=True) + "\n"
+    return textwrap.fill(text, COLUMNS, subsequent_indent=" " * indent) + "\n"

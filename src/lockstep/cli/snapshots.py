@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import SnapshotError
-from lockstep.snapshots import Found, Manifest, list as list_snapshots, verify
+from lockstep.snapshots import Found, list as list_snapshots, verify
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
@@ -58,7 +58,7 @@ def _described(found: Found) -> str:
     """Return the line of a snapshot."""
     if found.manifest is None:
         return f"{found.path.name}  "
-    manifest: Manifest = found.manifest
+    manifest = found.manifest
     size = sum(file.bytes for file in manifest.files.values())
     written = datetime.fromtimestamp(found.path.stat().st_mtime, tz=timezone.utc)
     values = "".join(f"  {name} = {value:.6g}" for name, value in manifest.metric_values.items())

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import secrets
-import time
 import warnings
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -330,7 +329,6 @@ def _about(trainer: Trainer) -> dict[str, Any]:
     """Describe where a snapshot is written, for people."""
     updater = trainer.updater
     return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "devices": [str(device) for device in updater.devices],
         "processes": updater.communicator.size,
     }
