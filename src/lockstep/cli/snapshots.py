@@ -6,13 +6,10 @@ import argparse
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SnapshotError
 from lockstep.snapshots import Found, list as list_snapshots, verify
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
 
 DESCRIPTION = """
 List the snapshots of a run. With --verify, read every byte of them, and compare it with the digests in the manifest.
