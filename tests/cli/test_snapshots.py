@@ -67,6 +67,15 @@ def test_a_run_without_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.endswith(f"no update in common. There is no folder {tmp_path / 'typo'}.\n")
 
 
+def test_a_file_instead_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["snapshots", str(file)]) == 1
+    assert capsys.readouterr().err == f"There are no snapshots in {file}.\n"
+    assert main(["compare", str(tmp_path), str(file)]) == 2
+    assert capsys.readouterr().err.endswith(f"no update in common. There is no folder {file}.\n")
+
+
 def test_equal_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a")
     run(tmp_path / "b", updates=5)
@@ -97,3 +106,10 @@ def test_other_recipes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     run(tmp_path / "b", lr=0.2)
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     assert "The recipes differ in: optimizer.lr." in capsys.readouterr().out
+
+
+def test_a_field_that_only_one_recipe_has_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a", small_content(recipe={"batches_of": None, "seed": 1}))
+    write(tmp_path / "b", small_content(recipe={"seed": 1}))
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "The recipes differ in: batches_of." in capsys.readouterr().out

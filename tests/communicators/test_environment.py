@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from functools import partial
 
 import pytest
@@ -110,6 +111,15 @@ def test_a_timeout_in_the_environment_that_is_no_number() -> None:
         timeout_for(None, {"LOCKSTEP_TIMEOUT": "soon"})
     assert timeout_for(None, {"LOCKSTEP_TIMEOUT": "2.5"}) == 2.5
     assert timeout_for(None, {}) == timeout_for(None, {"LOCKSTEP_TIMEOUT": ""}) == 60.0
+
+
+def test_a_shutdown_timeout_in_the_environment_that_is_no_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before any process has started; otherwise nothing would end those that have."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
+    for start in (partial(ls.launch, print), partial(Run, "train.py")):
+        with pytest.raises(ValueError, match="`TORCH_ELASTIC_SHUTDOWN_TIMEOUT` in the environment must be an integer"):
+            start()
+    assert multiprocessing.active_children() == []
 
 
 def test_what_is_written_for_a_process_is_what_it_reads() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lockstep.cli.subparsers import Subparsers
 from lockstep.snapshots import Comparison, compare_runs
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
 
 DESCRIPTION = """
 Compare two runs by the digests that they have logged and by the manifests of their snapshots. No tensor is read. The

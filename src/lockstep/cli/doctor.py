@@ -9,8 +9,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from lockstep.cli.subparsers import Subparsers
 from lockstep.doctor import (
     Facts,
     Finding,
@@ -21,9 +22,6 @@ from lockstep.doctor import (
     is_sound,
     run_self_test,
 )
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
 
 DESCRIPTION = """
 Show what this machine offers, find settings that would break the determinism guarantee or keep a run from working, and
@@ -118,4 +116,4 @@ def _conclusion(findings: Sequence[Finding], groups: Sequence[Sequence[Outcome]]
 
 
 def _wrapped(text: str, *, indent: int) -> str:
-    return textwrap.fill(text, COLUMNS, subsequent_indent=" " * indent, drop_whitespace=True) + "\n"
+    return textwrap.fill(text, COLUMNS, subsequent_indent=" " * indent) + "\n"

@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SnapshotError
 from lockstep.snapshots import export_hf, export_torch
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
 
 DESCRIPTION = """
 Write the newest whole snapshot of a run, or a certain snapshot, for other programs. With --to torch, PATH is a file for

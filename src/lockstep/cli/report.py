@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lockstep.cli.subparsers import Subparsers
 from lockstep.html_report import LOG, read_run, render
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
 
 DESCRIPTION = """
 Write one HTML page about a run, which opens without a network: curves, loss scale and retries, time per phase and

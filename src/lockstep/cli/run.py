@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
+from lockstep.cli.subparsers import Subparsers
 from lockstep.launch import Run, run
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
 
 DESCRIPTION = """
 Start a script on several processes of this machine, or of several machines: run the same command on each.

@@ -6,13 +6,10 @@ import argparse
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SnapshotError
-from lockstep.snapshots import Found, Manifest, list as list_snapshots, verify
-
-if TYPE_CHECKING:
-    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001 - argparse names it no other way
+from lockstep.snapshots import Found, list as list_snapshots, verify
 
 DESCRIPTION = """
 List the snapshots of a run. With --verify, read every byte of them, and compare it with the digests in the manifest.
@@ -58,7 +55,7 @@ def _described(found: Found) -> str:
     """Return the line of a snapshot."""
     if found.manifest is None:
         return f"{found.path.name}  "
-    manifest: Manifest = found.manifest
+    manifest = found.manifest
     size = sum(file.bytes for file in manifest.files.values())
     written = datetime.fromtimestamp(found.path.stat().st_mtime, tz=timezone.utc)
     values = "".join(f"  {name} = {value:.6g}" for name, value in manifest.metric_values.items())

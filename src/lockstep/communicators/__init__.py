@@ -13,15 +13,15 @@ from lockstep.communicators.comparison import (
 )
 from lockstep.communicators.environment import (
     BRIEF_ENV as BRIEF_ENV,
+    SHUTDOWN_ENV as SHUTDOWN_ENV,
     TIMEOUT_ENV as TIMEOUT_ENV,
     RunEnvironment as RunEnvironment,
     read_environment as read_environment,
+    shutdown_timeout_for as shutdown_timeout_for,
     timeout_for as timeout_for,
 )
 from lockstep.communicators.failures import (
     AGENT_ENV as AGENT_ENV,
-    SHUTDOWN_ENV as SHUTDOWN_ENV,
-    SHUTDOWN_TIMEOUT as SHUTDOWN_TIMEOUT,
     AgentDeadline as AgentDeadline,
     Watch as Watch,
     end_with_parent as end_with_parent,

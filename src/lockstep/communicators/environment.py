@@ -17,6 +17,10 @@ TIMEOUT_ENV = "LOCKSTEP_TIMEOUT"
 """The variable that holds how many seconds a rank waits for another."""
 BRIEF_ENV = "LOCKSTEP_BRIEF"
 """The variable that is set when all ranks of a machine write to the same console."""
+SHUTDOWN_ENV = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""The variable by which torchrun's agent knows how many seconds its processes have after a signal."""
+SHUTDOWN_TIMEOUT = 30
+"""Seconds that the processes have to write their state and end after a signal, before they are killed."""
 FIRST_RESERVED_STEP = 0xFFFF_FFF0
 """SLURM uses step numbers from this one on for the batch script and for interactive shells."""
 
@@ -207,3 +211,15 @@ def timeout_for(timeout: float | None, variables: Mapping[str, str]) -> float:
         rule = "finite; a day is 86400" if timeout == inf else "more than 0 seconds"
         raise ValueError(f"`timeout` must be {rule}, got {timeout:g}.")
     return timeout
+
+
+def shutdown_timeout_for(variables: Mapping[str, str]) -> int:
+    """Return how many seconds processes have to write their state and end after a signal, before they are killed.
+
+    Args:
+        variables: The environment variables, such as `os.environ`.
+
+    Raises:
+        ValueError: If the variable ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` does not hold an integer.
+    """
+    return _read_integer(variables, SHUTDOWN_ENV, SHUTDOWN_TIMEOUT)

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import secrets
-import time
 import warnings
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
@@ -283,7 +282,7 @@ class Snapshot(Extension):
         conditions = _digest_of([recipe, content.kernel_class])
         # A run that was interrupted in this process continues its log, too.
         resumed_at = trainer.updater.iteration or None
-        log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at, writes=True)
+        log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at)
         if source is not None and source.same_kernels and not source.accepted:
             # The digests of snapshots whose tensors are damaged are as good as those of others.
             log.expect(_records(trainer.out, found, self._run_id))
@@ -330,7 +329,6 @@ def _about(trainer: Trainer) -> dict[str, Any]:
     """Describe where a snapshot is written, for people."""
     updater = trainer.updater
     return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "devices": [str(device) for device in updater.devices],
         "processes": updater.communicator.size,
     }

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,8 +18,8 @@ from lockstep.communicators import (
     AGENT_ENV,
     BRIEF_ENV,
     SHUTDOWN_ENV,
-    SHUTDOWN_TIMEOUT,
     TIMEOUT_ENV,
+    shutdown_timeout_for,
     timeout_for,
 )
 from lockstep.launch.rank import loopback_interface
@@ -75,6 +75,7 @@ class Run:
         if self.shutdown_timeout is not None and self.shutdown_timeout < 1:
             raise ValueError(f"`shutdown_timeout` must be at least 1, got {self.shutdown_timeout}.")
         timeout_for(self.timeout, {})
+        self._seconds_to_end(os.environ)
 
     def command_line(self) -> list[str]:
         """Return the arguments for torchrun."""
@@ -85,7 +86,7 @@ class Run:
             hosts = ",is_host=1" if is_own_address(self.rendezvous.rpartition(":")[0]) else ""
             # While a machine ends its processes to let another one join, the other must not begin without it: each
             # would interrupt the other for ever.
-            last_call = f",last_call_timeout={self._seconds_to_end() + LAST_CALL_MARGIN}"
+            last_call = f",last_call_timeout={self._seconds_to_end(os.environ) + LAST_CALL_MARGIN}"
             meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS_OPTIONS + last_call + hosts]
             meeting += ["--local-addr", self.address] if self.address else []
         start = ["--nproc-per-node", self.num_processes, "--max-restarts", str(self.max_restarts)]
@@ -93,9 +94,9 @@ class Run:
         module = ["--module"] if self.as_module else []
         return [*meeting, *start, *module, self.script, *self.arguments]
 
-    def _seconds_to_end(self) -> int:
+    def _seconds_to_end(self, variables: Mapping[str, str]) -> int:
         """Return the seconds that the processes have after a signal before they are killed."""
-        return self.shutdown_timeout or int(os.environ.get(SHUTDOWN_ENV, SHUTDOWN_TIMEOUT))
+        return self.shutdown_timeout or shutdown_timeout_for(variables)
 
     def prepare(self, variables: MutableMapping[str, str]) -> None:
         """Set the environment variables that the agent and its processes read.
@@ -111,9 +112,7 @@ class Run:
         variables[AGENT_ENV] = str(os.getpid())
         variables[TIMEOUT_ENV] = f"{self.timeout:g}"
         variables.setdefault("OMP_NUM_THREADS", "1")
-        if self.shutdown_timeout is not None:
-            variables[SHUTDOWN_ENV] = str(self.shutdown_timeout)
-        variables.setdefault(SHUTDOWN_ENV, str(SHUTDOWN_TIMEOUT))
+        variables[SHUTDOWN_ENV] = str(self._seconds_to_end(variables))
         # Otherwise gloo and the store print a warning for each broken connection.
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if not self.rendezvous:

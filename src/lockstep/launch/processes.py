@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 
-from lockstep.communicators import SHUTDOWN_ENV, SHUTDOWN_TIMEOUT, RunEnvironment, timeout_for
+from lockstep.communicators import RunEnvironment, shutdown_timeout_for, timeout_for
 from lockstep.errors import PeerError
 from lockstep.launch.outcome import Outcome, first_cause
 from lockstep.launch.rank import run_rank
@@ -56,7 +56,8 @@ def launch(
         What the ranks returned, in order of ranks.
 
     Raises:
-        ValueError: If a number is out of range, or a new process cannot import `main`.
+        ValueError: If a number is out of range, ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is not an integer, or a new process
+            cannot import `main`.
         TypeError: If `main` is not callable, or an argument cannot be pickled.
         PeerError: If a rank raised, exited or was killed. It names the rank and holds its traceback.
     """
@@ -131,6 +132,8 @@ class _Ranks:
         self._size = size
         self._call = call
         self._timeout = timeout
+        # Read before any process starts: an error when they are to end would leave them behind.
+        self._shutdown_timeout = shutdown_timeout_for(os.environ)
         self._store: TCPStore | None = None
         self._processes: list[SpawnProcess] = []
         self._messages: list[Connection] = []
@@ -173,7 +176,7 @@ class _Ranks:
             process.terminate()
             _continue(process)
         # A rank with a Snapshot extension writes its state first; any other ends at once.
-        _join_processes(self._processes, float(os.environ.get(SHUTDOWN_ENV, SHUTDOWN_TIMEOUT)))
+        _join_processes(self._processes, self._shutdown_timeout)
         for process in self._processes:
             process.kill()
         _join_processes(self._processes, KILL_TIMEOUT)

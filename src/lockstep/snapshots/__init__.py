@@ -19,6 +19,7 @@ from lockstep.snapshots.interchange import (
 from lockstep.snapshots.reading import (
     Found as Found,
     Snapshot as Snapshot,
+    damaged_manifests as damaged_manifests,
     list_snapshots as list,  # noqa: A004 - it is called as `ls.snapshots.list`
     load as load,
     newest_whole as newest_whole,
@@ -32,7 +33,6 @@ from lockstep.snapshots.run import (
     RecordingWriter as RecordingWriter,
     Resumption as Resumption,
     compare_runs as compare_runs,
-    damaged_manifests as damaged_manifests,
     find as find,
     first_rank_in_folder as first_rank_in_folder,
     prepare as prepare,

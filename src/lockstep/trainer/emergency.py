@@ -11,7 +11,7 @@ from lockstep.trainer.trainer import Trainer
 
 
 def reason_of(error: BaseException | None, rank: int) -> str | None:
-    """Return why the end of a run is a snapshot.
+    """Return why a snapshot is written at the end of a run.
 
     Args:
         error: The exception that ends the run, if there is one.

@@ -211,6 +211,11 @@ def test_what_does_not_match_is_an_error_that_changes_nothing() -> None:
     assert set(found.unfit) == {"0.weight"}
 
 
+def test_what_no_checkpoint_of_lightning_is_lacks_the_model() -> None:
+    with pytest.raises(ls.StateError, match=r"missing \(3\) +model\n"):
+        ls.snapshots.import_lightning(built("sgd"), plain()[0].state_dict())
+
+
 def test_a_model_of_transformers_is_read_by_from_pretrained(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)

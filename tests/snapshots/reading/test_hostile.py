@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from lockstep.errors import SnapshotError
-from lockstep.snapshots import Limits, load
+from lockstep.snapshots import Limits, damaged_manifests, load
+from lockstep.snapshots.format import MANIFEST
 from tests.support.audit import Audit
 from tests.support.snapshots import small_content, write
 
@@ -195,6 +196,16 @@ def test_some_mutants_raise_only_our_error(memory_path: Path) -> None:
 def test_100_000_mutants_raise_only_our_error(memory_path: Path, seed: int) -> None:
     [folder] = write(memory_path, small_content())
     run_mutants(folder, seed, 5000)
+
+
+def test_the_manifest_of_a_damaged_snapshot_is_read_with_the_same_care(tmp_path: Path) -> None:
+    """Opened as a plain file, a pipe would wait for a writer for ever."""
+    whole, pipe = write(tmp_path, small_content(update=1), small_content(update=2))
+    (pipe / MANIFEST).unlink()
+    os.mkfifo(pipe / MANIFEST)
+    for each in (whole, pipe):
+        each.rename(each.with_name(f"damaged-{each.name}"))
+    assert [each.update for each in damaged_manifests(tmp_path)] == [1]
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "snapshot.json"])

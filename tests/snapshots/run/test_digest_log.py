@@ -12,7 +12,7 @@ def record(update: int, **tensors: str) -> Record:
 
 
 def opened(out: Path, conditions: str = "c", *, resumed_at: int | None = None) -> DigestLog:
-    return DigestLog(out, conditions=conditions, resumed_at=resumed_at, writes=True)
+    return DigestLog(out, conditions=conditions, resumed_at=resumed_at)
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from lockstep.communicators.failures.exits import (
     AGENT_ENV as AGENT_ENV,
-    SHUTDOWN_ENV as SHUTDOWN_ENV,
-    SHUTDOWN_TIMEOUT as SHUTDOWN_TIMEOUT,
     AgentDeadline as AgentDeadline,
     PeerErrorHook as PeerErrorHook,
     end_with_agent as end_with_agent,

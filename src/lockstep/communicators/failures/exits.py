@@ -13,16 +13,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, TypeAlias
 
+from lockstep.communicators.environment import shutdown_timeout_for
 from lockstep.communicators.failures.watch import Watch
 from lockstep.errors import OrderError, PeerError
 from lockstep.stopping import STOP
 
 AGENT_ENV: Final = "LOCKSTEP_AGENT"
 """The variable that holds the process ID of the agent of `lockstep run`."""
-SHUTDOWN_ENV: Final = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-"""The variable by which torchrun's agent knows how many seconds its processes have after a signal."""
-SHUTDOWN_TIMEOUT: Final = 30
-"""Seconds that the processes have to write their state and end after a signal, before they are killed."""
 AGENT_INTERVAL: Final = 0.5
 """Seconds between two checks whether the agent exists."""
 PR_SET_PDEATHSIG: Final = 1
@@ -63,12 +60,12 @@ class AgentDeadline:
     def __init__(self, variables: Mapping[str, str]) -> None:
         self._closed = threading.Event()
         self._agent = os.getppid()
-        self._seconds = float(variables.get(SHUTDOWN_ENV, SHUTDOWN_TIMEOUT))
         self._thread: threading.Thread | None = None
         if variables.get(AGENT_ENV) != str(self._agent):
             return
+        seconds = shutdown_timeout_for(variables)
         end_with_parent(signal.SIGTERM)
-        self._thread = threading.Thread(target=self._watch_agent, name="lockstep agent", daemon=True)
+        self._thread = threading.Thread(target=self._watch_agent, args=(seconds,), name="lockstep agent", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -79,10 +76,10 @@ class AgentDeadline:
             self._thread = None
             end_with_parent()
 
-    def _watch_agent(self) -> None:
+    def _watch_agent(self, seconds: float) -> None:
         while not self._closed.wait(AGENT_INTERVAL):
             if os.getppid() != self._agent:
-                if STOP.received == signal.SIGINT or not self._closed.wait(self._seconds):
+                if STOP.received == signal.SIGINT or not self._closed.wait(seconds):
                     os.kill(os.getpid(), signal.SIGKILL)
                 return
 

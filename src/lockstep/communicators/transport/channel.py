@@ -123,7 +123,7 @@ class Channel:
         """The device for control messages: the CPU if the group can send its tensors, else this process's GPU."""
         if "cpu:" in dist.get_backend_config(self.group):
             return torch.device("cpu")
-        kind = next(iter(sorted(self._reached - {"cpu"})), "cuda")
+        kind = min(self._reached - {"cpu"}, default="cuda")
         return torch.device(kind, torch.accelerator.current_device_index())
 
     def reachable(self, tensor: torch.Tensor) -> torch.Tensor:

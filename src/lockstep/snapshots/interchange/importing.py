@@ -64,7 +64,8 @@ def import_lightning(
     Raises:
         StateError: As `import_torch`.
     """
-    model = {name.removeprefix(prefix): value for name, value in checkpoint["state_dict"].items()}
+    saved = checkpoint.get("state_dict")
+    model = None if saved is None else {name.removeprefix(prefix): value for name, value in saved.items()}
     parts = {
         "model": model,
         "optimizer": next(iter(checkpoint.get("optimizer_states", [])), None),
@@ -109,7 +110,10 @@ def _load(updater: Updater, parts: Mapping[str, Any], *, partial: bool) -> Match
     state: dict[str, Any] = updater.state_dict()
     found = Matches(notes=[NOTE])
     if set(state["models"]) != {MAIN} or set(state["optimizers"]) - {MAIN}:
-        raise StateError("`updater` must have one model and one optimizer to load a foreign checkpoint.")
+        raise StateError(
+            f"`updater` must have one model and one optimizer, each named {MAIN!r}, to load a foreign checkpoint, got "
+            f"the models {list(state['models'])} and the optimizers {list(state['optimizers'])}."
+        )
     state["models"][MAIN] = _model(updater, state["models"][MAIN], parts["model"], found)
     if parts["optimizer"] is not None:
         _optimizer(updater, state, parts["optimizer"], found)

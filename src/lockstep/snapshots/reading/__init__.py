@@ -2,6 +2,7 @@
 
 from lockstep.snapshots.reading.listing import (
     Found as Found,
+    damaged_manifests as damaged_manifests,
     list_snapshots as list_snapshots,
     newest_whole as newest_whole,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,7 +41,9 @@ def list_snapshots(out: str | Path, *, limits: Limits | None = None) -> list[Fou
     found = []
     for update, path in _folders(Path(out)):
         try:
-            found.append(Found(path, update, _manifest(path, update, limits or Limits()), None))
+            manifest = _manifest(path, limits or Limits())
+            _check_name(manifest, update)
+            found.append(Found(path, update, manifest, None))
         except SnapshotError as error:
             found.append(Found(path, update, None, error))
     return found
@@ -83,6 +86,19 @@ def newest_whole(out: str | Path, *, limits: Limits | None = None) -> Snapshot |
     return None
 
 
+def damaged_manifests(out: str | Path) -> list[Manifest]:
+    """Read the manifests of snapshots that were found damaged and renamed, if the manifests themselves are whole.
+
+    Args:
+        out: The folder of the run.
+    """
+    found = []
+    for path in sorted((Path(out) / FOLDER).glob(f"{DAMAGED}*")):
+        with suppress(SnapshotError):
+            found.append(_manifest(path, Limits()))
+    return found
+
+
 def _set_aside(path: Path) -> str:
     """Rename a damaged snapshot, so that it is not taken for a whole one, and return what happened for the message."""
     new = path.with_name(f"{DAMAGED}{path.name}-{secrets.token_hex(4)}")
@@ -97,17 +113,15 @@ def _folders(out: Path) -> list[tuple[int, Path]]:
     """List the folders with names of snapshots in ascending order of updates."""
     try:
         paths = list((out / FOLDER).iterdir())
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     updates = ((update_of(path.name), path) for path in paths)
     return sorted((update, path) for update, path in updates if update is not None)
 
 
-def _manifest(path: Path, update: int, limits: Limits) -> Manifest:
+def _manifest(path: Path, limits: Limits) -> Manifest:
     with Folder(path) as folder:
-        manifest = read_manifest(folder.read(MANIFEST, at_most=limits.manifest_bytes), limits)
-    _check_name(manifest, update)
-    return manifest
+        return read_manifest(folder.read(MANIFEST, at_most=limits.manifest_bytes), limits)
 
 
 def _check_name(manifest: Manifest, update: int) -> None:

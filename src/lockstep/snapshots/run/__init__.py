@@ -16,7 +16,6 @@ from lockstep.snapshots.run.loops import restore as restore, save as save
 from lockstep.snapshots.run.recording import RecordingWriter as RecordingWriter
 from lockstep.snapshots.run.resuming import (
     Resumption as Resumption,
-    damaged_manifests as damaged_manifests,
     find as find,
     prepare as prepare,
 )

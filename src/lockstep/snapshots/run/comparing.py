@@ -9,6 +9,7 @@ from lockstep.snapshots.format import Manifest
 from lockstep.snapshots.reading import list_snapshots
 from lockstep.snapshots.run.collect import record_of
 from lockstep.snapshots.run.digest_log import Record, read_digest_log
+from lockstep.snapshots.run.recipe import compare_fields
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,6 @@ def _conditions(first: list[Manifest], second: list[Manifest]) -> tuple[tuple[st
     if not (first and second):
         return (), ()
     one, other = first[-1], second[-1]
-    return _differing(one.recipe, other.recipe), _differing(one.kernel_class, other.kernel_class)
-
-
-def _differing(one: dict[str, object], other: dict[str, object]) -> tuple[str, ...]:
-    return tuple(name for name in {**one, **other} if one.get(name) != other.get(name))
+    recipe = compare_fields(one.recipe_values, other.recipe_values)
+    kernels = compare_fields(one.kernel_class, other.kernel_class)
+    return tuple(each.name for each in recipe), tuple(each.name for each in kernels)

@@ -77,21 +77,17 @@ class DigestLog:
         out: The folder of the run.
         conditions: A digest of the recipe and the kernels, on which the bits depend.
         resumed_at: The update from which the run continues; None if it starts anew, with a new log.
-        writes: Whether this process writes the file.
     """
 
-    def __init__(self, out: Path, *, conditions: str, resumed_at: int | None, writes: bool) -> None:
+    def __init__(self, out: Path, *, conditions: str, resumed_at: int | None) -> None:
         self._path = out / FILENAME
         self._conditions = conditions
         self._header: tuple[str, tuple[str, ...]] | None = None
-        self._records: dict[int, Record] = {}
-        self._writes = writes
         found = [] if resumed_at is None else _read(self._path)
         # Under other conditions other bits are right.
         kept = [each for each in found if each[0] == conditions or each[1].update <= (resumed_at or 0)]
         self._records = {record.update: record for _, record in kept}
-        if writes:
-            self._rewrite(kept)
+        self._rewrite(kept)
 
     def expect(self, records: Iterable[Record]) -> None:
         """Add records from elsewhere, such as snapshots written just before a kill, unless the log has them.
@@ -116,7 +112,7 @@ class DigestLog:
         if before is not None and before.digest == record.digest:
             return None
         self._records[record.update] = record
-        self._append(self._conditions, record)
+        self._append(record)
         if before is None:
             return None
         # What follows a difference differs too, so that only the first one is reported.
@@ -135,11 +131,10 @@ class DigestLog:
         # Replaced in one step, so that a process that is killed here leaves the old file or the new one.
         new.replace(self._path)
 
-    def _append(self, conditions: str, record: Record) -> None:
-        if self._writes:
-            # In one call, so that a process that is killed leaves whole lines and at most one that was cut.
-            with self._path.open("ab", buffering=0) as file:
-                file.write(b"".join(self._lines(conditions, record)))
+    def _append(self, record: Record) -> None:
+        # In one call, so that a process that is killed leaves whole lines and at most one that was cut.
+        with self._path.open("ab", buffering=0) as file:
+            file.write(b"".join(self._lines(self._conditions, record)))
 
     def _lines(self, conditions: str, record: Record) -> list[bytes]:
         """Return the line of a record, with a header before it if the last one does not fit."""
@@ -166,7 +161,7 @@ def _read(path: Path) -> list[tuple[str, Record]]:
     """Read the records of a file with their conditions. Lines that cannot be read end the log."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     found: list[tuple[str, Record]] = []
     conditions, names = "", list[str]()

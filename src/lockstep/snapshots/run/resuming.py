@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.communicators import kernel_class
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.format import DAMAGED, FOLDER, MANIFEST, Limits, Manifest, Parent, read_manifest
+from lockstep.snapshots.format import DAMAGED, FOLDER, Parent
 from lockstep.snapshots.reading import Snapshot, load, newest_whole
 from lockstep.snapshots.run.ranks import agree
 from lockstep.snapshots.run.recipe import check_kernels, check_recipe
@@ -79,21 +79,6 @@ def find(updater: Updater, source: str | Path, out: Path, *, argument: str = "re
     found = agree(updater.communicator, read)
     if found is None and source != "auto":
         raise SnapshotError(f"`{argument}` must name a snapshot or a run that has one, got {source}.")
-    return found
-
-
-def damaged_manifests(out: Path) -> list[Manifest]:
-    """Read the manifests of snapshots that were found damaged and renamed, if the manifests themselves are whole.
-
-    Args:
-        out: The folder of the run.
-    """
-    found = []
-    for path in sorted((out / FOLDER).glob(f"{DAMAGED}*/{MANIFEST}")):
-        try:
-            found.append(read_manifest(path.read_bytes(), Limits()))
-        except (SnapshotError, OSError):
-            continue
     return found
 
 

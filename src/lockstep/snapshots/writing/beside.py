@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from lockstep.snapshots.format import FOLDER, Content, folder_name, training_of
 from lockstep.snapshots.reading import verify
 from lockstep.snapshots.writing.commit import write_snapshot
 from lockstep.snapshots.writing.disk import Disk
-from lockstep.snapshots.writing.folder import Staged
+from lockstep.snapshots.writing.folder import Staged, about_process
 from lockstep.snapshots.writing.staging import Buffers, freeze_content
 
 
@@ -55,9 +52,8 @@ def write_beside(
     if final.exists() and _is_same(final, content):
         return final
     folder.mkdir(parents=True, exist_ok=True)
-    own = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     copies = Buffers().copy(frozen.memory)
-    staged = Staged(frozen=frozen, copies=copies, reasons=tuple(reasons), about={**own, **(about or {})})
+    staged = Staged(frozen=frozen, copies=copies, reasons=tuple(reasons), about=about_process(about))
     path, _ = write_snapshot(disk or Disk(), folder, staged)
     return path
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import socket
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +59,12 @@ class Staged:
     def bytes(self) -> int:
         """About how many bytes the snapshot has, without its manifest."""
         return sum({id(copy): copy.nbytes for copy in self.copies}.values())
+
+
+def about_process(about: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return JSON values about the process that writes a snapshot, with others about its machine."""
+    own = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    return {**own, **(about or {})}
 
 
 def write_folder(disk: Disk, folder: Path, staged: Staged) -> Manifest:

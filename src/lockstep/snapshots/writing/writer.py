@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -19,7 +17,7 @@ from lockstep.snapshots.format import FOLDER, TEMPORARY, Content, Manifest, Pare
 from lockstep.snapshots.reading import list_snapshots
 from lockstep.snapshots.writing.commit import remove, remove_durably, write_snapshot
 from lockstep.snapshots.writing.disk import Disk
-from lockstep.snapshots.writing.folder import Staged
+from lockstep.snapshots.writing.folder import Staged, about_process
 from lockstep.snapshots.writing.lock import FolderLock
 from lockstep.snapshots.writing.repeated import repeats
 from lockstep.snapshots.writing.retention import Retention, kept
@@ -85,7 +83,7 @@ class SnapshotWriter:
         self._retention = Retention(keep=keep, best=best, mode=mode)
         self._folder = Path(out) / FOLDER
         self._run_id, self._required = run_id, required
-        self._about = {"host": socket.gethostname(), "process": os.getpid(), **(about or {})}
+        self._about = about
         self._disk = disk or Disk()
         self.replaced = 0
         self.newest: Path | None = None
@@ -140,8 +138,7 @@ class SnapshotWriter:
             with self._changed:
                 self._free.append(buffers)
             raise
-        about = {**self._about, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        staged = Staged(frozen=frozen, copies=copies, reasons=tuple(reasons), about=about)
+        staged = Staged(frozen=frozen, copies=copies, reasons=tuple(reasons), about=about_process(self._about))
         with self._changed:
             self._jobs.append(_Job(staged, buffers, must))
             if self._thread is None:
