@@ -184,10 +184,12 @@ def check_gpu_settings(variables: Mapping[str, str], *, benchmark: bool, determi
             "Some algorithms of cuDNN give other bits in every run, and are allowed by default.",
             "Set torch.backends.cudnn.deterministic = True in your program.",
         )
-    if variables.get("CUBLAS_WORKSPACE_CONFIG") not in REPEATABLE_CUBLAS:
+    workspace = variables.get("CUBLAS_WORKSPACE_CONFIG")
+    if workspace not in REPEATABLE_CUBLAS:
+        state = "not set" if workspace is None else repr(workspace)
         yield Finding(
             "note",
-            "CUBLAS_WORKSPACE_CONFIG is not set. Without it, cuBLAS may give other bits if several streams are used.",
+            f"CUBLAS_WORKSPACE_CONFIG is {state}, with which cuBLAS may give other bits if several streams are used.",
             f"Set it to {REPEATABLE_CUBLAS[0]} before Python starts.",
         )
 
