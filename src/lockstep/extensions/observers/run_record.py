@@ -41,7 +41,8 @@ class RunRecord(Extension):
     Args:
         trigger: The trigger that ends an interval.
         every: The number of updates of which one is measured, at least 1. By default every update is measured on CPUs,
-            which takes some microseconds, and every 50th on other devices, which wait at the end of each phase then.
+            which takes some tens of microseconds, and every 50th on other devices, which wait at the end of each phase
+            then.
         filename: The file name, relative to the trainer's folder.
 
     Raises:
