@@ -47,6 +47,9 @@ def test_settings_of_gpus() -> None:
     assert list(check_gpu_settings(GOOD_GPU, benchmark=False, deterministic=True)) == []
     assert [each.level for each in check_gpu_settings(GOOD_GPU, benchmark=True, deterministic=True)] == ["problem"]
     assert [each.level for each in check_gpu_settings({}, benchmark=False, deterministic=False)] == ["note", "note"]
+    for variables, state in (({}, "not set"), ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, "':0:0'")):
+        (finding,) = check_gpu_settings(variables, benchmark=False, deterministic=True)
+        assert finding.text.startswith(f"CUBLAS_WORKSPACE_CONFIG is {state}, ")
 
 
 def test_folders(tmp_path: Path) -> None:

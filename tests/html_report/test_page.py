@@ -188,7 +188,7 @@ def test_intervals_that_a_resumed_run_repeats_are_drawn_once(tmp_path: Path) -> 
     (tmp_path / "run.jsonl").write_text("\n".join([*lines, json.dumps(again), lines[3], lines[4]]))
     run = read_run(tmp_path)
     assert [each.update for each in run.final_intervals] == [1, 2, 3, 4]
-    assert len(run.intervals) == 6
+    assert sum(len(session.intervals) for session in run.sessions) == 6
     assert "killed, or has not ended" in Reader(render(run)).texts["td"]
 
 

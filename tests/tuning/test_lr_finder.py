@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -73,6 +75,18 @@ def test_the_run_is_as_it_was(optimizer: str, begun: int) -> None:
             return [state_digest(updater), updater.get_iterator("main").state_dict(), *drawn]
 
     assert run(search=True) == run(search=False)
+
+
+def test_the_default_generators_are_as_they_were() -> None:
+    def states() -> bytes:
+        return pickle.dumps((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state(legacy=False)))
+
+    with finalized(updater_for(MLP)) as updater:
+        for draw in (torch.rand, lambda _: random.random(), np.random.rand):  # noqa: S311 - what a search draws from
+            updater.get_optimizer("main").register_step_pre_hook(lambda *_, draw=draw: draw(1) and None)
+        before = states()
+        ls.find_lr(updater, num_updates=3)
+    assert states() == before
 
 
 def test_the_rates_grow_and_groups_keep_their_ratio() -> None:

@@ -45,7 +45,7 @@ def add_parser(commands: Subparsers) -> None:
     """
     parser = commands.add_parser("doctor", help="examine this machine", description=DESCRIPTION)
     parser.add_argument("--out", type=Path, default=Path(), help="folder for snapshots (default: the current one)")
-    parser.add_argument("--no-self-test", action="store_true", help="do not train, which takes about 15 seconds")
+    parser.add_argument("--no-self-test", action="store_true", help="do not train, which takes most of the time")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(call=_call)
 

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lockstep.streams import stream_seed
+from lockstep.streams import restored_generators, stream_seed
 
 _SAMPLE_TAG: Final = 0x53414D504C4553
 """Separates the streams of samples from those of shards, which may have the same seed."""
@@ -84,23 +84,15 @@ def load_in_streams(load: Callable[[int], Any], indices: Sequence[int], seeds: S
     """
     # Looked up here and not at import, because within a shard the name refers to the stream of the thread.
     generator: torch.Generator = torch.random.default_generator  # type: ignore[attr-defined]  # torch's gap
-    # A dataset that uses NumPy has imported it; importing it here would cost time for nothing.
     numpy = sys.modules.get("numpy")
-    torch_state, python_state = generator.get_state(), random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
     samples = []
-    try:
+    with restored_generators():
         for index, seed in zip(indices, seeds, strict=True):
             generator.manual_seed(seed)
             random.seed(seed)
             if numpy is not None:
                 numpy.random.seed(seed)
             samples.append(load(index))
-    finally:
-        generator.set_state(torch_state)
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
     return samples
 
 

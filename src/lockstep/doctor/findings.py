@@ -12,13 +12,12 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 
-from lockstep.doctor.machine import core_quota, file_system, host_address, kernel_variables, usable_cores
+from lockstep.doctor.machine import core_quota, file_system, host_address, kernel_variables
+from lockstep.replicas import CUBLAS_VALUES, usable_cores
 
 Level = Literal["problem", "note"]
 
 THREAD_COUNTS: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-REPEATABLE_CUBLAS: Final = (":4096:8", ":16:8")
-"""The values of `CUBLAS_WORKSPACE_CONFIG` with which cuBLAS gives the same bits in every run, by its documentation."""
 LOST_AT_RESTART: Final = frozenset({"tmpfs", "ramfs"})
 SHARED_MEMORY: Final = 256 << 20
 """Bytes of shared memory below which the workers of a data loader may run out of it."""
@@ -184,11 +183,13 @@ def check_gpu_settings(variables: Mapping[str, str], *, benchmark: bool, determi
             "Some algorithms of cuDNN give other bits in every run, and are allowed by default.",
             "Set torch.backends.cudnn.deterministic = True in your program.",
         )
-    if variables.get("CUBLAS_WORKSPACE_CONFIG") not in REPEATABLE_CUBLAS:
+    workspace = variables.get("CUBLAS_WORKSPACE_CONFIG")
+    if workspace not in CUBLAS_VALUES:
+        state = "not set" if workspace is None else repr(workspace)
         yield Finding(
             "note",
-            "CUBLAS_WORKSPACE_CONFIG is not set. Without it, cuBLAS may give other bits if several streams are used.",
-            f"Set it to {REPEATABLE_CUBLAS[0]} before Python starts.",
+            f"CUBLAS_WORKSPACE_CONFIG is {state}, with which cuBLAS may give other bits if several streams are used.",
+            f"Set it to {CUBLAS_VALUES[0]} before Python starts.",
         )
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lockstep._version import __version__
 from lockstep.communicators import kernel_class
-from lockstep.replicas import parse_devices
+from lockstep.replicas import parse_devices, usable_cores
 
 Facts: TypeAlias = dict[str, str]
 """What is known, as text by name."""
@@ -43,12 +43,6 @@ def describe_machine(folder: Path) -> dict[str, Facts]:
         "network": _network(),
         f"disk ({folder})": _disk(folder),
     }
-
-
-def usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    # Not every system has affinities.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def core_quota(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:

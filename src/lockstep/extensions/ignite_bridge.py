@@ -12,6 +12,7 @@ import torch
 from lockstep.data import BatchIterator
 from lockstep.errors import OrderError
 from lockstep.extensions.loggers import check_installed, import_optional
+from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean
 from lockstep.state import check_keys
 from lockstep.trainer import EDITOR, Extension, Trainer
@@ -58,7 +59,8 @@ class IgniteBridge(Extension):
 
     Raises:
         ImportError: If Ignite is not installed.
-        ValueError: If `epoch_length` is less than 1.
+        TypeError: If `epoch_length` is not an integer.
+        ValueError: If it is less than 1.
 
     Example::
 
@@ -78,8 +80,8 @@ class IgniteBridge(Extension):
         epoch_length: int | None = None,
     ) -> None:
         check_installed("ignite", extra="ignite", user="IgniteBridge")
-        if epoch_length is not None and epoch_length < 1:
-            raise ValueError(f"`epoch_length` must be at least 1, got {epoch_length}.")
+        if epoch_length is not None:
+            check_integer("epoch_length", epoch_length, minimum=1)
         ignite = import_optional("ignite.engine")
         self.engine: Any = ignite.Engine(_refuse)
         self.engine.state.metrics = self._metrics = _Metrics()
@@ -131,10 +133,14 @@ class IgniteBridge(Extension):
         state, updater = self.engine.state, trainer.updater
         # From the trainer, because a run that resumes here did not call `before_update`.
         state.iteration = updater.iteration
-        state.output = _values(trainer) if self.output is None else self.output(trainer)
+        # First, because it may observe values.
+        output = None if self.output is None else self.output(trainer)
+        values = {name: _as_value(value) for name, value in trainer.observation.items()}
+        own = {name.removeprefix("main/"): value for name, value in values.items() if name.startswith("main/")}
+        state.output = own if self.output is None else output
         self._metrics.written.clear()
         # By `dict.update`, which does not count as written by a metric.
-        self._metrics.update({name: _as_value(value) for name, value in trainer.observation.items()})
+        self._metrics.update(values)
         self._fire(self._events.ITERATION_COMPLETED)
         if updater.is_new_epoch:
             if self._epoch is not None and updater.epoch == self._epoch + 1 and state.epoch_length is None:
@@ -229,15 +235,6 @@ def _epoch_length(trainer: Trainer) -> int | None:
     if rest and iterator.last_batch == "wrap":
         return None
     return whole + (rest > 0 and iterator.last_batch == "short")
-
-
-def _values(trainer: Trainer) -> dict[str, float | torch.Tensor]:
-    """Return the values of the last update, by their names without ``"main/"``."""
-    return {
-        name.removeprefix("main/"): _as_value(value)
-        for name, value in trainer.observation.items()
-        if name.startswith("main/")
-    }
 
 
 def _as_value(value: Observed) -> float | torch.Tensor:

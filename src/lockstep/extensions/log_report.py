@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
+from lockstep.extensions.loggers import replace_file
 from lockstep.metrics import IntervalMeans
 from lockstep.state import check_keys
 from lockstep.trainer import Extension, Trainer
@@ -103,10 +103,7 @@ class LogReport(Extension):
             return
         path = trainer.out / self.filename
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced in one step, so that a process that is killed here leaves the old file or the new one.
-        new = Path(f"{path}.new")
-        new.write_bytes(b"".join(map(_line, self._log)))
-        new.replace(path)
+        replace_file(path, b"".join(map(_line, self._log)))
 
     def state_dict(self) -> dict[str, object]:
         """Return the entries so far, and the averages of the current interval."""

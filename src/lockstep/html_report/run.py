@@ -24,7 +24,6 @@ class Interval:
         update: The last of them.
         loss_scale: The loss scale after them.
         retries: The number of attempts after the first of an update.
-        applied: The number of updates so far that changed the weights.
         measured: The number of updates that were measured.
         seconds: The seconds that these took by phase, for each rank.
         devices: The seconds that these took by phase, for each device of each rank.
@@ -33,7 +32,6 @@ class Interval:
     update: int
     loss_scale: float
     retries: int
-    applied: int
     measured: int
     seconds: list[dict[str, float]]
     devices: list[list[dict[str, float]]]
@@ -45,7 +43,6 @@ class Interval:
             int(values["update"]),
             float(values["loss_scale"]),
             int(values["retries"]),
-            int(values["applied"]),
             int(values["measured"]),
             [_seconds(rank["seconds"]) for rank in values["ranks"]],
             [[_seconds(device) for device in rank["devices"]] for rank in values["ranks"]],
@@ -132,11 +129,6 @@ class RunData:
     def _newest(self) -> Manifest | None:
         manifests = [found.manifest for found in self.snapshots if found.manifest is not None]
         return manifests[-1] if manifests else None
-
-    @property
-    def intervals(self) -> list[Interval]:
-        """All intervals, those included that a later session has repeated."""
-        return [interval for session in self.sessions for interval in session.intervals]
 
     @property
     def final_intervals(self) -> list[Interval]:

@@ -42,9 +42,9 @@ class IntervalMeans:
         for name, value in observation.items():
             if names is not None and name not in names:
                 continue
-            if name in exact or name.endswith(suffixes):
+            if name not in self._averages or name in exact or name.endswith(suffixes):
                 self._averages[name] = Average()
-            self._averages.setdefault(name, Average()).update(value)
+            self._averages[name].update(value)
 
     def compute(self) -> dict[str, float]:
         """Return the result of each name, in the order in which the names appeared; synchronizes with devices."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -11,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.replicas import OneIntraOpThread
+from lockstep.streams import restored_generators
 
 NO_OUTPUT: Final = object()
 """Stands for the output of a model that has not run."""
@@ -28,24 +27,17 @@ def evaluation_mode(model: torch.nn.Module, replicas: Sequence[torch.nn.Module])
         replicas: The replicas that run.
     """
     modes = [(module, module.training) for root in (model, *replicas) for module in root.modules()]
-    # Iterating over a DataLoader draws a seed from the default generator: training must not depend on evaluations.
-    generator, python = torch.get_rng_state(), random.getstate()
-    numpy: Any = sys.modules.get("numpy")
-    numpy_state = None if numpy is None else numpy.random.get_state()
     try:
         # By attribute, because `eval` of a module may be overridden.
         for module, _ in modes:
             module.training = False
-        with OneIntraOpThread(), torch.no_grad():
+        # Iterating over a DataLoader draws a seed from the default generator: training must not depend on evaluations.
+        with restored_generators(), OneIntraOpThread(), torch.no_grad():
             yield
     finally:
         # One by one, because train() would also set the children of a frozen part to training mode.
         for module, training in modes:
             module.training = training
-        torch.set_rng_state(generator)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from lockstep.replicas.passes import (
     move_partials as move_partials,
 )
 from lockstep.replicas.pool import (
+    CUBLAS_VALUES as CUBLAS_VALUES,
     SINGLE_THREAD as SINGLE_THREAD,
     ComputeMode as ComputeMode,
     CopyStreams as CopyStreams,
@@ -47,5 +48,6 @@ from lockstep.replicas.pool import (
     Timeout as Timeout,
     fork_error as fork_error,
     parse_devices as parse_devices,
+    usable_cores as usable_cores,
     use_deterministic_kernels as use_deterministic_kernels,
 )

@@ -13,7 +13,7 @@ from lockstep.streams.override import (
     StreamOverrideError as StreamOverrideError,
     shard_stream as shard_stream,
 )
-from lockstep.streams.seeding import seed_everything as seed_everything
+from lockstep.streams.seeding import restored_generators as restored_generators, seed_everything as seed_everything
 from lockstep.streams.seeds import stream_seed as stream_seed
 from lockstep.streams.serial import DEFAULT_GENERATOR_LOCK as DEFAULT_GENERATOR_LOCK, DefaultStream as DefaultStream
 from lockstep.streams.substreams import (

@@ -1,9 +1,11 @@
-"""Seed the generators of a process."""
+"""Seed the default generators of a process, and restore them."""
 
 from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,3 +46,28 @@ def seed_everything(seed: int) -> int:
     if numpy is not None:
         numpy.random.seed(seed)
     return seed
+
+
+@contextmanager
+def restored_generators() -> Iterator[None]:
+    """Restore the default generators of torch's CPU, of Python and of NumPy at the end, also after an error.
+
+    >>> before = random.getstate()
+    >>> with restored_generators():
+    ...     _ = random.random()
+    >>> random.getstate() == before
+    True
+    """
+    # Looked up here and not at import, because within a shard the name refers to the stream of the thread.
+    generator: torch.Generator = torch.random.default_generator  # type: ignore[attr-defined]  # torch's gap
+    # What uses NumPy has imported it; importing it here would cost time for nothing.
+    numpy: Any = sys.modules.get("numpy")
+    torch_state, python_state = generator.get_state(), random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(torch_state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import torch
-
 from lockstep.integers import check_integer
+from lockstep.streams import restored_generators
 from lockstep.updaters import ParallelUpdater
 
 if TYPE_CHECKING:
@@ -107,8 +105,8 @@ def find_lr(
     """Train for some updates with a growing learning rate, restore the run, and suggest a rate.
 
     The updater is as it was before: models, optimizers, schedulers, the position in the data, counters and gradients,
-    and the states of the global random generators. Only a run that has not begun, or is between two updates, can be
-    passed; nothing is logged, and no extension is called.
+    and the states of the default random generators of torch's CPU, of Python and of NumPy. Only a run that has not
+    begun, or is between two updates, can be passed; nothing is logged, and no extension is called.
 
     Args:
         updater: The updater. Its schedulers have no effect during the search.
@@ -135,6 +133,7 @@ def find_lr(
     References: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, arXiv:1506.01186, section 3.3.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(2, 1)
         >>> data = torch.utils.data.TensorDataset(torch.randn(64, 2), torch.randn(64, 1))
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -197,14 +196,12 @@ def _restored(updater: ParallelUpdater) -> Iterator[None]:
     modes = {module: module.training for model in updater.get_all_models().values() for module in model.modules()}
     # Cloned: the next update may write to the same tensors.
     grads = [None if each.grad is None else each.grad.clone() for each in parameters]
-    generator, numbers = torch.get_rng_state(), random.getstate()
     try:
-        yield
+        with restored_generators():
+            yield
     finally:
         updater.load_state_dict(state)
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
         for module, training in modes.items():
             module.training = training
-        torch.set_rng_state(generator)
-        random.setstate(numbers)

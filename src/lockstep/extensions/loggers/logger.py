@@ -203,9 +203,17 @@ def _kept(trainer: Trainer) -> float:
 def _configuration(trainer: Trainer, hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of a run as JSON values."""
     recipe = trainer.updater.recipe_fields()
-    text = json.dumps(recipe, sort_keys=True, separators=(",", ":"))
     given = {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in hyperparameters.items()
     }
-    return {"hyperparameters": given, "recipe": recipe, "recipe_digest": hashlib.sha256(text.encode()).hexdigest()}
+    return {"hyperparameters": given, "recipe": recipe, "recipe_digest": recipe_digest(recipe)}
+
+
+def recipe_digest(recipe: Mapping[str, object]) -> str:
+    """Return the SHA-256 of a recipe.
+
+    Args:
+        recipe: JSON values by name, see `Updater.recipe_fields`.
+    """
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

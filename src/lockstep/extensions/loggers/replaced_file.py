@@ -1,4 +1,4 @@
-"""Small JSON files that are replaced in one step."""
+"""Files that are replaced in one step, and JSON in them."""
 
 from __future__ import annotations
 

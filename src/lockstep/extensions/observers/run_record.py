@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import socket
@@ -16,6 +15,7 @@ import torch
 from lockstep._version import __version__
 from lockstep.communicators import kernel_class
 from lockstep.digest import digest
+from lockstep.extensions.loggers import recipe_digest, replace_file
 from lockstep.integers import check_integer
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
@@ -41,7 +41,8 @@ class RunRecord(Extension):
     Args:
         trigger: The trigger that ends an interval.
         every: The number of updates of which one is measured, at least 1. By default every update is measured on CPUs,
-            which takes some microseconds, and every 50th on other devices, which wait at the end of each phase then.
+            which takes some tens of microseconds, and every 50th on other devices, which wait at the end of each phase
+            then.
         filename: The file name, relative to the trainer's folder.
 
     Raises:
@@ -93,7 +94,7 @@ class RunRecord(Extension):
                     "resumed_from": None if resumption is None else str(resumption.path),
                     "ranks": ranks,
                     "recipe": self._recipe,
-                    "recipe_digest": _digest_of(self._recipe),
+                    "recipe_digest": recipe_digest(self._recipe),
                     "kernel_class": kernel_class(updater.devices),
                 },
             )
@@ -160,7 +161,7 @@ class RunRecord(Extension):
         recipe = updater.recipe_fields()
         if recipe != self._recipe:
             # Lazy modules have a shape now.
-            ending |= {"recipe": recipe, "recipe_digest": _digest_of(recipe)}
+            ending |= {"recipe": recipe, "recipe_digest": recipe_digest(recipe)}
         return {**ending, "digests": {name: digest(model) for name, model in updater.get_all_models().items()}}
 
     def _restart(self, trainer: Trainer) -> None:
@@ -175,10 +176,7 @@ class RunRecord(Extension):
         continues = trainer.updater.iteration > 0 and (source is None or source.same_run)
         data = self._path.read_bytes() if continues and self._path.exists() else b""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # Replaced in one step, so that a process that is killed here leaves the old file or the new one.
-        new = Path(f"{self._path}.new")
-        new.write_bytes(data[: data.rfind(b"\n") + 1])
-        new.replace(self._path)
+        replace_file(self._path, data[: data.rfind(b"\n") + 1])
 
     def _write(self, kind: str, values: Mapping[str, Any]) -> None:
         """Append a line in one call: a killed process leaves it complete or not at all."""
@@ -194,11 +192,6 @@ def _gather(trainer: Trainer, own: Mapping[str, Any]) -> list[Any]:
 
 def _device_name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-
-
-def _digest_of(recipe: Mapping[str, object]) -> str:
-    """Return the digest that loggers write for a recipe as well."""
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _now() -> str:

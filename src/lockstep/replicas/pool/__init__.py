@@ -7,6 +7,7 @@ from lockstep.replicas.pool.copies import (
 )
 from lockstep.replicas.pool.copy_streams import CopyStreams as CopyStreams
 from lockstep.replicas.pool.deterministic import (
+    CUBLAS_VALUES as CUBLAS_VALUES,
     cure_of as cure_of,
     use_deterministic_kernels as use_deterministic_kernels,
 )
@@ -17,6 +18,7 @@ from lockstep.replicas.pool.devices import (
     device_context as device_context,
     parse_device as parse_device,
     parse_devices as parse_devices,
+    usable_cores as usable_cores,
 )
 from lockstep.replicas.pool.interrupts import CallSigint as CallSigint, DeferredSigint as DeferredSigint
 from lockstep.replicas.pool.progress import samples_text as samples_text

@@ -72,7 +72,7 @@ def _rank_share(environment: RunEnvironment) -> list[torch.device]:
     kind, count = _accelerators()
     if count:
         return [torch.device(kind, index) for index in _gpus_of(environment, count)]
-    cores = len(_share_of(range(_usable_cores()), environment))
+    cores = len(_share_of(range(usable_cores()), environment))
     return [torch.device("cpu")] * max(1, cores)
 
 
@@ -111,7 +111,7 @@ def _share_of(indices: range, environment: RunEnvironment) -> range:
     return indices[len(indices) * rank // size : len(indices) * (rank + 1) // size]
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """Return the number of cores that this process may use, or of all cores where the system does not tell (macOS)."""
     try:
         return len(os.sched_getaffinity(0))
