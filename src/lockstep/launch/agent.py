@@ -170,10 +170,10 @@ def run(settings: Run) -> int:
 
 @contextmanager
 def _time_to_end(seconds: int) -> Iterator[None]:
-    """Give the processes that the agent ends this many seconds, for whatever reason it ends them.
+    """Wait this long for processes that are to end before they are killed, for whatever reason the agent ends them.
 
-    torch 2.13 reads `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` only after a signal to the agent, and earlier versions do not read
-    it at all. When a process has failed or all are restarted, the others would be killed after 30 s while they write
+    torch 2.13 reads `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` only after a signal to the agent, and torch 2.11 does not read it
+    at all. When a process has failed or all are restarted, the others would be killed after 30 s while they write
     their state (https://github.com/pytorch/pytorch/issues/119856).
     """
     close = PContext.close
