@@ -1,24 +1,25 @@
 """Measure what snapshots cost: the time for which training is blocked, and the slowdown of a whole run.
 
-    python benchmarks/snapshots.py                     both, 8 rounds
-    python benchmarks/snapshots.py --rounds 4 --updates 200
+    python benchmarks/snapshots.py                     both models, 60 pairs of blocks, about two minutes on two cores
+    python benchmarks/snapshots.py --pairs 200
 
-Each round runs the same updates without and with snapshots, in alternating order, on both cores (two devices). The
-slowdown is the median over rounds of (time with) / (time without) - 1, until the last snapshot is durable; "processor"
-is the same for the processor time of all threads. Blocked time is that of one call of the extension, compared with a
-copy of the same tensors into warm memory.
+A run on two devices, which keep both cores busy, takes a snapshot at the start of every other block of ten updates.
+The cost of a snapshot is the median over blocks of (time of a block with a snapshot) - (mean of the blocks before and
+after it, without one): the writing is over long before the next block. "processor" is the same for the processor time
+of all threads. Divided by the time of ten or of a hundred updates, it is the slowdown of a run with a snapshot every
+10 or every 100 updates. Blocked time is that of one call of the extension, beside a copy of the same tensors into
+memory that is in use already.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -45,8 +46,10 @@ def convnet() -> tuple[nn.Module, tuple[int, ...], int]:
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(64 * 16, 10)), (3, 32, 32), 64
 
 
-WARM_UP = 10
-"""Updates that are not measured."""
+BLOCK = 10
+"""Updates from one time that is taken to the next."""
+WARM_UP = 2
+"""Pairs of blocks that are not measured: threads start and memory is allocated."""
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...], int]]] = {"mlp": mlp, "convnet": convnet}
 
@@ -82,38 +85,6 @@ def build(name: str, out: Path, updates: int) -> ls.Trainer:
     return ls.Trainer(updater, (updates, "update"), out=out)
 
 
-class Cost(NamedTuple):
-    """What a run costs from its tenth update on: threads and memory are warm by then.
-
-    Attributes:
-        seconds: The time until the last snapshot is durable.
-        processor: The processor time of all threads, which other programs disturb less.
-        blocked: The times for which training waited.
-    """
-
-    seconds: float
-    processor: float
-    blocked: list[float]
-
-
-def cost_of_run(name: str, folder: Path, updates: int, every: int | None) -> Cost:
-    """Run with a snapshot at every interval, or without any, and return what it costs."""
-    out = folder / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    trainer = build(name, out, updates)
-    started: list[float] = []
-
-    def start(_: ls.Trainer) -> None:
-        started.extend([time.perf_counter(), time.process_time()])
-
-    trainer.extend(start, trigger=ls.triggers.ManualSchedule(WARM_UP, "update"))
-    snapshot = Timed()
-    if every is not None:
-        trainer.extend(snapshot, trigger=(every, "update"))
-    trainer.run()
-    return Cost(time.perf_counter() - started[0], time.process_time() - started[1], snapshot.blocked)
-
-
 def warm_copy(name: str) -> float:
     """Return the seconds of a copy of weights, buffers and momentum into memory that is in use already."""
     model, _, _ = MODELS[name]()
@@ -127,71 +98,56 @@ def warm_copy(name: str) -> float:
     return statistics.median(times[5:])
 
 
-def processor_share(name: str, folder: Path) -> float:
-    """Return the processor time of a snapshot, of all threads, divided by that of an update."""
-    shutil.rmtree(folder / "run", ignore_errors=True)
-    trainer = build(name, folder / "run", WARM_UP)
+def differences(times: list[float]) -> list[float]:
+    """Return what the blocks with a snapshot took more than the mean of those before and after them.
+
+    Args:
+        times: The times at which the blocks begin, the first of them without a snapshot.
+    """
+    blocks = [after - before for before, after in itertools.pairwise(times)]
+    return [blocks[i] - (blocks[i - 1] + blocks[i + 1]) / 2 for i in range(1 + 2 * WARM_UP, len(blocks) - 1, 2)]
+
+
+def measure(name: str, out: Path, pairs: int) -> None:
+    """Measure one model, and print a line."""
+    trainer = build(name, out, BLOCK * (2 * (pairs + WARM_UP) + 2))
+    clock, processor = list[float](), list[float]()
+
+    def take_times(_: ls.Trainer) -> None:
+        clock.append(time.perf_counter())
+        processor.append(time.process_time())
+
+    snapshot = Timed()
+    trainer.extend(take_times, trigger=(BLOCK, "update"), priority=snapshot.priority + 1)
+    trainer.extend(snapshot, trigger=(2 * BLOCK, "update"))
     trainer.run()
-    updater = trainer.updater
-    times: dict[str, list[float]] = {"update": [], "snapshot": []}
-    with ls.snapshots.SnapshotWriter(folder / "run", run_id="benchmark") as writer:
-        collector = ls.snapshots.Collector(updater, run_id="benchmark")
-        for _ in range(12):
-            start = time.process_time()
-            updater.update()
-            middle = time.process_time()
-            writer.save(collector.collect(surroundings=trainer.surroundings()), must=True)
-            writer.wait()
-            times["update"].append(middle - start)
-            times["snapshot"].append(time.process_time() - middle)
-    updater.finalize()
-    # The first ones allocate memory.
-    return statistics.median(times["snapshot"][2:]) / statistics.median(times["update"][2:])
+    copy = warm_copy(name)
+    low, seconds, high = statistics.quantiles(differences(clock), n=4)
+    busy = statistics.median(differences(processor))
+    update = statistics.median(after - before for before, after in itertools.pairwise(clock)) / BLOCK
+    cores = (processor[-1] - processor[0]) / (clock[-1] - clock[0])
+    wait = statistics.median(snapshot.blocked[WARM_UP:])
+    print(f"{name}: an update takes {1e3 * update:.2f} ms on {cores:.2f} cores")
+    print(f"  a snapshot costs {1e3 * seconds:.1f} ms (quartiles {1e3 * low:.1f} to {1e3 * high:.1f})")
+    print(
+        f"    every 100 updates {seconds / update / 100:.2%}, every 10 updates {seconds / update / 10:.2%} of the time"
+    )
+    share = busy / update / cores
+    print(f"  {1e3 * busy:.1f} ms of the processor: {share / 100:.2%} and {share / 10:.2%} of the processor time")
+    print(f"  blocked for {1e3 * wait:.2f} ms; a copy into warm memory takes {1e3 * copy:.2f} ms", flush=True)
 
 
 def main() -> None:
-    """Measure both models with a snapshot every 100 and every 10 updates, and print a table."""
+    """Measure both models."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=8, help="at least 2; 0 for the processor time of a snapshot only")
-    parser.add_argument("--updates", type=int, default=200, help="updates per run, at least 200")
+    parser.add_argument("--pairs", type=int, default=60, help="blocks with a snapshot, at least 2")
+    parser.add_argument("--model", choices=sorted(MODELS), action="append", help="repeat; default both")
     options = parser.parse_args()
-    if options.rounds == 1 or options.updates < 200:
-        # Quartiles need two rounds, and blocked times two snapshots per run, as the first one is not counted.
-        parser.error("--rounds must not be 1, and --updates must be at least 200")
-    head = f"{'model':8}{'every':>6}{'ms/update':>11}{'slowdown':>10}{'(quartiles)':>17}{'processor':>11}"
-    print(f"{head}{'blocked ms':>12}{'warm copy ms':>14}")
+    if options.pairs < 2:
+        parser.error("--pairs must be at least 2, because quartiles need as many")
     with tempfile.TemporaryDirectory() as folder:
-        for name in MODELS:
-            copy = warm_copy(name)
-            share = processor_share(name, Path(folder))
-            for every in (100, 10) if options.rounds else ():
-                measure(name, every, Path(folder), copy, options)
-            print(f"{name}: processor time of a snapshot / {every_text(share)}, warm copy {1e3 * copy:.2f} ms")
-
-
-def every_text(share: float) -> str:
-    """Return the processor time of a snapshot as a share of that of 100 and of 10 updates."""
-    return f"of 100 updates {share / 100:.2%}, of 10 updates {share / 10:.2%}"
-
-
-def measure(name: str, every: int, folder: Path, copy: float, options: argparse.Namespace) -> None:
-    """Measure one model and interval in interleaved rounds, and print a line."""
-    plain, blocked = list[float](), list[float]()
-    ratios: tuple[list[float], list[float]] = ([], [])
-    for index in range(options.rounds):
-        found: dict[int | None, Cost] = {}
-        # The order changes from round to round, because a machine slows down and recovers.
-        for each in (None, every) if index % 2 else (every, None):
-            found[each] = cost_of_run(name, folder, options.updates, each)
-        plain.append(found[None].seconds / (options.updates - WARM_UP))
-        ratios[0].append(found[every].seconds / found[None].seconds - 1)
-        ratios[1].append(found[every].processor / found[None].processor - 1)
-        blocked += found[every].blocked[1:]  # the first call allocates the buffers
-    low, middle, high = statistics.quantiles(ratios[0], n=4)
-    spread = f"({low:.1%} to {high:.1%})"
-    wait, processor = 1e3 * statistics.median(blocked), statistics.median(ratios[1])
-    line = f"{name:8}{every:>6}{1e3 * statistics.median(plain):>11.2f}{middle:>10.1%}{spread:>17}{processor:>11.1%}"
-    print(f"{line}{wait:>12.2f}{1e3 * copy:>14.2f}", flush=True)
+        for name in options.model or MODELS:
+            measure(name, Path(folder, name), options.pairs)
 
 
 if __name__ == "__main__":

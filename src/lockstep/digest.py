@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -284,6 +285,8 @@ def _key(key: Any) -> Any:
 def _json(value: Any) -> str:
     kind = type(value)
     # An encoder prepares itself anew for each list, which takes longer than to write the short ones of an entry.
+    if kind is str:
+        return encode_basestring_ascii(value)
     if kind is list or kind is tuple:
         return f"[{','.join(map(_json, value))}]"
     return int.__repr__(value) if kind is int else _ENCODER.encode(value)

@@ -101,7 +101,7 @@ def write_folder(disk: Disk, folder: Path, staged: Staged) -> Manifest:
     manifest = replace(manifest, training=training, run=run)
     raw = manifest.to_bytes()
     # What the reader would refuse must not become the newest snapshot.
-    read_manifest(raw, Limits())
+    read_manifest(raw, Limits(), expected=manifest)
     # Last, so that a manifest vouches only for files that are durable.
     _write_file(disk, folder / MANIFEST, raw)
     disk.sync_folder(folder)
