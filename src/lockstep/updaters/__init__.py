@@ -26,6 +26,6 @@ from lockstep.updaters.setup import (
 )
 from lockstep.updaters.standard import StandardUpdater as StandardUpdater
 from lockstep.updaters.state import CODE as CODE, UNKNOWN_SHAPE as UNKNOWN_SHAPE, Carried as Carried
-from lockstep.updaters.step import ForwardEngine as ForwardEngine
+from lockstep.updaters.step import InferenceRunner as InferenceRunner
 from lockstep.updaters.token_mean import token_mean as token_mean
 from lockstep.updaters.updater import Result as Result, Updater as Updater
