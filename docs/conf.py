@@ -69,9 +69,10 @@ OTHERS = ("coming-from/", "differences", "ported-programs", "changelog")
 
 
 def link_names(app: Any, tree: Any, page: str) -> None:
-    """Make the public names in the text of a page links to the reference.
+    """Replace the public names in the text of a page by links to the reference.
 
-    A name is public with its package, as in `ls.digest(model)`; a class also without it, as in `Evaluator`.
+    A name is public with its package, as in `ls.digest(model)`; a class and its members also without it, as in
+    `Evaluator` and `Trainer.run`.
 
     Args:
         app: The application.
@@ -81,8 +82,12 @@ def link_names(app: Any, tree: Any, page: str) -> None:
     from docutils import nodes  # noqa: PLC0415 - a test reads this file, and needs no Sphinx
 
     entries = {name.removeprefix("lockstep."): each for name, each in app.env.get_domain("py").objects.items()}
+    # The last part of the name of a class, and the last two of a member of it.
+    parts = {"class": -1, "exception": -1, "method": -2, "property": -2, "attribute": -2}
     classes = {
-        name.rpartition(".")[2]: each for name, each in entries.items() if each.objtype in {"class", "exception"}
+        ".".join(name.split(".")[parts[each.objtype] :]): each
+        for name, each in entries.items()
+        if each.objtype in parts
     }
     for literal in list(tree.findall(nodes.literal)):
         found = NAME.fullmatch(literal.astext())
