@@ -18,6 +18,8 @@ smartquotes_action = "qe"  # not dashes, which would turn the `--` of options in
 html_theme = "furo"
 html_title = f"lockstep {release}"
 html_theme_options = {"navigation_with_keys": True}
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 
 myst_heading_anchors = 4
 
@@ -60,11 +62,60 @@ def _toctree(section: str) -> str:
     return "\n".join(["", "```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", "", ""])
 
 
+NAME = re.compile(r"(?P<package>ls\.|lockstep\.)?(?P<name>[\w.]+)(?P<call>\(.*\))?", re.DOTALL)
+"""A name in the text of a page, or a call of it."""
+OTHERS = ("coming-from/", "differences", "ported-programs", "changelog")
+"""Pages where a bare name such as `Trainer` may be that of another library."""
+
+
+def link_names(app: Any, tree: Any, page: str) -> None:
+    """Replace the public names in the text of a page by links to the reference.
+
+    A name is public with its package, as in `ls.digest(model)`; a class and its members also without it, as in
+    `Evaluator` and `Trainer.run`.
+
+    Args:
+        app: The application.
+        tree: The page.
+        page: Its name.
+    """
+    from docutils import nodes  # noqa: PLC0415 - a test reads this file, and needs no Sphinx
+
+    entries = {name.removeprefix("lockstep."): each for name, each in app.env.get_domain("py").objects.items()}
+    # The last part of the name of a class, and the last two of a member of it.
+    parts = {"class": -1, "exception": -1, "method": -2, "property": -2, "attribute": -2}
+    classes = {
+        ".".join(name.split(".")[parts[each.objtype] :]): each
+        for name, each in entries.items()
+        if each.objtype in parts
+    }
+    for literal in list(tree.findall(nodes.literal)):
+        found = NAME.fullmatch(literal.astext())
+        if found is None or isinstance(literal.parent, nodes.reference | nodes.title):
+            continue
+        bare = {} if found["call"] or page.startswith(OTHERS) else classes
+        entry = entries.get(found["name"]) if found["package"] else bare.get(found["name"])
+        if entry is not None:
+            uri = f"{app.builder.get_relative_uri(page, entry.docname)}#{entry.node_id}"
+            link = nodes.reference("", "", internal=True, refuri=uri)
+            literal.replace_self(link)
+            link.append(literal)
+
+
 def setup(app: Any) -> None:
-    """Register the step that adds the toctrees to the index."""
+    """Register the steps that add the toctrees to the index, links to names, and dashes before descriptions."""
 
     def add(_: object, page: str, source: list[str]) -> None:
         if page == "index":
             source[0] = toctrees(source[0])
 
+    def draw_dashes(_: object, tree: Any, __: str) -> None:
+        from docutils import nodes  # noqa: PLC0415 - as above
+
+        # Sphinx leaves them to `smartquotes`, of which only the quotes are wanted here.
+        for text in [each for each in tree.findall(nodes.Text) if each == " -- "]:
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+
     app.connect("source-read", add)
+    app.connect("doctree-resolved", draw_dashes)
+    app.connect("doctree-resolved", link_names)

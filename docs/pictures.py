@@ -1,6 +1,6 @@
-"""Draw the pictures of the gallery by running the examples; takes about a minute on two idle cores.
+"""Draw the pictures of the gallery and the tutorial by running their programs; about a minute on two idle cores.
 
-    python docs/pictures.py [digits] [gan] [contrastive]
+    python docs/pictures.py [digits] [gan] [contrastive] [tutorial]
 
 The example of large batches draws its own: `python examples/large_batch.py --plot docs/large-batch.png`.
 """
@@ -8,9 +8,12 @@ The example of large batches draws its own: `python examples/large_batch.py --pl
 from __future__ import annotations
 
 import importlib
+import json
+import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -69,7 +72,34 @@ def contrastive() -> None:
     figure.savefig(IMAGES / "contrastive.png", dpi=90)
 
 
-PICTURES = {"digits": digits, "gan": gan, "contrastive": contrastive}
+def tutorial() -> None:
+    """Draw what the network of the tutorial has learned after 6 epochs, and its log."""
+    page = (DOCS / "get-started" / "tutorial.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        sys.argv = ["train.py", "6", "2"]
+        exec(compile(page.split("```python\n")[1].split("```")[0], "train.py", "exec"), names)  # noqa: S102 - our page
+        log = [json.loads(line) for line in Path("runs/moons/log.jsonl").read_text(encoding="utf-8").splitlines()]
+        os.chdir(DOCS)
+    points, labels, model = names["points"][1000:], names["labels"][1000:], names["model"].eval()
+    x, y = torch.meshgrid(torch.linspace(-1.5, 2.5, 200), torch.linspace(-1.2, 1.7, 150), indexing="xy")
+    with torch.no_grad():
+        probability = model(torch.stack([x, y], dim=-1)).softmax(dim=-1)[..., 1]
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    plane, losses, accuracies = figure.subplots(1, 3)
+    plane.contourf(x, y, probability, levels=[0, 0.25, 0.5, 0.75, 1], cmap="coolwarm", alpha=0.4)
+    plane.scatter(*points.T, s=6, c=labels, cmap="coolwarm")
+    plane.set(title="test points and predictions", xticks=[], yticks=[])
+    epochs = [entry["epoch"] for entry in log]
+    for axes, name in ((losses, "main/loss"), (accuracies, "validation/main/accuracy")):
+        axes.plot(epochs, [entry[name] for entry in log], marker="o", color="#2563a8")
+        axes.set(title=name, xlabel="epoch")
+        axes.grid(alpha=0.3)
+    figure.savefig(IMAGES / "tutorial.png", dpi=90)
+
+
+PICTURES = {"digits": digits, "gan": gan, "contrastive": contrastive, "tutorial": tutorial}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or PICTURES:

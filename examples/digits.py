@@ -124,7 +124,8 @@ def train(
     trainer = ls.Trainer(updater, until=(epochs, "epoch"), out=out)
     trainer.extend(evaluator(validation_set), name="val")
     trainer.extend(ls.extensions.LogReport())
-    trainer.extend(ls.extensions.PlotReport(title=f"Handwritten digits, seed {seed}"))
+    curves = ["main/loss", "val/main/loss", "val/main/accuracy"]
+    trainer.extend(ls.extensions.PlotReport(curves, title=f"Handwritten digits, seed {seed}"))
     trainer.extend(ls.extensions.ProgressBar())
     if table:
         trainer.extend(ls.extensions.PrintReport(COLUMNS))

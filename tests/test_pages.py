@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -35,6 +33,7 @@ PAGES = {
     "how-to/trainer.md": 6,
     "how-to/uneven-devices.md": 2,
     "how-to/whole-batch-loss.md": 1,
+    "index.md": 1,
     "modules.md": 6,
 }
 """How many programs each page holds."""
@@ -186,7 +185,7 @@ def test_the_program_of_the_readme_prints_one_digest_wherever_it_runs(tmp_path: 
         folder.mkdir()
         (folder / "train.py").write_text(program.replace(TWO_DEVICES, devices), encoding="utf-8")
         run = started_anew if name == "as it is pasted" else zygote.run
-        lines = output_of(run, [sys.executable, *start, "train.py"], folder).splitlines()
+        lines = zygote.output_of([sys.executable, *start, "train.py"], folder, run=run).splitlines()
         assert lines[0].split()[:5] == ["epoch", "iteration", *MEASURED]
         assert [line.split()[0] for line in lines[1:11]] == [str(epoch) for epoch in range(1, 11)]
         assert float(lines[10].split()[4]) > 0.8
@@ -200,7 +199,8 @@ def test_the_transcript_of_the_tutorial_holds(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
 
     def train(epochs: int, devices: int) -> list[str]:
-        return output_of(zygote.run, [sys.executable, "train.py", str(epochs), str(devices)], tmp_path).splitlines()
+        command = [sys.executable, "train.py", str(epochs), str(devices)]
+        return zygote.output_of(command, tmp_path).splitlines()
 
     first, resumed = train(4, 1), train(6, 2)
     assert [line.split()[0] for line in first[1:-1]] == ["1", "2", "3", "4"]
@@ -209,17 +209,9 @@ def test_the_transcript_of_the_tutorial_holds(tmp_path: Path) -> None:
     (tmp_path / "runs").rename(tmp_path / "runs-resumed")
     assert train(6, 3)[-1] == resumed[-1]
     compare = [sys.executable, "-m", "lockstep", "compare", "runs/moons", "runs-resumed/moons"]
-    said = output_of(zygote.run, compare, tmp_path)
+    said = zygote.output_of(compare, tmp_path)
     assert said.strip() in (DOCS / "get-started" / "tutorial.md").read_text(encoding="utf-8")
 
 
 def started_anew(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
-
-
-def output_of(run: Callable[..., subprocess.CompletedProcess[str]], command: list[str], folder: Path) -> str:
-    """Run a command in a folder, with what this interpreter finds, as if it were installed."""
-    variables = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", *sys.path)))}
-    done = run(command, cwd=folder, env=variables)
-    assert done.returncode == 0, done.stderr
-    return done.stdout

@@ -108,5 +108,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "html" / "searchindex.js").exists()
     trainer = (tmp_path / "html" / "reference" / "training.html").read_text(encoding="utf-8")
     assert 'id="lockstep.Trainer.run"' in trainer
+    data = (tmp_path / "html" / "how-to" / "data.html").read_text(encoding="utf-8")
+    assert 'href="../reference/data.html#lockstep.BatchIterator"' in data
     commands = (tmp_path / "html" / "reference" / "command-line.html").read_text(encoding="utf-8")
     assert "--max-restarts" in commands

@@ -249,6 +249,36 @@ def test_a_batch_smaller_than_the_shards() -> None:
     assert found["a"] == float((model(x).argmax(1) == y).double().mean())
 
 
+def test_a_loss_function_that_only_reports_has_no_loss(tmp_path: Path) -> None:
+    x, y = tensors(9)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+        ls.report({"val_loss": cross_entropy(model(x), y)})
+
+    model = nn.Linear(4, 3)
+    trainer = trainer_for(tmp_path, model, Evaluator([(x, y)], loss_fn=loss_fn, metrics={"a": ls.metrics.Accuracy()}))
+    trainer.run()
+    observed = {name for name in trainer.observation if name.startswith("validation/")}
+    assert observed == {"validation/main/val_loss", "validation/main/a"}
+    with torch.no_grad():
+        expected = float(cross_entropy(model(x), y))
+    # Float32 means over two shards against one over all samples.
+    assert float(trainer.observation["validation/main/val_loss"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_loss_for_some_batches_only_is_refused() -> None:
+    x, y = tensors(8)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor | None:
+        loss = cross_entropy(model(x), y)
+        ls.report({"val_loss": loss})
+        return loss if len(x) == 5 else None
+
+    evaluator = Evaluator([(x[:5], y[:5]), (x[5:], y[5:])], loss_fn=loss_fn, model=nn.Linear(4, 3))
+    with pytest.raises(TypeError, match=r"`loss_fn` must return a loss for every batch or for none, got None for some"):
+        evaluator.evaluate()
+
+
 def test_what_a_lightning_module_logs_is_observed_of_any_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class LightningModule(nn.Module):
         def log(self, *_: object) -> None:

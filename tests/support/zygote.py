@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,6 +167,16 @@ def run(
     if check:
         done.check_returncode()
     return done
+
+
+def output_of(
+    command: Sequence[Any], folder: Path, *, run: Callable[..., subprocess.CompletedProcess[str]] = run
+) -> str:
+    """Run a command in a folder, with what this interpreter finds, as if it were installed; return what it printed."""
+    source = Path(__file__).resolve().parents[2] / "src"
+    done = run(command, cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (source, *sys.path)))})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @contextmanager

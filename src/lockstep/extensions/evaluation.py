@@ -94,6 +94,8 @@ class Evaluation:
         self._outputs: list[Any] = []
         self._observers: list[Observers] = []
         self._reports: list[tuple[int, ShardReport]] = []
+        # Whether the loss function returned a loss; it holds both answers if shards differ.
+        self._has_loss: set[bool] = set()
         self._num_batches = 0
 
     def run(self, batches: Callable[[], Iterable[Any]]) -> tuple[dict[str, Mean | float], dict[str, Any]]:
@@ -195,7 +197,10 @@ class Evaluation:
     def _report(self, result: ShardResult, returned: Any) -> ShardReport | None:
         """Return what a shard measured, or None for a shard of weight 0, which takes no part as in an update."""
         shard, num_samples, reports = result.shard, len(result.shard.samples), dict(result.reports)
-        if self._recipe.loss_fn is None:
+        # A validation step of Lightning may log its loss, and return nothing.
+        has_loss = self._recipe.loss_fn is not None and not (returned is None and reports)
+        self._has_loss.add(has_loss)
+        if not has_loss:
             return ShardReport(shard.index, num_samples, torch.zeros((), device="cpu"), reports)
         loss: Loss = check_loss(returned, training=False)
         weight = loss_weight(loss, num_samples)
@@ -224,7 +229,7 @@ class Evaluation:
 
     def _merged(self) -> tuple[dict[str, Mean | float], dict[str, Any]]:
         """Merge the reports and the metrics of all ranks."""
-        own: dict[str, Any] = {}
+        own: dict[str, Any] = {"has_loss": self._has_loss}
         if not self._alone:
             own["reports"] = [(batch, _on_cpu(report)) for batch, report in self._reports]
         own["parts"] = {
@@ -234,19 +239,27 @@ class Evaluation:
             if not (self._alone and metric.rule == "count")
         }
         by_rank = self._exchange.gather(own)
+        answers = set().union(*(each["has_loss"] for each in by_rank))
+        if len(answers) > 1:
+            raise TypeError(
+                "`loss_fn` must return a loss for every batch or for none, got None for some. Return the loss, or only "
+                "report values."
+            )
         if not self._alone:
             everything = [entry for each in by_rank for entry in each["reports"]]
             self._reports = sorted(everything, key=lambda entry: (entry[0], entry[1].shard))
         for name in own["parts"]:
             self._recipe.metrics[name].merge([each["parts"][name] for each in by_rank])
-        return self._means(), {name: metric.compute() for name, metric in self._recipe.metrics.items()}
+        return self._means(has_loss=True in answers), {
+            name: metric.compute() for name, metric in self._recipe.metrics.items()
+        }
 
-    def _means(self) -> dict[str, Mean | float]:
+    def _means(self, *, has_loss: bool) -> dict[str, Mean | float]:
         """Return the means over all batches, of which each counts as in an update."""
         averages: dict[str, Average] = {}
         loss_fn = self._recipe.loss_fn
         summed = loss_fn is not None and is_summed(loss_fn)
-        if loss_fn is not None:
+        if has_loss:
             averages["loss"] = Average()
         for _, entries in groupby(self._reports, key=lambda entry: entry[0]):
             result = UpdateResult(
@@ -257,7 +270,7 @@ class Evaluation:
                 reports=[report for _, report in entries],
                 summed=summed,
             )
-            for name, mean in (result.metrics if loss_fn is None else result.loss_and_metrics()).items():
+            for name, mean in (result.loss_and_metrics() if has_loss else result.metrics).items():
                 averages.setdefault(name, Average()).update(mean)
         return {name: average.compute() for name, average in averages.items()}
 

@@ -75,7 +75,8 @@ class Evaluator(Extension):
         metrics: The metrics by name: objects with update, compute and reset, called as ``update(output, target)``; or a
             `MetricCollection` of torchmetrics, which has names of its own.
         loss_fn: A function ``loss_fn(model, *batch)`` that returns a mean loss over the batch, or a `Loss` with
-            its weight and metrics. The metrics above then use the output of its last run of the model.
+            its weight and metrics. The metrics above then use the output of its last run of the model. If it reports
+            values, it may return None, as a validation step of Lightning that only logs: there is no loss then.
         output: A function of the output of the model that returns what metrics see of it, such as
             ``lambda out: out.logits``. By default metrics get the output itself.
         model: The model; by default the updater's model named `model_name`.
@@ -159,13 +160,13 @@ class Evaluator(Extension):
                 By default this process evaluates all batches.
 
         Returns:
-            The values by name: ``"loss"`` and the metrics of the loss function, if there is one, the reported
+            The values by name: ``"loss"`` and the metrics of the loss function, if it returns a loss, the reported
             values, and the metrics. If names coincide, a metric takes precedence over a value of the loss function,
             and that over a reported value.
 
         Raises:
             ValueError: If there is no model, or the iterator yields no batch.
-            TypeError: If a batch has an unknown form.
+            TypeError: If a batch has an unknown form, or the loss function returns a loss for some batches only.
             ReplicaError: If the model or the loss function raised; the original error is the cause.
             SignalExit: If a signal ends the run in the meantime; the evaluation is repeated when the run resumes.
         """

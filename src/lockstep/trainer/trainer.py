@@ -37,7 +37,7 @@ class Trainer(Predicting):
 
     One iteration::
 
-        update → for each extension by descending priority: collect, call its trigger, call it if that fired
+        update → each extension by descending priority: collect, call its trigger, call it if that fired
 
     An extension that raises ends the run, and so does Ctrl-C; calling `run` again continues exactly there, with
     the extension that did not finish. A state that an extension saves contains how far the iteration had come:

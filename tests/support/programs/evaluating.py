@@ -78,6 +78,11 @@ def weighted(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> ls.Loss:
     return ls.Loss(loss.sum() / counted.sum().clamp(min=1), weight=counted.sum(), metrics={"first": (x[0, 0], 1)})
 
 
+def reporting(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    """Report a loss, and return none."""
+    ls.report({"val_loss": nn.functional.cross_entropy(model(x), y)})
+
+
 def data() -> torch.utils.data.TensorDataset:
     """Return the samples."""
     generator = torch.Generator().manual_seed(3)
@@ -129,6 +134,7 @@ def evaluate(devices: int, *, evaluating: bool = True, num_shards: int | None = 
             loader = torch.utils.data.DataLoader(samples, 7)
             summed = ls.supervised(nn.CrossEntropyLoss(reduction="sum"))
             trainer.extend(ex.Evaluator(loader, loss_fn=summed), name="summed")
+            trainer.extend(ex.Evaluator(loader, loss_fn=reporting), name="reporting")
             trainer.extend(ex.Evaluator(loader, {"accuracy": ls.metrics.Accuracy()}, model=Noisy()), name="other")
         trainer.extend(ex.LogReport())
         trainer.run()
