@@ -288,7 +288,7 @@ def test_updaters_whose_batch_size_cannot_change_are_refused() -> None:
     carried = ls.Carried(torch.zeros(1, 9, 2))
     with (
         finalized(updater_for(MLP, num_shards=1, carried=carried)) as updater,
-        pytest.raises(ValueError, match="must not carry values from batch to batch, .* leave `carried` out"),
+        pytest.raises(ValueError, match=r"must not carry values from batch to batch, .* leave `carried` out"),
     ):
         ls.find_batch_size(updater, max_batch_size=8)
 

@@ -144,7 +144,12 @@ def find_batch_size(
         >>> [(trial.batch_size, trial.shard_size) for trial in result.trials], result.limited_by, result.suggestion
         ([(8, 2), (16, 4), (32, 8)], 'max_batch_size', 32)
     """
-    batches = _check(updater, mode, max_batch_size, num_updates, margin, iterator)
+    batches = _check(updater, iterator, max_batch_size)
+    if mode not in ("power", "binsearch"):
+        raise ValueError(f"`mode` must be 'power' or 'binsearch', got {mode!r}.")
+    check_integer("num_updates", num_updates, minimum=2)
+    if not 0 <= margin < 1:
+        raise ValueError(f"`margin` must lie in [0, 1), got {margin}.")
     num_shards = updater.parts.engine.shards_per_batch
     limit = min(len(batches.dataset), max_batch_size or len(batches.dataset))
     first = min(2 * num_shards, limit) if min_batch_size is None else min_batch_size
@@ -173,10 +178,8 @@ def find_batch_size(
     return BatchSizeFinderResult(tuple(trials), "memory", suggestion)
 
 
-def _check(
-    updater: object, mode: str, max_batch_size: int | None, num_updates: int, margin: float, iterator: str
-) -> BatchIterator:
-    """Check the arguments of `find_batch_size`, and return the iterator."""
+def _check(updater: object, iterator: str, max_batch_size: int | None) -> BatchIterator:
+    """Check that the batch size of an updater can be searched, and return its iterator."""
     if not isinstance(updater, ParallelUpdater):
         raise TypeError(f"`updater` must be a ParallelUpdater, got a {type(updater).__name__}.")
     batches = updater.get_iterator(iterator)
@@ -185,8 +188,6 @@ def _check(
             f"The iterator {iterator!r} of `updater` must be a BatchIterator, whose batch size can change, got a "
             f"{type(batches).__name__}. For the search, pass BatchIterator(dataset, batch_size) to an updater."
         )
-    if mode not in ("power", "binsearch"):
-        raise ValueError(f"`mode` must be 'power' or 'binsearch', got {mode!r}.")
     if max_batch_size is not None:
         check_integer("max_batch_size", max_batch_size, minimum=1)
     elif any(device.type == "cpu" for device in updater.devices):
@@ -194,9 +195,6 @@ def _check(
             "`max_batch_size` must be given on CPUs, got None. A system without free memory ends processes instead of "
             "raising an error, so nothing else would end the search in time."
         )
-    check_integer("num_updates", num_updates, minimum=2)
-    if not 0 <= margin < 1:
-        raise ValueError(f"`margin` must lie in [0, 1), got {margin}.")
     if "carried" in updater.live_state():
         raise ValueError(
             "`updater` must not carry values from batch to batch, because their shape depends on the batch size, got "

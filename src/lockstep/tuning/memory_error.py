@@ -1,4 +1,4 @@
-"""Tell errors that mean that memory does not suffice from others."""
+"""Recognize errors that mean that memory does not suffice."""
 
 from __future__ import annotations
 
