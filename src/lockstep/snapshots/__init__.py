@@ -35,13 +35,19 @@ from lockstep.snapshots.run import (
     compare_runs as compare_runs,
     find as find,
     first_rank_in_folder as first_rank_in_folder,
+    listed as listed,
     prepare as prepare,
     read_digest_log as read_digest_log,
     record_of as record_of,
     restore as restore,
     save as save,
 )
-from lockstep.snapshots.writing import Disk as Disk, SnapshotWriter as SnapshotWriter, write_beside as write_beside
+from lockstep.snapshots.writing import (
+    Disk as Disk,
+    Retention as Retention,
+    SnapshotWriter as SnapshotWriter,
+    write_beside as write_beside,
+)
 
 __all__ = [
     "Collector",
@@ -57,6 +63,7 @@ __all__ = [
     "Record",
     "RecordingWriter",
     "Resumption",
+    "Retention",
     "Snapshot",
     "SnapshotWriter",
     "compare_runs",
