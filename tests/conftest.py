@@ -48,6 +48,18 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def frozen_heap() -> Iterator[None]:
+    """Keep what the collected tests and the imported modules consist of out of every later collection of garbage.
+
+    They are a million objects, which live to the end; many tests collect garbage to show that nothing is kept alive.
+    """
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def pooled_ranks() -> Iterator[None]:
     """End the processes that tests share: the ranks, and the one that others are forked from."""
     yield

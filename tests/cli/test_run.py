@@ -252,6 +252,35 @@ def test_a_stopped_rank_is_named_and_ended(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
 
 
+ENDS_SLOWLY = """
+import os, signal, sys, time
+from pathlib import Path
+
+ready, late = Path(sys.argv[1], "ready"), Path(sys.argv[1], "late")
+
+def end(*_):
+    time.sleep(15)
+    late.touch()
+
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, end)
+    ready.touch()
+    time.sleep(300)
+while not ready.exists():
+    time.sleep(0.01)
+sys.exit(5)
+"""
+
+
+def test_the_others_have_the_shutdown_timeout_when_a_rank_has_failed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_SLOWLY)
+    assert finished([*RUN, "-n", "2", "--shutdown-timeout", "1", script, tmp_path]).returncode == 5
+    assert (tmp_path / "ready").exists()
+    # torch itself would have let it end after these 15 s.
+    assert not (tmp_path / "late").exists()
+
+
 def await_true(condition) -> None:
     deadline = time.monotonic() + 240
     while not condition():

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests.support import zygote
 from tests.support.interrupting import UPDATES, await_points, check_ended, ending, lockstep_run, newest, start
 from tests.support.machines import FIRST, MACHINES, SECOND, Machine, set_link, two_machines
 from tests.support.processes import descendants
-from tests.support.waiting import await_true
+from tests.support.waiting import LONG, await_true
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
 MEETING = [
@@ -168,6 +173,62 @@ def test_a_machine_joins(tmp_path: Path, torchrun: bool) -> None:
     lines = [output.splitlines()[-1] for _, output, _ in endings if output]
     check_ended(tmp_path / "0", lines[0], resumed_from=6)
     assert updates_of(tmp_path / "1") == list(range(7, UPDATES + 1))
+
+
+ENDS_SLOWLY = """
+import os, signal, sys, time
+from pathlib import Path
+
+folder = Path(sys.argv[1])
+
+def end(*_):
+    (folder / "ending").touch()
+    while not (folder / "ended").exists():
+        time.sleep(0.01)
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, end)
+with (folder / "machines").open("a") as file:
+    file.write(os.environ["WORLD_SIZE"])
+while os.environ["WORLD_SIZE"] == "1":
+    time.sleep(0.01)
+"""
+
+
+def met(store: dist.TCPStore) -> set[int]:
+    """Return the process IDs of the agents that have joined the round in which machines meet."""
+    state = pickle.loads(base64.b64decode(store.get("torch.rendezvous.lockstep")))  # noqa: S301 - our own agents'
+    return set() if state.complete else {each.pid for each in state.participants}
+
+
+@pytest.mark.slow
+def test_machines_wait_for_one_that_is_thought_dead_while_it_ends_its_processes(tmp_path: Path) -> None:
+    """A machine that is too busy to tell that it is alive leaves the round, in which the others then meet alone.
+
+    If they began before its processes have ended, its coming would end theirs. With each of them too busy in turn to
+    tell so, they would interrupt each other for ever.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_SLOWLY)
+    seconds = 5
+    options = ["-n", "1", "--nnodes", "1:3", "--rdzv", f"127.0.0.1:{store.port}", "--shutdown-timeout", str(seconds)]
+    command = lockstep_run(*options, "--local-addr", "127.0.0.1", str(script))
+    folders = [tmp_path / "busy", tmp_path / "joining"]
+    for each in folders:
+        each.mkdir()
+    with zygote.Popen([*command, str(folders[0])]) as busy:
+        await_true((folders[0] / "machines").exists)
+        with zygote.Popen([*command, str(folders[1])]) as joining:
+            await_true((folders[0] / "ending").exists)
+            busy.send_signal(signal.SIGSTOP)
+            await_true(lambda: met(store) == {joining.pid})
+            # Less than the processes may take to end.
+            time.sleep(seconds - 2)
+            (folders[0] / "ended").touch()
+            busy.send_signal(signal.SIGCONT)
+            assert [busy.wait(LONG), joining.wait(LONG)] == [0, 0]
+    assert [(each / "machines").read_text() for each in folders] == ["12", "2"]
 
 
 def updates_of(folder: Path) -> list[int]:

@@ -50,6 +50,9 @@ SURVIVED = [
 """What is killed, of how many processes, where a process survives."""
 ALONE = [(point, update) for point in UPDATE_POINTS for update in (2, 5, 7)] + [(each, "*") for each in WRITER_POINTS]
 
+SECONDS_OF_AN_UPDATE = 0.025
+"""What an update takes at least: most random moments are to come before the last update, where a run waits."""
+
 chosen = random.Random(18)  # noqa: S311 - a choice of tests
 SURVIVED_SAMPLE = chosen.sample([each for each in SURVIVED if each[1] == 2], 1)
 ALONE_SAMPLE = chosen.sample(ALONE, 1)
@@ -173,7 +176,9 @@ def random_kills(count: int, with_survivor: int) -> list[Kill]:
         victims = drawn.randint(1, processes - 1) if number < with_survivor else processes
         killed = tuple(sorted(drawn.sample(range(processes), victims)))
         resumed_on = drawn.choice([each for each in (1, 2, 3) if each != processes])
-        kills.append(Kill(processes, killed, drawn.randrange(UPDATES - 2), drawn.uniform(0, 0.6), resumed_on))
+        update = drawn.randrange(UPDATES - 2)
+        seconds = drawn.uniform(0, SECONDS_OF_AN_UPDATE * (UPDATES - 1 - update))
+        kills.append(Kill(processes, killed, update, seconds, resumed_on))
     return kills
 
 

@@ -24,6 +24,7 @@ USES = {
         "launch",
         "multiprocessing",
         "num_workers",
+        "run_on_ranks",
         "spawn",
         "spawned_by_forks",
         "subprocess",
@@ -31,6 +32,7 @@ USES = {
     "laws": {"EQUAL", "PLACEMENTS", "digests"},
     "programs": {"runpy"},
     "compiled": {"fresh_compiler"},
+    "deadlines": {"PeerWatch", "hanging_ends", "here_it_hangs"},
 }
 """The names that whatever belongs to a tier cannot do without."""
 MANY_CASES = 10

@@ -177,7 +177,7 @@ def test_an_error_in_a_hook_of_the_optimizer_moves_nothing() -> None:
 
 
 @pytest.fixture
-def released() -> Iterator[threading.Event]:
+def hanging_ends() -> Iterator[threading.Event]:
     """What a thread waits for that hangs until the end of the test."""
     event = threading.Event()
     yield event
@@ -187,10 +187,10 @@ def released() -> Iterator[threading.Event]:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("devices", "place"), [(1, 0), (2, 0), (2, 1)])
 def test_a_device_that_hangs_is_named_and_leaves_the_last_update(
-    devices: int, place: int, where: str, released: threading.Event
+    devices: int, place: int, where: str, hanging_ends: threading.Event
 ) -> None:
     """Also the first one, which works in the calling thread where nobody watches."""
-    trap = Trap(lambda: bool(released.wait(60)), where=where, thread=f"lockstep-{place}-")
+    trap = Trap(lambda: bool(hanging_ends.wait(60)), where=where, thread=f"lockstep-{place}-")
     with finalized(
         updater_for(CONVNET, Placement(devices), num_shards=NUM_SHARDS, loss_fn=trap, timeout=1.5)
     ) as updater:

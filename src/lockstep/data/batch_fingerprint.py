@@ -40,7 +40,7 @@ class Fingerprint(NamedTuple):
     Attributes:
         about: The number of samples, or the dtypes and shapes of the tensors.
         indices: A digest of the indices of `Samples`; empty for other batches.
-        values: A checksum of a few rows for each tensor, or a digest of a few samples; empty if none are read.
+        values: A checksum of a few rows of all tensors, or a digest of a few samples; empty if no samples are read.
     """
 
     about: str
@@ -70,11 +70,11 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
         return _of_samples(batch, contents=contents)
     named = nest.named_tensors(batch)
     about, reads = _plan(tuple([(name, each.dtype, each.shape) for name, each in named]))
-    values = ""
+    checksum = 0
     for (_, tensor), read in zip(named, reads, strict=True):
         if read is not None and tensor.is_cpu and tensor.layout is torch.strided:
-            values += f"{read.checksum(tensor):08x}"
-    return Fingerprint(about, "", values if len(values) <= MAX_DESCRIPTION else _hexdigest(values.encode()))
+            checksum = read.checksum(tensor, checksum)
+    return Fingerprint(about, "", f"{checksum:08x}")
 
 
 def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
@@ -130,24 +130,24 @@ class _Read(NamedTuple):
         ]
         return cls([start * itemsize for start in starts], ctypes.c_char * (itemsize * RUN), dtype.is_complex)
 
-    def checksum(self, tensor: torch.Tensor) -> int:
-        """Return the CRC-32 of what is read of a tensor on the CPU.
+    def checksum(self, tensor: torch.Tensor, checksum: int) -> int:
+        """Return the CRC-32 of what is read of a tensor on the CPU, following on that of the tensors before it.
 
-        Tensors that differ there have equal checksums with a probability of 1 in 2³², and never if they differ in a
+        Batches that differ there have equal checksums with a probability of 1 in 2³², and never if they differ in a
         single place of up to 32 bits.
         """
         # A negated tensor may be a flag on memory with other values, as a conjugated one may.
         if tensor.is_contiguous() and not self.is_complex and not tensor.is_neg():
             # Read in place: kernels have displaced everything else from the caches, so what counts is how many places
             # in code and memory are visited, and operations of torch visit many.
-            address, run, checksum = tensor.data_ptr(), self.run, 0
+            address, read = tensor.data_ptr(), self.run.from_address
             for offset in self.offsets:
-                checksum = crc32(run.from_address(address + offset), checksum)
+                checksum = crc32(read(address + offset), checksum)
             return checksum
         starts, length = [offset // tensor.itemsize for offset in self.offsets], ctypes.sizeof(self.run)
         elements = chain(*[range(start, start + length // tensor.itemsize) for start in starts])
         indices = torch.tensor(list(elements), dtype=torch.int64, device="cpu")
-        return crc32(_bytes(tensor.detach()[torch.unravel_index(indices, tensor.shape)]))
+        return crc32(_bytes(tensor.detach()[torch.unravel_index(indices, tensor.shape)]), checksum)
 
 
 # Most batches have the names, dtypes and shapes of earlier ones, and the types of `ctypes` take long to create.

@@ -108,7 +108,7 @@ class BatchIterator(TrackingIterator):
         # The batches that were requested but not passed yet: their indices and the cursor after each. `_ahead`
         # holds the first of them as `Samples`; `finalize` discards it but keeps the plan, for which the order
         # sampler has been called.
-        self._plan: deque[tuple[Sequence[int], Cursor]] = deque()
+        self._planned: deque[tuple[Sequence[int], Cursor]] = deque()
         self._ahead: deque[Samples] = deque()
         self._supply: Generator[Samples] | None = None
         self._wanted: SampleFilter | None = None
@@ -172,7 +172,7 @@ class BatchIterator(TrackingIterator):
         start = self._cursor
         for _ in range(num_batches):
             self._ahead.popleft()
-            _, self._cursor = self._plan.popleft()
+            _, self._cursor = self._planned.popleft()
         self._num_advanced += num_batches
         self._previous_epoch_detail = start.epoch + start.position / len(start.order)  # its epoch_detail
         self._is_new_epoch = self._cursor.epoch > start.epoch
@@ -263,7 +263,7 @@ class BatchIterator(TrackingIterator):
     def _go_to(self, cursor: Cursor) -> None:
         """Move to a cursor and discard the plan."""
         self.finalize()
-        self._plan.clear()
+        self._planned.clear()
         self._cursor = cursor
 
     def _samples_from(self, number: int) -> Generator[Samples]:
@@ -289,31 +289,31 @@ class BatchIterator(TrackingIterator):
             ahead += 1
 
     def _unloaded_from(self, number: int) -> Generator[Samples]:
-        """Yield the planned batches from the given number on, and extend the plan where it ends."""
+        """Yield the planned batches from the given number on, and plan more where they end."""
         for batch in count(number):
-            # Computed anew for every batch: the plan loses its first entries when the iterator advances.
-            planned = batch - self._num_advanced
-            if planned == len(self._plan) and not self._plan_one_more():
+            # Computed anew for every batch, because the first ones are removed when the iterator advances.
+            index = batch - self._num_advanced
+            if index == len(self._planned) and not self._plan_next():
                 return
-            indices, _ = self._plan[planned]
-            streams = self._streams_of(planned) if self._in_streams else None
+            indices, _ = self._planned[index]
+            streams = self._streams_of(index) if self._in_streams else None
             yield Samples(self.dataset, indices, streams=streams)
 
-    def _streams_of(self, planned: int) -> SampleStreams:
-        """Return the random streams of the samples of one planned batch, by its index in the plan."""
-        start = self._plan[planned - 1][1] if planned else self._cursor
+    def _streams_of(self, index: int) -> SampleStreams:
+        """Return the random streams of the samples of one planned batch."""
+        start = self._planned[index - 1][1] if index else self._cursor
         first = start.epoch * self._num_samples + start.position
-        ordinals = range(first, first + len(self._plan[planned][0]))
+        ordinals = range(first, first + len(self._planned[index][0]))
         return SampleStreams(self.seed, self._num_samples, ordinals)
 
-    def _plan_one_more(self) -> bool:
+    def _plan_next(self) -> bool:
         """Plan one more batch, and return whether there is one."""
-        _, start = self._plan[-1] if self._plan else ((), self._cursor)
+        _, start = self._planned[-1] if self._planned else ((), self._cursor)
         if start.epoch > 0 and not self.repeat:
             return False
         # Without a next epoch there are no samples to complete the last batch with.
         last_batch = self.last_batch if self.repeat or self.last_batch == "drop" else "short"
-        self._plan.append(take_batch(start, self.batch_size, last_batch=last_batch, next_order=self._next_order))
+        self._planned.append(take_batch(start, self.batch_size, last_batch=last_batch, next_order=self._next_order))
         return True
 
     def _first_order(self) -> Order:

@@ -27,7 +27,7 @@ from lockstep.prediction import (
 from lockstep.stopping import STOP
 from lockstep.updaters import (
     Converter,
-    ForwardEngine,
+    InferenceRunner,
     Loss,
     LossFunction,
     ShardReport,
@@ -76,17 +76,17 @@ class Evaluation:
     """One pass over the batches of an evaluation.
 
     Args:
-        engine: Runs the shards of this rank.
+        runner: Runs the shards of this rank.
         recipe: What is computed.
-        network_of: Returns the network to evaluate, given a replica of the engine's model.
+        network_of: Returns the network to evaluate, given a replica of the runner's model.
     """
 
-    def __init__(self, engine: ForwardEngine, recipe: Recipe, network_of: Callable[[nn.Module], nn.Module]) -> None:
-        self._engine = engine
+    def __init__(self, runner: InferenceRunner, recipe: Recipe, network_of: Callable[[nn.Module], nn.Module]) -> None:
+        self._runner = runner
         self._recipe = recipe
         self._network_of = network_of
-        self._exchange = RankExchange(engine.communicator)
-        self._alone = engine.communicator.size == 1
+        self._exchange = RankExchange(runner.communicator)
+        self._alone = runner.communicator.size == 1
         metrics = recipe.metrics.values()
         self._gathered = [] if self._alone else [each for each in metrics if each.rule == "gather"]
         self._local = [each for each in metrics if each not in self._gathered]
@@ -105,17 +105,17 @@ class Evaluation:
         Returns:
             The means of the loss and of all reported values by name, and the values of the metrics.
         """
-        engine = self._engine
+        runner = self._runner
         with self._exchange.reporting_errors():
             # Before the mode of the model changes, because replicas of another mode would have to be created anew.
-            replicas = engine.prepare()
+            replicas = runner.prepare()
             self._networks = list(map(self._network_of, replicas))
             self._observers = [Observers({"": network}) for network in self._networks]
             for metric in self._recipe.metrics.values():
-                metric.move(engine.replicas.devices[0])
+                metric.move(runner.replicas.devices[0])
                 metric.reset()
-            with evaluation_mode(engine.replicas.model, replicas), recording_outputs(self._networks) as self._outputs:
-                for window in windows(map(self._seen, self._until_stopped(batches())), engine.batches_per_run):
+            with evaluation_mode(runner.replicas.model, replicas), recording_outputs(self._networks) as self._outputs:
+                for window in windows(map(self._seen, self._until_stopped(batches())), runner.batches_per_run):
                     self._run_window(window)
                 if self._num_batches == 0:
                     raise ValueError(
@@ -130,7 +130,7 @@ class Evaluation:
 
     def _seen(self, batch: Any) -> Any:
         """Return a batch in the form that is cut into shards, and record it for the other ranks."""
-        batch = as_cuttable(batch, self._recipe.converter, self._engine.replicas.devices[0], name="iterator")
+        batch = as_cuttable(batch, self._recipe.converter, self._runner.replicas.devices[0], name="iterator")
         self._exchange.see(batch)
         return batch
 
@@ -138,7 +138,7 @@ class Evaluation:
         """Evaluate the shards of some batches that belong to this rank."""
         first = self._num_batches
         self._num_batches += len(window)
-        results = self._engine.run(
+        results = self._runner.run(
             window,
             self._compute,
             self._observers,
@@ -185,7 +185,7 @@ class Evaluation:
             return returned, None
         output = self._outputs[place]
         if output is NO_OUTPUT:
-            inputs, named_inputs = in_held_precision((given.inputs, given.named_inputs), self._engine.precision)
+            inputs, named_inputs = in_held_precision((given.inputs, given.named_inputs), self._runner.precision)
             output = network(*inputs, **named_inputs)
         self._outputs[place] = NO_OUTPUT
         output = output if recipe.output is None else recipe.output(output)
@@ -206,7 +206,7 @@ class Evaluation:
 
     def _update(self, metrics: Sequence[ShardMetric], outcomes: Sequence[Outcome]) -> None:
         """Update metrics with shards in order."""
-        device = self._engine.replicas.devices[0]
+        device = self._runner.replicas.devices[0]
         for key, output, target in outcomes if metrics else ():
             here = nest.map_tensors(lambda each: each.to(device), (output, target))
             for metric in metrics:

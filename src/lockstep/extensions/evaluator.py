@@ -26,7 +26,7 @@ from lockstep.metrics import (
 )
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Converter, ForwardEngine, LossFunction, Updater
+from lockstep.updaters import Converter, InferenceRunner, LossFunction, Updater
 
 
 @runtime_checkable
@@ -133,7 +133,7 @@ class Evaluator(Extension):
         """The values of the last evaluation by name, as the metrics returned them."""
         self._name = name
         self._shard_metrics = {name: _shard_metric(metric) for name, metric in self.metrics.items()}
-        self._own_engine: ForwardEngine | None = None
+        self._own_runner: InferenceRunner | None = None
         self._warned: set[str] = set()
 
     @property
@@ -143,9 +143,9 @@ class Evaluator(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         """Evaluate the model, and observe the values."""
-        engine, network_of = self._engine_of(trainer.updater)
+        runner, network_of = self._runner_of(trainer.updater)
         prefix = f"{trainer.name_of(self)}/{self.model_name}"
-        for name, value in self._evaluate(engine, network_of).items():
+        for name, value in self._evaluate(runner, network_of).items():
             trainer.observe(f"{prefix}/{name}", value)
 
     def evaluate(
@@ -173,20 +173,20 @@ class Evaluator(Extension):
         if model is None:
             raise ValueError("`model` must be given here or to the constructor, got None.")
         joined = LocalCommunicator() if communicator is None else communicator
-        engine = ForwardEngine.of_model(model, joined, num_shards=self.num_shards)
+        runner = InferenceRunner.of_model(model, joined, num_shards=self.num_shards)
         try:
-            return self._evaluate(engine, _itself)
+            return self._evaluate(runner, _itself)
         finally:
-            engine.release()
+            runner.release()
 
     def finalize(self, trainer: Trainer) -> None:  # noqa: ARG002 - part of the interface
         """Stop the threads of a model that is not the updater's."""
-        if self._own_engine is not None:
-            self._own_engine.release()
+        if self._own_runner is not None:
+            self._own_runner.release()
             # The next run may have another updater, with other devices, ranks and another precision.
-            self._own_engine = None
+            self._own_runner = None
 
-    def _engine_of(self, updater: Updater) -> tuple[ForwardEngine, Callable[[nn.Module], nn.Module]]:
+    def _runner_of(self, updater: Updater) -> tuple[InferenceRunner, Callable[[nn.Module], nn.Module]]:
         """Return what runs the model, and a function that finds the network to evaluate in a replica."""
         parts, models = updater.parts, updater.get_all_models()
         model = self.model
@@ -195,18 +195,18 @@ class Evaluator(Extension):
                 raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
             model = models[self.model_name]
             if parts is not None:
-                engine = ForwardEngine.of_updater(parts, num_shards=self.num_shards)
-                return engine, parts.networks.selector(self.model_name)
-        if self._own_engine is None or self._own_engine.replicas.model is not model:
+                runner = InferenceRunner.of_updater(parts, num_shards=self.num_shards)
+                return runner, parts.networks.selector(self.model_name)
+        if self._own_runner is None or self._own_runner.replicas.model is not model:
             if parts is None:
-                engine = ForwardEngine.of_model(model, updater.communicator, num_shards=self.num_shards)
+                runner = InferenceRunner.of_model(model, updater.communicator, num_shards=self.num_shards)
             else:
-                engine = ForwardEngine.of_updater(parts, num_shards=self.num_shards, model=model)
-            self._own_engine = engine
-        return self._own_engine, _itself
+                runner = InferenceRunner.of_updater(parts, num_shards=self.num_shards, model=model)
+            self._own_runner = runner
+        return self._own_runner, _itself
 
-    def _evaluate(self, engine: ForwardEngine, network_of: Callable[[nn.Module], nn.Module]) -> dict[str, Observed]:
-        """Evaluate one pass on the devices and ranks of an engine."""
+    def _evaluate(self, runner: InferenceRunner, network_of: Callable[[nn.Module], nn.Module]) -> dict[str, Observed]:
+        """Evaluate one pass on the devices and ranks of a runner."""
         recipe = Recipe(self._shard_metrics, self.loss_fn, self.output, self.converter, self.target)
 
         def batches() -> Iterable[Any]:
@@ -214,10 +214,10 @@ class Evaluator(Extension):
                 self.iterator.reset()
             if isinstance(self.iterator, LockstepIterator):
                 # Workers load only the samples of this rank.
-                self.iterator.load_only(engine.own_samples)
+                self.iterator.load_only(runner.own_samples)
             return self.iterator
 
-        means, self.results = Evaluation(engine, recipe, network_of).run(batches)
+        means, self.results = Evaluation(runner, recipe, network_of).run(batches)
         values: dict[str, Observed] = dict(means)
         for name, value in self.results.items():
             values.update(self._numbers(name, value))

@@ -6,12 +6,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from lockstep.communicators import (
@@ -84,8 +85,9 @@ class Run:
             meeting = ["--nnodes", self.nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", self.rendezvous]
             # torch recognizes its own machine by host name only, and might find no machine to host the store.
             hosts = ",is_host=1" if is_own_address(self.rendezvous.rpartition(":")[0]) else ""
-            # While a machine ends its processes to let another one join, the other must not begin without it: each
-            # would interrupt the other for ever.
+            # A machine that is too busy to send heartbeats while it ends its processes, to let another one join, is
+            # thought dead. The other must not begin without it: it would be interrupted as soon as this one is back,
+            # and if it is as busy then, each would interrupt the other for ever.
             last_call = f",last_call_timeout={self._seconds_to_end(os.environ) + LAST_CALL_MARGIN}"
             meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS_OPTIONS + last_call + hosts]
             meeting += ["--local-addr", self.address] if self.address else []
@@ -154,7 +156,8 @@ def run(settings: Run) -> int:
     """
     settings.prepare(os.environ)
     try:
-        torchrun.run(torchrun.parse_args(settings.command_line()))  # type: ignore[no-untyped-call]
+        with _time_to_end(shutdown_timeout_for(os.environ)):
+            torchrun.run(torchrun.parse_args(settings.command_line()))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"lockstep run: {describe(rank, failure)}", file=sys.stderr)
@@ -163,6 +166,26 @@ def run(settings: Run) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+@contextmanager
+def _time_to_end(seconds: int) -> Iterator[None]:
+    """Wait this long for processes that are to end before they are killed, for whatever reason the agent ends them.
+
+    torch 2.13 reads `TORCH_ELASTIC_SHUTDOWN_TIMEOUT` only after a signal to the agent, and torch 2.11 does not read it
+    at all. When a process has failed or all are restarted, the others would be killed after 30 s while they write
+    their state (https://github.com/pytorch/pytorch/issues/119856).
+    """
+    close = PContext.close
+
+    def close_in_time(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:  # noqa: ARG001 - as torch calls it
+        close(self, death_sig, seconds)
+
+    PContext.close = close_in_time  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:

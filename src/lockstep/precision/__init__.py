@@ -1,6 +1,7 @@
 """Mixed precision: loss scales, the check for non-finite gradients, master weights, and autocast."""
 
 from lockstep.precision.backward import initial_gradient as initial_gradient, multiply_ as multiply_
+from lockstep.precision.current_scale import CurrentScale as CurrentScale
 from lockstep.precision.finite import (
     copy_to_device as copy_to_device,
     divide_ as divide_,
@@ -18,7 +19,6 @@ from lockstep.precision.masters import (
     MasterWeights as MasterWeights,
     asks_for_closure as asks_for_closure,
 )
-from lockstep.precision.moving import MovingScale as MovingScale
 from lockstep.precision.policy import Precision as Precision, parse_precision as parse_precision
 from lockstep.precision.scaler import HasMasters as HasMasters, LossScaler as LossScaler
 from lockstep.precision.scales import (

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from lockstep import nest
 from lockstep.errors import OrderError, StateError
+from lockstep.precision.current_scale import CurrentScale
 from lockstep.precision.finite import gradients_of, nonfinite_flag, to_device, unscale_
 from lockstep.precision.masters import HALF_PRECISION, MasterWeights, parameters_of
-from lockstep.precision.moving import MovingScale
 from lockstep.precision.scales import DynamicLossScale, LossScale, parse_loss_scale
 from lockstep.precision.skipping import cannot_skip, skipped_if
 from lockstep.state import check_keys
@@ -100,7 +100,7 @@ class LossScaler:
 
     def __init__(self, scale: LossScale | float | None = None, *, enabled: bool = True) -> None:
         self._enabled = enabled
-        self._scale = MovingScale(DynamicLossScale() if scale is None else parse_loss_scale(scale))
+        self._scale = CurrentScale(DynamicLossScale() if scale is None else parse_loss_scale(scale))
         self._device = torch.device("cpu")
         self._formats: set[torch.dtype] = set()
         self._checked: dict[int, _CheckedOptimizer] = {}
@@ -259,7 +259,7 @@ class LossScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            self._scale = MovingScale(replace(self.loss_scale, factor=float(new_scale)))
+            self._scale = CurrentScale(replace(self.loss_scale, factor=float(new_scale)))
         elif nonfinite is None:
             if not self._checked:
                 raise OrderError("`update` must follow `step` or `unscale_`, and be called once after them.")
@@ -291,7 +291,7 @@ class LossScaler:
         """
         if not self._enabled:
             return
-        self._scale = MovingScale(self.restored(state))
+        self._scale = CurrentScale(self.restored(state))
         self._checked.clear()
 
     def restored(self, state: Mapping[str, Any]) -> LossScale:

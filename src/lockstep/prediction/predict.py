@@ -12,7 +12,7 @@ from lockstep.data import collate
 from lockstep.integers import check_integer
 from lockstep.prediction.prediction import Prediction
 from lockstep.replicas import BatchDim, Devices
-from lockstep.updaters import Converter, ForwardEngine
+from lockstep.updaters import Converter, InferenceRunner
 
 
 def predict(
@@ -84,10 +84,10 @@ def predict(
     check_integer("seed", seed)
     joined = find_communicator() if communicator is None else communicator
     joined.check_same(model)
-    engine = ForwardEngine.of_model(
+    runner = InferenceRunner.of_model(
         model, joined, num_shards=num_shards, devices=devices, precision=precision, converter=converter, seed=seed
     )
     try:
-        return Prediction(output, target, None, output_dim).run(engine, dataset, batch_size)
+        return Prediction(output, target, None, output_dim).run(runner, dataset, batch_size)
     finally:
-        engine.release()
+        runner.release()

@@ -18,7 +18,7 @@ from lockstep.prediction.evaluation_mode import evaluation_mode
 from lockstep.prediction.model_inputs import ModelInputs
 from lockstep.prediction.rank_exchange import RankExchange
 from lockstep.replicas import BatchDim, ShardForward, read_outputs
-from lockstep.updaters import Converter, ForwardEngine, batch_size
+from lockstep.updaters import Converter, InferenceRunner, batch_size
 
 EXCHANGED_WINDOWS: Final = 16
 """How many windows of batches are computed between two exchanges of outputs: fewer exchanges wait less."""
@@ -34,7 +34,7 @@ class Prediction:
     Attributes:
         output: A function of the output of the model that returns what is collected; None for the output itself.
         target: Which entry of a batch the model does not receive, see `predict`.
-        converter: Converts samples to tensors; None for the converter of the engine.
+        converter: Converts samples to tensors; None for the converter of the runner.
         output_dim: The dimension of outputs that counts samples.
     """
 
@@ -45,47 +45,47 @@ class Prediction:
 
     def run(
         self,
-        engine: ForwardEngine,
+        runner: InferenceRunner,
         dataset: Any,
         size: int,
         network_of: Callable[[nn.Module], nn.Module] | None = None,
     ) -> Any:
-        """Predict a dataset on the devices and ranks of an engine.
+        """Predict a dataset on the devices and ranks of a runner.
 
         Args:
-            engine: Runs the shards of this rank.
+            runner: Runs the shards of this rank.
             dataset: The dataset or the batches.
             size: The number of samples per batch, at least 1, of a dataset.
-            network_of: Returns the network to run, given a replica of the engine's model; None for the replica itself.
+            network_of: Returns the network to run, given a replica of the runner's model; None for the replica itself.
 
         Returns:
             The outputs of all samples.
         """
-        exchange = RankExchange(engine.communicator)
+        exchange = RankExchange(runner.communicator)
         collected: list[ShardOutput] = []
         sizes: list[int] = []
         with exchange.reporting_errors():
-            batches = _batches(dataset, size, engine)
-            replicas = engine.prepare()
+            batches = _batches(dataset, size, runner)
+            replicas = runner.prepare()
             networks = replicas if network_of is None else [network_of(replica) for replica in replicas]
             inputs = ModelInputs.of_forward(networks[0].forward, self.target)
 
             def compute(place: int, given: Any) -> Any:
-                args, kwargs = in_held_precision(given, engine.precision)
+                args, kwargs = in_held_precision(given, runner.precision)
                 output = networks[place](*args, **kwargs)
                 return output if self.output is None else self.output(output)
 
             def seen(batch: Any) -> Any:
-                batch = as_cuttable(batch, self.converter, engine.replicas.devices[0], name="dataset")
+                batch = as_cuttable(batch, self.converter, runner.replicas.devices[0], name="dataset")
                 exchange.see(batch)
                 return batch
 
             own: list[ShardOutput] = []
             observers = [Observers({"": network}) for network in networks]
-            with evaluation_mode(engine.replicas.model, replicas):
-                for index, window in enumerate(windows(map(seen, batches), engine.batches_per_run)):
+            with evaluation_mode(runner.replicas.model, replicas):
+                for index, window in enumerate(windows(map(seen, batches), runner.batches_per_run)):
                     first = len(sizes)
-                    results = engine.run(
+                    results = runner.run(
                         window,
                         compute,
                         observers,
@@ -93,7 +93,7 @@ class Prediction:
                         converter=self.converter,
                         arguments=inputs.of_batch,
                     )
-                    sizes += [batch_size(batch, engine.batch_dim) for batch in window]
+                    sizes += [batch_size(batch, runner.batch_dim) for batch in window]
                     own += [
                         ((first + each.shard.batch, each.shard.index), each.shard.samples, _on_cpu(each.returned))
                         for each in results
@@ -140,7 +140,7 @@ def _check(read: Callable[[], Any]) -> Any:
         raise type(error)(f"{error} {cure}") from None
 
 
-def _batches(dataset: Any, size: int, engine: ForwardEngine) -> Iterable[Any]:
+def _batches(dataset: Any, size: int, runner: InferenceRunner) -> Iterable[Any]:
     """Return the batches of one pass over a dataset."""
     if isinstance(dataset, Mapping | tuple):
         raise TypeError(
@@ -161,7 +161,7 @@ def _batches(dataset: Any, size: int, engine: ForwardEngine) -> Iterable[Any]:
         batches: Iterable[Any] = dataset
         return batches
     # Each rank loads only the samples that it computes.
-    iterator.load_only(engine.own_samples)
+    iterator.load_only(runner.own_samples)
     return iterator
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.integers import check_integer
 from lockstep.prediction import Prediction
 from lockstep.replicas import BatchDim
-from lockstep.updaters import Converter, ForwardEngine, Updater, look_up
+from lockstep.updaters import Converter, InferenceRunner, Updater, look_up
 
 
 class Predicting:
@@ -64,10 +64,10 @@ class Predicting:
         model: nn.Module = look_up(model_name, updater.get_all_models())
         prediction = Prediction(output, target, converter, output_dim)
         if updater.parts is not None:
-            engine = ForwardEngine.of_updater(updater.parts, num_shards=num_shards)
-            return prediction.run(engine, dataset, batch_size, updater.parts.networks.selector(model_name))
-        engine = ForwardEngine.of_model(model, updater.communicator, num_shards=num_shards)
+            runner = InferenceRunner.of_updater(updater.parts, num_shards=num_shards)
+            return prediction.run(runner, dataset, batch_size, updater.parts.networks.selector(model_name))
+        runner = InferenceRunner.of_model(model, updater.communicator, num_shards=num_shards)
         try:
-            return prediction.run(engine, dataset, batch_size)
+            return prediction.run(runner, dataset, batch_size)
         finally:
-            engine.release()
+            runner.release()

@@ -31,6 +31,6 @@ from lockstep.updaters.state import (
     Carried as Carried,
     copy_state as copy_state,
 )
-from lockstep.updaters.step import ForwardEngine as ForwardEngine
+from lockstep.updaters.step import InferenceRunner as InferenceRunner
 from lockstep.updaters.token_mean import token_mean as token_mean
 from lockstep.updaters.updater import Result as Result, Updater as Updater

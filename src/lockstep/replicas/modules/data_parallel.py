@@ -32,7 +32,7 @@ class ThreadPreparation(threading.local):
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaEngine:
+class RunningReplicas:
     """Replicas with their threads, and the object that runs shards on them."""
 
     replicas: ReplicaSet
@@ -143,7 +143,7 @@ class DataParallel(ModuleWrapper):
         self.parallel_backward = parallel_backward
         self.timeout = timeout
         self._buffer_rule: BufferRule = buffers
-        self._engine: ReplicaEngine | None = None
+        self._running: RunningReplicas | None = None
         self._flat: FlattenedParameters | None = None
         self._monitor: Monitor | None = None
         self.place_on(devices, workloads)
@@ -190,7 +190,7 @@ class DataParallel(ModuleWrapper):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module on the whole batch, outside of a compiled graph."""
-        engine = self._prepare()
+        running = self._prepare()
         inputs = self._read_inputs(args, kwargs)
         output_dim = self._output_dim()
         main = self.devices[0] if self.output_device is None else self.output_device
@@ -198,16 +198,16 @@ class DataParallel(ModuleWrapper):
             trained = [each for each in self.module.parameters() if each.requires_grad]
             buffers = trained_buffers(self.module)
             forward = attached_forward(
-                engine.passes, inputs, trained, buffers, self, output_dim=output_dim, flat=self._flat
+                running.passes, inputs, trained, buffers, self, output_dim=output_dim, flat=self._flat
             )
             return forward.outputs.unflatten(forward.outputs.merged(main, attached=True))
         with _without_saved_tensor_hooks():
-            forward = engine.passes.forward(inputs, num_shards=self.num_shards, output_dim=output_dim)
+            forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=output_dim)
         named = forward.trained_tensors if forward.has_graph else []
         if not named and not any(inputs.requires_grad):
             return forward.outputs.unflatten(forward.outputs.merged(main))
         return forward.outputs.unflatten(
-            BackwardBridge(engine.passes, forward, [each for _, each in named], main, self._flat).outputs()
+            BackwardBridge(running.passes, forward, [each for _, each in named], main, self._flat).outputs()
         )
 
     @property
@@ -254,43 +254,43 @@ class DataParallel(ModuleWrapper):
         self._monitor = monitor
         if monitor is not None:
             monitor.attach(self)
-        if self._engine is not None:
-            self._engine.passes.shard_hooks = monitor
+        if self._running is not None:
+            self._running.passes.shard_hooks = monitor
 
     def release(self) -> None:
         """Drop threads and replicas until the next forward."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.passes.release()
-            engine.replicas.release()
+        running, self._running = self._running, None
+        if running is not None:
+            running.passes.release()
+            running.replicas.release()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without objects of this process: threads, replicas, and a monitor."""
-        return {**self.__dict__, "_engine": None, "_flat": None, "_monitor": None}
+        return {**self.__dict__, "_running": None, "_flat": None, "_monitor": None}
 
     def extra_repr(self) -> str:
         """Return the names of the devices and the dimensions."""
         output_dim = "" if self.output_dim == "dim" else f", output_dim={self.output_dim}"
         return f"devices={[str(device) for device in self.devices]}, dim={self.dim}{output_dim}"
 
-    def _prepare(self) -> ReplicaEngine:
+    def _prepare(self) -> RunningReplicas:
         """Flatten the parameters if requested, and return replicas and threads that are ready to run."""
         if self.flatten_parameters:
             self._flatten()
-        engine = self._engine
+        running = self._running
         # A forked process has none of the threads, and would wait forever for work that it hands to one.
-        if engine is None or engine.replicas.model is not self.module or engine.replicas.is_forked:
-            self._engine = engine = self._create_engine()
-        self._prepare_threads(engine)
-        return engine
+        if running is None or running.replicas.model is not self.module or running.replicas.is_forked:
+            self._running = running = self._start_replicas()
+        self._prepare_threads(running)
+        return running
 
-    def _create_engine(self) -> ReplicaEngine:
-        """Return a new engine, whose replicas are created by the first forward."""
+    def _start_replicas(self) -> RunningReplicas:
+        """Return what runs the replicas, which are created by the first forward."""
         kind = BroadcastingSet if self.use_nccl else ReplicaSet
         replicas = kind(self.module, self.devices, workloads=self.workloads, timeout=self.timeout)
         passes = ForwardBackward(replicas, buffers=self._buffer_rule)
         passes.shard_hooks = self._monitor
-        return ReplicaEngine(replicas, passes)
+        return RunningReplicas(replicas, passes)
 
     def _flatten(self) -> FlattenedParameters:
         parameters = list(self.module.parameters())
@@ -298,7 +298,7 @@ class DataParallel(ModuleWrapper):
             self._flat = FlattenedParameters(parameters)
         return self._flat
 
-    def _prepare_threads(self, engine: ReplicaEngine) -> None:
+    def _prepare_threads(self, running: RunningReplicas) -> None:
         """Call the user's function in every thread in which it has not been called, before shards have streams."""
         prepare = self.worker_init_fn
         if prepare is None:
@@ -306,11 +306,11 @@ class DataParallel(ModuleWrapper):
 
         def work(place: int) -> None:
             # Thread-local, so that a thread that replaces an abandoned one is prepared too.
-            if not engine.prepared.done:
+            if not running.prepared.done:
                 prepare(place)
-                engine.prepared.done = True
+                running.prepared.done = True
 
-        engine.replicas.run(work)
+        running.replicas.run(work)
 
     def _read_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
         """Return the inputs of a call, and which of them require a gradient."""

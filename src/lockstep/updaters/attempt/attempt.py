@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.plan import Shard
-from lockstep.precision import MovingScale, first_nonfinite, nonfinite_flags
+from lockstep.precision import CurrentScale, first_nonfinite, nonfinite_flags
 from lockstep.replicas import AnyBufferSum
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt.deferred import DeferredCheck, FiniteCheck, OverflowCheck
@@ -117,8 +117,8 @@ class Attempt:
     """
 
     request: GradientRequest
-    scale: MovingScale
-    first_scale: MovingScale
+    scale: CurrentScale
+    first_scale: CurrentScale
     given_batches: Sequence[Any] = ()
     no_retry: bool = False
     is_final: bool = False
@@ -179,7 +179,7 @@ class Attempt:
             grad_norm=self.grad_norm,
         )
 
-    def next_scale(self, scale: MovingScale) -> MovingScale:
+    def next_scale(self, scale: CurrentScale) -> CurrentScale:
         """Return the loss scale that follows this attempt.
 
         Args:
@@ -195,4 +195,4 @@ class Attempt:
         may_rise = now is self.first_scale.value
         if next_value is now or not (may_rise or next_value.factor < now.factor):
             return scale
-        return MovingScale(next_value)
+        return CurrentScale(next_value)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.errors import StateError
-from lockstep.precision import MovingScale
+from lockstep.precision import CurrentScale
 from lockstep.state import check_keys
 from lockstep.updaters.state import lazy
 from lockstep.updaters.state.registered import RegisteredTensors
@@ -86,7 +86,7 @@ def load_state(training: TrainingState, state: Mapping[str, Any], *, num_shards:
         raise
     if training.carried is not None:
         training.carried.load_state_dict(state["carried"])
-    training.scale = MovingScale(loss_scale)
+    training.scale = CurrentScale(loss_scale)
     training.iteration = state["iteration"]
     training.num_applied = state["applied_updates"]
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.data import Iterator
 from lockstep.optim import HookedOptimizer
-from lockstep.precision import LossScale, MasterWeights, MovingScale, to_device
+from lockstep.precision import CurrentScale, LossScale, MasterWeights, to_device
 from lockstep.replicas import ReplicaSet
 from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.state.carried import CarriedValues
@@ -48,7 +48,7 @@ class TrainingState:
     iterators: dict[str, Iterator]
     schedulers: dict[str, LRScheduler]
     epoch_schedulers: dict[str, LRScheduler]
-    scale: MovingScale
+    scale: CurrentScale
     masters: dict[str, MasterWeights] = field(default_factory=dict)
     iteration: int = 0
     num_applied: int | torch.Tensor = 0

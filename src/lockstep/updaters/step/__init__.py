@@ -6,5 +6,5 @@ from lockstep.updaters.step.checks import (
     needs_custom_step as needs_custom_step,
 )
 from lockstep.updaters.step.custom_step import CustomStep as CustomStep
-from lockstep.updaters.step.forward import ForwardEngine as ForwardEngine
+from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
 from lockstep.updaters.step.next_batches import CopyAhead as CopyAhead

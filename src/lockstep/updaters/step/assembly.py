@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.communicators import Communicator
-from lockstep.precision import LossScale, MovingScale
+from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Deferral
 from lockstep.updaters.compute import DeviceTimer, PhaseTimer
@@ -132,7 +132,7 @@ def assemble(
         iterators=iterators_by_name(iterator),
         schedulers=named_schedulers("scheduler", schedulers[0], optimizers),
         epoch_schedulers=named_schedulers("epoch_scheduler", schedulers[1], optimizers),
-        scale=MovingScale(choose_loss_scale(loss_scale, optimizers)),
+        scale=CurrentScale(choose_loss_scale(loss_scale, optimizers)),
         carried=None if carried is None else CarriedValues(carried, replicas.devices[0]),
     )
     description = partial(describe_run, training, recipe)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import OrderError
-from lockstep.precision import MovingScale, asks_for_closure
+from lockstep.precision import CurrentScale, asks_for_closure
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, GradientRequest, UpdateContext
 from lockstep.updaters.batch_loss import BatchLoss
@@ -45,7 +45,7 @@ class CustomStepState:
     applied: bool | torch.Tensor = False
     described: list[Described] = field(default_factory=list)
 
-    def result(self, scale: MovingScale) -> UpdateResult:
+    def result(self, scale: CurrentScale) -> UpdateResult:
         """Merge what all gradients measured, overall and for each optimizer.
 
         Args:
@@ -340,7 +340,7 @@ def _pop(pending: dict[Names, Attempt], names: Names) -> Attempt:
 
 def _merge_results(
     results: Sequence[UpdateResult],
-    scale: MovingScale,
+    scale: CurrentScale,
     *,
     parts: Mapping[str, UpdateResult] | None = None,
 ) -> UpdateResult:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.errors import NonFiniteError
 from lockstep.plan import Shard
-from lockstep.precision import MovingScale, first_nonfinite
+from lockstep.precision import CurrentScale, first_nonfinite
 from lockstep.tree import Tensors
 from lockstep.updaters.attempt import Attempt, Deferral, GradientRequest, UpdateContext
 from lockstep.updaters.ranks import Coordinator
@@ -94,7 +94,7 @@ class OverflowRetry:
         self.num_retries += 1
         return Attempt(
             attempt.request,
-            MovingScale(lower),
+            CurrentScale(lower),
             attempt.first_scale,
             given_batches=attempt.given_batches,
             number=attempt.number + 1,

@@ -36,7 +36,7 @@ SEED_OFFSET = 2**64
 
 
 @dataclass(slots=True)
-class ForwardEngine:
+class InferenceRunner:
     """Runs a function on the shards of batches, each as in an update, but without gradients.
 
     A shard has its own random stream, starts from the buffers of the model, and runs in the precision of the updater.
@@ -72,8 +72,8 @@ class ForwardEngine:
     runners: Sequence[ShardRunner] = ()
 
     @classmethod
-    def of_updater(cls, parts: Parts, *, num_shards: int | None, model: nn.Module | None = None) -> ForwardEngine:
-        """Return an engine that uses the devices, ranks and precision of an updater.
+    def of_updater(cls, parts: Parts, *, num_shards: int | None, model: nn.Module | None = None) -> InferenceRunner:
+        """Return a runner that uses the devices, ranks and precision of an updater.
 
         Args:
             parts: The parts of the updater.
@@ -117,8 +117,8 @@ class ForwardEngine:
         precision: str | None = None,
         converter: Converter = collate,
         seed: int = 0,
-    ) -> ForwardEngine:
-        """Return an engine that runs a model on every rank.
+    ) -> InferenceRunner:
+        """Return a runner that runs a model on every rank.
 
         Args:
             model: The model.
@@ -201,7 +201,7 @@ class ForwardEngine:
             function: Called in the thread of a device with its index and what `arguments` returned.
             observers: The modules of each replica that may report values.
             first: The number of batches before these, which determines the random streams.
-            converter: Converts samples to tensors instead of the engine's converter.
+            converter: Converts samples to tensors instead of the runner's converter.
             arguments: Called in the calling thread with the tensors of each shard.
 
         Returns:

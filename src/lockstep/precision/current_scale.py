@@ -9,7 +9,7 @@ from lockstep.precision.finite import to_device
 from lockstep.precision.scales import LossScale
 
 
-class MovingScale:
+class CurrentScale:
     """A loss scale at one point in training, with its numbers on the host or on a device.
 
     It starts as a value on the host. After the first flag its numbers are tensors on the device of that flag, with
@@ -20,7 +20,7 @@ class MovingScale:
         moving: The factor and the moving fields by name, as 0-d float64 tensors on one device.
 
     >>> from lockstep.precision import DynamicLossScale
-    >>> scale = MovingScale(DynamicLossScale(factor=8.0)).after(torch.ones(()))
+    >>> scale = CurrentScale(DynamicLossScale(factor=8.0)).after(torch.ones(()))
     >>> scale.factor_on(torch.device("cpu")), scale.value.factor
     (tensor(4., dtype=torch.float64), 4.0)
     """
@@ -60,7 +60,7 @@ class MovingScale:
             self._moving = {name: to_device(value, device) for name, value in self._moving.items()}
         return self._moving["factor"]
 
-    def after(self, nonfinite: Tensor, *, given: MovingScale | None = None) -> MovingScale:
+    def after(self, nonfinite: Tensor, *, given: CurrentScale | None = None) -> CurrentScale:
         """Return the next scale, computed on the device of the flag without waiting for it.
 
         Args:
@@ -74,11 +74,11 @@ class MovingScale:
             return self._lower_of(given.after(nonfinite), nonfinite.device)
         self.factor_on(nonfinite.device)
         following = self._scale.after_on_device(self._moving, nonfinite)
-        return MovingScale(self._scale, {**self._moving, **following})
+        return CurrentScale(self._scale, {**self._moving, **following})
 
-    def _lower_of(self, other: MovingScale, device: torch.device) -> MovingScale:
+    def _lower_of(self, other: CurrentScale, device: torch.device) -> CurrentScale:
         """Return the scale with the lower factor, or this one if the factors are equal."""
         is_lower = other.factor_on(device) < self.factor_on(device)
         # All fields are taken from the same scale: a factor and a count of two scales would belong to no policy.
         pairs = {name: (other._moving[name], value) for name, value in self._moving.items()}
-        return MovingScale(self._scale, {name: torch.where(is_lower, *pair) for name, pair in pairs.items()})
+        return CurrentScale(self._scale, {name: torch.where(is_lower, *pair) for name, pair in pairs.items()})

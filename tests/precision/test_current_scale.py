@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from lockstep.precision import DynamicLossScale, LossScale, MovingScale, RampLossScale, StaticLossScale
+from lockstep.precision import CurrentScale, DynamicLossScale, LossScale, RampLossScale, StaticLossScale
 from tests.support.reads import Reads
 
 CPU = torch.device("cpu")
@@ -19,12 +19,12 @@ SCALES: list[LossScale] = [
 
 @given(st.sampled_from(SCALES), st.lists(st.sampled_from(["finite", "bad", "look", "load", "bring"])))
 def test_it_does_what_the_value_does_wherever_it_is(scale: LossScale, events: list[str]) -> None:
-    moving = MovingScale(scale)
+    moving = CurrentScale(scale)
     for event in events:
         if event == "look":
             assert moving.value == scale
         elif event == "load":
-            moving = MovingScale(scale)
+            moving = CurrentScale(scale)
         elif event == "bring":
             assert moving.factor_on(CPU).item() == scale.factor
         else:
@@ -37,7 +37,7 @@ def test_it_does_what_the_value_does_wherever_it_is(scale: LossScale, events: li
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_following_reads_nothing(scale: LossScale) -> None:
-    moving = MovingScale(scale)
+    moving = CurrentScale(scale)
     with Reads() as reads:
         for _ in range(5):
             moving.factor_on(CPU)
@@ -49,4 +49,4 @@ def test_following_reads_nothing(scale: LossScale) -> None:
 
 
 def test_only_a_static_scale_is_fixed() -> None:
-    assert [MovingScale(scale).fixed_factor is None for scale in SCALES] == [False, True, True]
+    assert [CurrentScale(scale).fixed_factor is None for scale in SCALES] == [False, True, True]
