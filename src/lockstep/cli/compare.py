@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from lockstep.cli.subparsers import Subparsers
-from lockstep.snapshots import compare_runs, listed
+from lockstep.snapshots import compare_runs
 
 DESCRIPTION = """
 Compare two runs by the digests that they have logged and by the manifests of their snapshots. No tensor is read. The
@@ -38,6 +38,6 @@ def _call(options: argparse.Namespace) -> int:
         return 2
     for what, names in (("The recipes differ in", found.recipe), ("The kernels differ in", found.kernel_class)):
         if names:
-            sys.stdout.write(f"{what}: {listed(names)}.\n")
+            sys.stdout.write(f"{what}: {found.listed(names)}.\n")
     sys.stdout.write(f"{found.result()}\n")
     return 0 if found.first is None else 1

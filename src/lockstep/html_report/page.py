@@ -25,7 +25,7 @@ from lockstep.html_report.sections import (
     values_table,
 )
 from lockstep.html_report.times import times_section
-from lockstep.snapshots import compare_runs, listed
+from lockstep.snapshots import compare_runs
 
 IN_MINUTES: Final = 120
 """The seconds from which a duration is given in minutes."""
@@ -130,13 +130,17 @@ def _comparison(run: RunData, other: RunData) -> tuple[Markup, float | None]:
         if logged is None:
             lines.append("The values that both logs have are equal.")
         else:
-            lines.append(f"The logs first differ in the entry of update {logged[0]:.0f}: {listed(logged[1], LISTED)}.")
+            lines.append(
+                f"The logs first differ in the entry of update {logged[0]:.0f}: {found.listed(logged[1], LISTED)}."
+            )
     both = (run, other)
     conditions = {"recipe": [each.recipe for each in both], "kernel class": [each.kernel_class for each in both]}
     for what, fields in conditions.items():
         if all(fields):
             names = [name for name in {**fields[0], **fields[1]} if fields[0].get(name) != fields[1].get(name)]
-            lines.append(f"The {what} differs in {listed(names, LISTED)}." if names else f"The {what} is the same.")
+            lines.append(
+                f"The {what} differs in {found.listed(names, LISTED)}." if names else f"The {what} is the same."
+            )
         else:
             lines.append(f"The {what} is not known of both runs.")
     firsts = [each for each in (found.first, None if logged is None else logged[0]) if each is not None]

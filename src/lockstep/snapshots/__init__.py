@@ -35,7 +35,6 @@ from lockstep.snapshots.run import (
     compare_runs as compare_runs,
     find as find,
     first_rank_in_folder as first_rank_in_folder,
-    listed as listed,
     prepare as prepare,
     read_digest_log as read_digest_log,
     record_of as record_of,

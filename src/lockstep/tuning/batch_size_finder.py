@@ -172,8 +172,9 @@ def find_batch_size(
             return BatchSizeFinderResult(tuple(trials), limited_by, limit)
         fits, too_large = trials[-2].batch_size, trials[-1].batch_size
         while mode == "binsearch" and (step := (too_large - fits) // 2 // num_shards * num_shards):
-            trials.append(_tried(updater, batches, state, fits + step, num_updates))
-            fits, too_large = (fits + step, too_large) if trials[-1].fits else (fits, fits + step)
+            middle = _tried(updater, batches, state, fits + step, num_updates)
+            trials.append(middle)
+            fits, too_large = (fits + step, too_large) if middle.fits else (fits, fits + step)
     suggestion = fits if mode == "power" else max(first, int(fits * (1 - margin)) // num_shards * num_shards)
     return BatchSizeFinderResult(tuple(trials), "memory", suggestion)
 

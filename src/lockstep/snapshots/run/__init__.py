@@ -7,7 +7,6 @@ from lockstep.snapshots.run.collect import (
 from lockstep.snapshots.run.comparing import (
     Comparison as Comparison,
     compare_runs as compare_runs,
-    listed as listed,
 )
 from lockstep.snapshots.run.digest_log import (
     DigestLog as DigestLog,

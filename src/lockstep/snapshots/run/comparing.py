@@ -43,21 +43,21 @@ class Comparison:
         if self.first is None:
             return f"Equal: all {count}, {self.common[0]} to {self.common[-1]}."
         since = "" if self.equal is None else f" Update {self.equal} is equal."
-        differing = listed(self.differing, limit) or "none; counters, options or positions differ"
+        differing = self.listed(self.differing, limit) or "none; counters, options or positions differ"
         return f"Different: update {self.first} is the first to differ, of {count}.{since}\nTensors: {differing}."
 
+    @staticmethod
+    def listed(names: Sequence[str], limit: int = 10) -> str:
+        """Return names for a sentence, and how many more there are.
 
-def listed(names: Sequence[str], limit: int = 10) -> str:
-    """Return names for a sentence, and how many more there are.
+        Args:
+            names: The names.
+            limit: The number of names that are named.
 
-    Args:
-        names: The names.
-        limit: The number of names that are named.
-
-    >>> listed(["a", "b", "c"], 2), listed([])
-    ('a, b and 1 more', '')
-    """
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+        >>> Comparison.listed(["a", "b", "c"], 2), Comparison.listed([])
+        ('a, b and 1 more', '')
+        """
+        return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def compare_runs(first: str | Path, second: str | Path) -> Comparison:

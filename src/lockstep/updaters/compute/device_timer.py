@@ -104,15 +104,11 @@ class BusyTimer:
         self.num_users = 0
 
     def timed(self, compute: Callable[[int], None]) -> Callable[[int], None]:
-        """Return a function that runs one device's work and times it; the work itself if nobody wants that.
-
-        A computation that is timed waits for its accelerator at the end.
+        """Return a function that runs one device's work and times it, for which it waits for accelerators.
 
         Args:
             compute: Called with the index of a device; runs the work of that device.
         """
-        if not self.num_users:
-            return compute
 
         def run(place: int) -> None:
             start = time.perf_counter()

@@ -245,7 +245,7 @@ class GradientEngine:
 
         timer = self._device_timer
         timed: Callable[[int], None] = compute_shards if timer is None else timer.timed(compute_shards, device_shards)
-        timed = self.busy_timer.timed(timed)
+        timed = self.busy_timer.timed(timed) if self.busy_timer.num_users else timed
         timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         generators = self._random_detector.states() if self.training.iteration < self._random_detector.end else None
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
