@@ -15,6 +15,7 @@ import lockstep as ls
 PUBLIC = [
     "BatchIterator",
     "BatchLoss",
+    "BatchSizeFinderResult",
     "Carried",
     "Communicator",
     "CorrectedMomentumSGD",
@@ -63,6 +64,7 @@ PUBLIC = [
     "data",
     "digest",
     "extensions",
+    "find_batch_size",
     "find_communicator",
     "find_lr",
     "launch",

@@ -72,7 +72,12 @@ from lockstep.trainer import (
     Trainer as Trainer,
     summarize_model as summarize_model,
 )
-from lockstep.tuning import LRFinderResult as LRFinderResult, find_lr as find_lr
+from lockstep.tuning import (
+    BatchSizeFinderResult as BatchSizeFinderResult,
+    LRFinderResult as LRFinderResult,
+    find_batch_size as find_batch_size,
+    find_lr as find_lr,
+)
 from lockstep.updaters import (
     BatchLoss as BatchLoss,
     Carried as Carried,

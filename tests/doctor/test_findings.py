@@ -55,11 +55,15 @@ def test_settings_of_gpus() -> None:
 def test_folders(tmp_path: Path) -> None:
     assert list(check_disk(tmp_path, "ext4")) == []
     assert [each.level for each in check_disk(tmp_path, "tmpfs")] == ["note"]
-    assert [each.level for each in check_disk(tmp_path / "none", "ext4")] == ["problem"]
+    # A run creates its folder.
+    assert list(check_disk(tmp_path / "runs" / "first", "ext4")) == []
+    (tmp_path / "file").touch()
+    assert [each.level for each in check_disk(tmp_path / "file" / "runs", "ext4")] == ["problem"]
 
 
 def test_problems_come_first_and_alone_are_unsound(tmp_path: Path) -> None:
-    found = find_problems(tmp_path / "none", {"LD_PRELOAD": "libx.so"})
+    (tmp_path / "file").touch()
+    found = find_problems(tmp_path / "file", {"LD_PRELOAD": "libx.so"})
     assert found[0].level == "problem"
     assert "note" in [each.level for each in found]
     assert not is_sound(found)

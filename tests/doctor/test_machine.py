@@ -17,7 +17,10 @@ def test_every_topic_is_described_and_the_folder_is_left_as_it_was(tmp_path: Pat
     assert torch.__version__ in found["torch"]["versions"]
     assert found[f"disk ({tmp_path})"]["fsync of 4 KiB"].endswith(" ms")
     assert list(tmp_path.iterdir()) == []
-    assert describe_machine(tmp_path / "none")[f"disk ({tmp_path / 'none'})"]["writable"].startswith("no: ")
+    assert describe_machine(tmp_path / "none")[f"disk ({tmp_path / 'none'})"]["writable"] == "yes"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    assert describe_machine(tmp_path / "file")[f"disk ({tmp_path / 'file'})"]["writable"].startswith("no: ")
 
 
 def test_the_quota_of_a_container(tmp_path: Path) -> None:

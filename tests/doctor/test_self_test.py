@@ -31,7 +31,8 @@ def test_what_counts_as_equal() -> None:
 
 
 def test_text_of_80_columns_and_no_self_test(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--no-self-test", "--out", str(tmp_path / "none")]) == 1
+    (tmp_path / "file").touch()
+    assert main(["doctor", "--no-self-test", "--out", str(tmp_path / "file")]) == 1
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= max(80, len(str(tmp_path)) + 20)
     assert text.endswith("1 problem was found. No self-test was made.\n")

@@ -84,14 +84,22 @@ def test_all_sections_of_a_run(runs: tuple[Path, ...]) -> None:
 def test_charts_share_the_last_part_of_names(runs: tuple[Path, ...]) -> None:
     charts = choose_charts([read_run(runs[0])])
     assert charts.curves == [("loss", ["main/loss"]), ("lr", ["lr"])]
-    assert [title for title, _ in charts.throughput] == ["throughput/updates", "throughput/samples"]
+    assert [title for title, _ in charts.throughput] == [
+        "throughput/updates",
+        "throughput/samples",
+        "throughput/memory/cpu",
+        "load",
+    ]
+    assert charts.throughput[-1][1] == [
+        f"throughput/load/device{index}" for index in range(len(charts.throughput[-1][1]))
+    ]
     assert charts.bins is None
 
 
 def test_equal_runs_are_said_to_be_equal(runs: tuple[Path, ...]) -> None:
     reader = page(runs[0], runs[1])
     assert data_of(reader)["first"] is None
-    assert reader.texts["strong"] == ["Equal: all 6 updates whose digests both runs have logged, 1 to 6."]
+    assert reader.texts["strong"] == ["Equal: all 6 updates that both runs have logged, 1 to 6."]
     assert {"The values that both logs have are equal.", "The recipe is the same."} <= set(reader.texts["p"])
     assert "mark" not in reader.texts
 

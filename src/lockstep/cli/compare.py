@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Final
 
 from lockstep.cli.subparsers import Subparsers
-from lockstep.snapshots import Comparison, compare_runs
+from lockstep.snapshots import compare_runs
 
 DESCRIPTION = """
 Compare two runs by the digests that they have logged and by the manifests of their snapshots. No tensor is read. The
 exit code is 0 if all updates that both runs have logged are equal, 1 if one differs, and 2 if they have none in common.
 """
-LISTED: Final = 10
-"""The number of tensors and fields that are listed."""
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -41,21 +38,6 @@ def _call(options: argparse.Namespace) -> int:
         return 2
     for what, names in (("The recipes differ in", found.recipe), ("The kernels differ in", found.kernel_class)):
         if names:
-            sys.stdout.write(f"{what}: {_listed(names)}.\n")
-    sys.stdout.write(_result(found))
+            sys.stdout.write(f"{what}: {found.listed(names)}.\n")
+    sys.stdout.write(f"{found.result()}\n")
     return 0 if found.first is None else 1
-
-
-def _result(found: Comparison) -> str:
-    """Return a line about the digests, and one about the tensors that differ."""
-    count = f"{len(found.common)} updates that both runs have logged"
-    if found.first is None:
-        return f"Equal: all {count}, {found.common[0]} to {found.common[-1]}.\n"
-    since = "" if found.equal is None else f" Update {found.equal} is equal."
-    differing = _listed(found.differing) if found.differing else "none; counters, options or positions differ"
-    return f"Different: update {found.first} is the first to differ, of {count}.{since}\nTensors: {differing}.\n"
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

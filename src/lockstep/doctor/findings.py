@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import torch
 import torch.distributed as dist
 
-from lockstep.doctor.machine import core_quota, file_system, host_address, kernel_variables
+from lockstep.doctor.machine import core_quota, existing, file_system, host_address, kernel_variables
 from lockstep.replicas import CUBLAS_VALUES, usable_cores
 
 Level = Literal["problem", "note"]
@@ -220,7 +220,8 @@ def check_disk(folder: Path, kind: str) -> Iterator[Finding]:
         folder: The folder.
         kind: The type of its file system.
     """
-    if not os.access(folder, os.W_OK):
+    parent = existing(folder)
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
         yield Finding("problem", f"The folder {folder} cannot be written.", "Choose another for `Trainer(out=)`.")
     elif kind in LOST_AT_RESTART:
         yield Finding("note", f"The folder {folder} is in memory ({kind}), and snapshots in it are lost at a restart.")

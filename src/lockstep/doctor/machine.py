@@ -147,7 +147,17 @@ def host_address() -> str | None:
         return None
 
 
+def existing(folder: Path) -> Path:
+    """Return a folder, or the nearest one above it that exists: a run creates its folder.
+
+    Args:
+        folder: The folder.
+    """
+    return next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+
+
 def _disk(folder: Path) -> Facts:
+    folder = existing(folder)
     try:
         free = shutil.disk_usage(folder).free
         seconds = statistics.median(_sync_seconds(folder) for _ in range(SYNCS))

@@ -9,7 +9,7 @@ import os
 import secrets
 import warnings
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 from lockstep import snapshots
 from lockstep.communicators import AgentDeadline
@@ -72,9 +72,7 @@ class Snapshot(Extension):
         trigger: TriggerSpec = (1, "epoch"),
         digest_every: int | None = 1000,
     ) -> None:
-        check_integer("keep", keep, minimum=1)
-        if mode not in get_args(Mode):
-            raise ValueError(f"`mode` must be 'max' or 'min', got {mode!r}.")
+        self._retention = snapshots.Retention(keep=keep, best=best, mode=mode)
         if digest_every is not None:
             check_integer("digest_every", digest_every, minimum=1)
         self.keep, self.best, self.mode = keep, best, mode
@@ -86,7 +84,7 @@ class Snapshot(Extension):
         self._collector: snapshots.Collector | None = None
         self._log: snapshots.DigestLog | None = None
         self._run_id = ""
-        self._best_value: float | None = None
+        self._best_metrics: dict[str, float] | None = None
         self._error: BaseException | None = None
         self._is_stoppable = False
         self._deadline: AgentDeadline | None = None
@@ -121,10 +119,10 @@ class Snapshot(Extension):
             trainer.updater, run_id=self._run_id, parent=None if source is None else source.source
         )
         self._log = self._open_log(trainer, found)
-        self._best_value = None
+        self._best_metrics = None
         for each in found:
             if each.manifest is not None:
-                self._is_best(each.manifest.metrics)
+                self._is_best(each.manifest.metric_values)
         self._writer = snapshots.RecordingWriter(
             out=trainer.out,
             run_id=self._run_id,
@@ -217,14 +215,10 @@ class Snapshot(Extension):
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         """Return whether a snapshot is the best so far, and remember its value."""
-        if self.best not in metrics:
-            return False
-        value = metrics[str(self.best)]
-        best = self._best_value
-        if best is not None and not (value > best if self.mode == "max" else value < best):
-            return False
-        self._best_value = value
-        return True
+        is_best = self._retention.is_better(metrics, self._best_metrics)
+        if is_best:
+            self._best_metrics = metrics
+        return is_best
 
     def _content(self, trainer: Trainer, **options: Any) -> snapshots.Content:
         if self._collector is None:

@@ -17,6 +17,7 @@ BINS: Final = (100, 2000)
 POSITIONS: Final = 1000
 """The number of bins of the epochs and times, between which the page interpolates."""
 THROUGHPUT: Final = "throughput/"
+LOAD: Final = "throughput/load/"
 RATE: Final = "updates per second"
 SCALE: Final = "loss scale"
 RETRIES: Final = "retries"
@@ -64,6 +65,7 @@ def choose_charts(runs: Sequence[RunData]) -> Charts:
     ]
     is_thinned = any(len(each.updates) > 2 * bins for found in series for each in found.values())
     rates = [name for name in names if name.startswith(THROUGHPUT) or name == RATE]
+    loads = [name for name in rates if name.startswith(LOAD)]
     scaling = [name for name in names if name in {SCALE, RETRIES} or _last_part(name) == "skipped"]
     changing = {name for found in series for name, each in found.items() if len(set(each.values)) > 1}
     curves: dict[str, list[str]] = {}
@@ -78,7 +80,7 @@ def choose_charts(runs: Sequence[RunData]) -> Charts:
             for name in scaling
             if name not in changing
         ],
-        throughput=[(name, [name]) for name in rates],
+        throughput=[(name, [name]) for name in rates if name not in loads] + [("load", loads)] * bool(loads),
         runs=data,
         bins=bins if is_thinned else None,
     )

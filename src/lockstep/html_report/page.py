@@ -25,7 +25,7 @@ from lockstep.html_report.sections import (
     values_table,
 )
 from lockstep.html_report.times import times_section
-from lockstep.snapshots import Comparison, compare_runs
+from lockstep.snapshots import compare_runs
 
 IN_MINUTES: Final = 120
 """The seconds from which a duration is given in minutes."""
@@ -124,18 +124,23 @@ def _comparison(run: RunData, other: RunData) -> tuple[Markup, float | None]:
     """Return what compares two runs, and the first update that is known to differ."""
     found = compare_runs(run.path, other.path)
     logged = None if run.log is None or other.log is None else first_difference(run.log, other.log)
-    lines: list[object] = [element("strong", _digest_result(found))]
+    missing = "The runs have logged no digest of an update in common."
+    lines: list[object] = [element("strong", found.result(LISTED) if found.common else missing)]
     if run.log is not None and other.log is not None:
         if logged is None:
             lines.append("The values that both logs have are equal.")
         else:
-            lines.append(f"The logs first differ in the entry of update {logged[0]:.0f}: {_listed(logged[1])}.")
+            lines.append(
+                f"The logs first differ in the entry of update {logged[0]:.0f}: {found.listed(logged[1], LISTED)}."
+            )
     both = (run, other)
     conditions = {"recipe": [each.recipe for each in both], "kernel class": [each.kernel_class for each in both]}
     for what, fields in conditions.items():
         if all(fields):
             names = [name for name in {**fields[0], **fields[1]} if fields[0].get(name) != fields[1].get(name)]
-            lines.append(f"The {what} differs in {_listed(names)}." if names else f"The {what} is the same.")
+            lines.append(
+                f"The {what} differs in {found.listed(names, LISTED)}." if names else f"The {what} is the same."
+            )
         else:
             lines.append(f"The {what} is not known of both runs.")
     firsts = [each for each in (found.first, None if logged is None else logged[0]) if each is not None]
@@ -144,21 +149,6 @@ def _comparison(run: RunData, other: RunData) -> tuple[Markup, float | None]:
         "section", *(element("p", line) for line in lines), class_=f"banner {kind}", aria_label="Comparison"
     )
     return banner, min(firsts, default=None)
-
-
-def _digest_result(found: Comparison) -> str:
-    if not found.common:
-        return "The runs have logged no digest of an update in common."
-    count = f"{len(found.common)} updates whose digests both runs have logged"
-    if found.first is None:
-        return f"Equal: all {count}, {found.common[0]} to {found.common[-1]}."
-    since = "" if found.equal is None else f" Update {found.equal} is equal."
-    differing = _listed(found.differing) if found.differing else "none; counters, options or positions differ"
-    return f"Different: update {found.first} is the first to differ, of {count}.{since} Tensors: {differing}."
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def _sections(runs: Sequence[RunData], charts: Charts) -> list[Markup]:

@@ -23,6 +23,11 @@ from lockstep.replicas.buffers import (
     unpackable_buffer as unpackable_buffer,
 )
 from lockstep.replicas.group import ReplicaGroup as ReplicaGroup, Updatable as Updatable
+from lockstep.replicas.memory import (
+    free_reserved_memory as free_reserved_memory,
+    peak_memory as peak_memory,
+    restart_peak_memory as restart_peak_memory,
+)
 from lockstep.replicas.modules import DataParallel as DataParallel, ModuleWrapper as ModuleWrapper, OnDevice as OnDevice
 from lockstep.replicas.monitor import Monitor as Monitor
 from lockstep.replicas.passes import (

@@ -41,7 +41,12 @@ from lockstep.snapshots.run import (
     restore as restore,
     save as save,
 )
-from lockstep.snapshots.writing import Disk as Disk, SnapshotWriter as SnapshotWriter, write_beside as write_beside
+from lockstep.snapshots.writing import (
+    Disk as Disk,
+    Retention as Retention,
+    SnapshotWriter as SnapshotWriter,
+    write_beside as write_beside,
+)
 
 __all__ = [
     "Collector",
@@ -57,6 +62,7 @@ __all__ = [
     "Record",
     "RecordingWriter",
     "Resumption",
+    "Retention",
     "Snapshot",
     "SnapshotWriter",
     "compare_runs",

@@ -62,6 +62,8 @@ def num_completed(current: float, period: float) -> int:
     >>> math.floor(0.3 / 0.1), num_completed(0.3, 0.1)
     (2, 3)
     """
+    if type(current) is int and type(period) is int:
+        return current // period
     nearest = round(current / period)
     return nearest if _is_close(current / period, nearest) else math.floor(current / period)
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lockstep.integers import check_integer
-from lockstep.streams import restored_generators
+from lockstep.tuning.restored import restored
 from lockstep.updaters import ParallelUpdater
 
 if TYPE_CHECKING:
@@ -152,7 +150,7 @@ def find_lr(
     ratios = [group["lr"] / first if first else 1.0 for group in groups]
     lrs, losses, smoothed = [], [], []
     average, best, diverged = 0.0, math.inf, False
-    with _restored(updater):
+    with restored(updater):
         for index in range(num_updates):
             share = index / (num_updates - 1)
             exponential = min_lr * (max_lr / min_lr) ** share
@@ -186,22 +184,3 @@ def _check(updater: object, min_lr: float, max_lr: float, num_updates: int, stop
     check_integer("num_updates", num_updates, minimum=3)
     if stop_factor is not None and not stop_factor > 1:
         raise ValueError(f"`stop_factor` must be above 1 or None, got {stop_factor}.")
-
-
-@contextmanager
-def _restored(updater: ParallelUpdater) -> Iterator[None]:
-    """Return a context manager that restores an updater, its gradients and the global random generators."""
-    state = updater.state_dict()
-    parameters = [each for model in updater.get_all_models().values() for each in model.parameters()]
-    modes = {module: module.training for model in updater.get_all_models().values() for module in model.modules()}
-    # Cloned: the next update may write to the same tensors.
-    grads = [None if each.grad is None else each.grad.clone() for each in parameters]
-    try:
-        with restored_generators():
-            yield
-    finally:
-        updater.load_state_dict(state)
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
-        for module, training in modes.items():
-            module.training = training

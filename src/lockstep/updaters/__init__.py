@@ -25,7 +25,12 @@ from lockstep.updaters.setup import (
     look_up as look_up,
 )
 from lockstep.updaters.standard import StandardUpdater as StandardUpdater
-from lockstep.updaters.state import CODE as CODE, UNKNOWN_SHAPE as UNKNOWN_SHAPE, Carried as Carried
+from lockstep.updaters.state import (
+    CODE as CODE,
+    UNKNOWN_SHAPE as UNKNOWN_SHAPE,
+    Carried as Carried,
+    copy_state as copy_state,
+)
 from lockstep.updaters.step import InferenceRunner as InferenceRunner
 from lockstep.updaters.token_mean import token_mean as token_mean
 from lockstep.updaters.updater import Result as Result, Updater as Updater

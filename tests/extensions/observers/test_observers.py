@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,14 @@ from torch.nn import functional
 
 import lockstep as ls
 from lockstep.extensions import GradientNorm, LogReport, ObserveLR, ObserveValue, ParameterStatistics, Throughput
+from lockstep.extensions.observers.throughput import _DeviceLoad
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
+from lockstep.updaters.compute import BusyTimer
 from tests.support.plain_updaters import CountingUpdater
 from tests.support.resuming import vectors
+from tests.support.runs import Placement, finalized, updater_for
+from tests.support.workloads import MLP
 
 
 def run(out: Path, *extensions: Any, devices: Any = 1, updates: int = 3, **options: Any) -> Trainer:
@@ -112,6 +118,53 @@ def test_rates_are_counts_by_the_same_time(tmp_path: Path) -> None:
     Trainer(CountingUpdater(4, losses), (4, "iteration"), tmp_path, extensions=extensions).run()
     quotients = [entry["throughput/tokens"] / entry["throughput/updates"] for entry in log.log]
     assert quotients == pytest.approx([4.0, 4.0])
+
+
+def sleeping(place_seconds: dict[str, float]) -> Any:
+    """Return a loss function that sleeps in the threads of devices."""
+
+    def loss_fn(model: nn.Module, inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        name = threading.current_thread().name
+        time.sleep(next((seconds for part, seconds in place_seconds.items() if part in name), 0.0))
+        return nn.functional.cross_entropy(model(inputs), target)
+
+    return loss_fn
+
+
+def test_the_load_is_the_share_of_the_time_in_which_a_device_computes(tmp_path: Path) -> None:
+    # The second device has a thread of its own, and waits for the first one.
+    loss_fn = sleeping({"lockstep-1": 0.001, "MainThread": 0.03})
+    log = LogReport(trigger=(3, "iteration"))
+    twice = [Throughput(trigger=(3, "iteration")), Throughput(trigger=(2, "iteration")), log]
+    with finalized(updater_for(MLP, Placement(2), num_shards=4, loss_fn=loss_fn)) as updater:
+        Trainer(updater, (6, "iteration"), tmp_path, extensions=twice).run()
+        timer = updater.parts.engine.busy_timer
+        assert timer.num_users == 0
+        before = list(timer.seconds)
+        updater.update()
+        assert timer.seconds == before
+    for entry in log.log:
+        first, second = (entry[f"throughput/load/device{index}"] for index in range(2))
+        assert 0.0 < second < first <= 1.0
+        assert entry["throughput/memory/cpu"] > 50 * 2**20
+
+
+def test_a_single_measured_update_stands_for_an_interval_of_an_accelerator() -> None:
+    timer = BusyTimer([torch.device("meta")])
+    load = _DeviceLoad(timer, (torch.device("meta"),))
+    wanted = []
+    load.restart()
+    for number in range(1, 4):
+        wanted.append(timer.num_users)
+        timer.seconds[0] += 0.5 * timer.num_users
+        load.end_update(number)
+    assert wanted == [0, 1, 0]
+    assert load.shares(2.0) == [0.25]
+    load.restart()
+    load.end_update(1)
+    assert load.shares(2.0) == []
+    load.stop()
+    assert timer.num_users == 0
 
 
 def test_a_rate_of_weights_that_nothing_observes_is_left_out(tmp_path: Path) -> None:

@@ -216,6 +216,26 @@ def test_what_no_checkpoint_of_lightning_is_lacks_the_model() -> None:
         ls.snapshots.import_lightning(built("sgd"), plain()[0].state_dict())
 
 
+def test_names_of_lightning_without_the_prefix_are_unknown() -> None:
+    model, optimizer, schedule = plain()
+    state = model.state_dict()
+    first, *others = state
+    # Of the same name as a tensor of the model, and before or after it.
+    saved = {first: torch.zeros_like(state[first]), **{f"model.{name}": each for name, each in state.items()}}
+    saved |= {name: torch.zeros_like(state[name]) for name in others}
+    checkpoint = {
+        "state_dict": saved,
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [schedule.state_dict()],
+    }
+    with pytest.raises(ls.StateError, match=rf"unknown \({len(state)}\) +{first}"):
+        ls.snapshots.import_lightning(built("sgd"), checkpoint)
+    updater = built("sgd")
+    found = ls.snapshots.import_lightning(updater, checkpoint, partial=True)
+    assert found.unknown == list(state)
+    assert ls.digest(updater.get_all_models()["main"]) == ls.digest(model)
+
+
 def test_a_model_of_transformers_is_read_by_from_pretrained(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)

@@ -186,6 +186,17 @@ def run_mutants(folder: Path, seed: int, count: int) -> None:
     assert grown <= 64 + 2 * sum(map(len, originals.values())) // 2**20
 
 
+def test_a_tensor_under_the_name_of_the_description_of_a_file_is_refused(memory_path: Path) -> None:
+    [folder] = write(memory_path, small_content())
+    document = json.loads((folder / "snapshot.json").read_bytes())
+    tensors = document["files"]["model.safetensors"]["tensors"]
+    tensors["__metadata__"] = tensors.pop(next(iter(tensors)))
+    _follow(document)
+    (folder / "snapshot.json").write_bytes(sealed(document))
+    with pytest.raises(SnapshotError, match="no tensor can have the name '__metadata__', under which the header"):
+        load(folder)
+
+
 def test_some_mutants_raise_only_our_error(memory_path: Path) -> None:
     [folder] = write(memory_path, small_content())
     run_mutants(folder, 0, 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import lockstep as ls
+from tests.support.ranks import run_on_ranks
+from tests.support.resuming import log_lines
 from tests.support.runs import ONE, Placement, cross_entropy, finalized, state_digest, updater_for
 from tests.support.workloads import MLP, TRANSFORMER
 
@@ -82,6 +85,48 @@ def test_placements_and_resumed_runs_have_the_same_bits(schedule: Any) -> None:
                 updater.update()
             found.add(state_digest(updater))
     assert len(found) == 1
+
+
+WITHIN_EPOCHS = {0: 2, 1: 3, 3: 1}
+"""The second update begins in epoch 0 and ends in epoch 1, and so does the third with epoch 2."""
+
+
+def evaluated(
+    communicator: ls.Communicator, out: str, num_devices: int, updates: int, resume: str | None
+) -> tuple[str, list[int]]:
+    """Run with evaluations at the ends of epochs, and return the digest and the epoch after each update."""
+    options: dict[str, Any] = {"num_shards": 3, "accumulate": WITHIN_EPOCHS, "communicator": communicator}
+    with finalized(updater_for(TRANSFORMER, Placement(num_devices), **options)) as updater:
+        trainer = ls.Trainer(updater, (updates, "update"), out=out)
+        held_out = ls.BatchIterator(TRANSFORMER.data(10), 4, repeat=False)
+        trainer.extend(
+            ls.extensions.Evaluator(held_out, {"accuracy": ls.metrics.Accuracy()}, loss_fn=cross_entropy),
+            trigger=(1, "epoch"),
+        )
+        trainer.extend(ls.extensions.LogReport(trigger=(1, "epoch")))
+        trainer.extend(ls.extensions.Snapshot(trigger=(1, "update"), digest_every=1))
+        seen: list[int] = []
+        trainer.extend(lambda each: seen.append(each.updater.epoch))
+        trainer.run(resume=resume)
+        return state_digest(updater), seen
+
+
+def test_evaluations_and_resumed_runs_on_other_ranks_have_the_same_bits(tmp_path: Path) -> None:
+    alone = ls.LocalCommunicator()
+    expected, epochs = evaluated(alone, str(tmp_path / "whole"), 1, 9, None)
+    assert epochs == [0, 1, 2, 3, 3, 4, 4, 4, 5]
+    lines = log_lines(tmp_path / "whole")
+    assert [line["iteration"] for line in lines if "validation/main/accuracy" in line] == [2, 3, 4, 6, 9]
+    # Stopped in the middle of an epoch, and after each kind of update; the log of an interval goes on as well.
+    for stop in (1, 2, 3, 5):
+        out = tmp_path / str(stop)
+        evaluated(alone, str(out), 2, stop, None)
+        assert [digest for digest, _ in run_on_ranks(evaluated, 2, str(out), 1, 9, "auto")] == [expected] * 2
+        assert log_lines(out) == lines
+    out = tmp_path / "ranks"
+    assert run_on_ranks(evaluated, 2, str(out), 2, 3, None)[0][0] != expected
+    assert evaluated(alone, str(out), 3, 9, "auto")[0] == expected
+    assert log_lines(out) == lines
 
 
 def test_a_data_loader_counts_epochs_too() -> None:

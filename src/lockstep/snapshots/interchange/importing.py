@@ -65,7 +65,8 @@ def import_lightning(
         StateError: As `import_torch`.
     """
     saved = checkpoint.get("state_dict")
-    model = None if saved is None else {name.removeprefix(prefix): value for name, value in saved.items()}
+    named = {name: value for name, value in (saved or {}).items() if name.startswith(prefix)}
+    model = None if saved is None else {name.removeprefix(prefix): value for name, value in named.items()}
     parts = {
         "model": model,
         "optimizer": next(iter(checkpoint.get("optimizer_states", [])), None),
@@ -73,7 +74,9 @@ def import_lightning(
         # Under the class name of a plugin for precision.
         "scaler": next((each for each in checkpoint.values() if _is_scaler(each)), None),
     }
-    return _load(updater, parts, partial=partial)
+    # Not among those of the model, where they could stand for a tensor of the same name.
+    others = [name for name in saved or {} if name not in named]
+    return _load(updater, parts, partial=partial, unknown=others)
 
 
 def import_accelerate(
@@ -105,10 +108,10 @@ def import_accelerate(
     return _load(updater, parts, partial=partial)
 
 
-def _load(updater: Updater, parts: Mapping[str, Any], *, partial: bool) -> Matches:
+def _load(updater: Updater, parts: Mapping[str, Any], *, partial: bool, unknown: Sequence[str] = ()) -> Matches:
     """Load the parts of a checkpoint into an updater, and print what matched."""
     state: dict[str, Any] = updater.state_dict()
-    found = Matches(notes=[NOTE])
+    found = Matches(unknown=list(unknown), notes=[NOTE])
     if set(state["models"]) != {MAIN} or set(state["optimizers"]) - {MAIN}:
         raise StateError(
             f"`updater` must have one model and one optimizer, each named {MAIN!r}, to load a foreign checkpoint, got "

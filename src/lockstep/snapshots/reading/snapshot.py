@@ -176,9 +176,16 @@ def _read_tensors(folder: Folder, name: str, entry: FileEntry, limits: Limits) -
         head = header(infos)
     except UnicodeEncodeError as error:
         raise SnapshotError(f"{folder.path / name}: a name is not text.", file=name) from error
-    if len(head) > limits.header_bytes or "__metadata__" in infos:
+    if "__metadata__" in infos:
         raise SnapshotError(
-            f"{folder.path / name}: the header must have at most {limits.header_bytes} bytes.", file=name
+            f"{folder.path / name}: no tensor can have the name '__metadata__', under which the header describes the "
+            "file.",
+            file=name,
+        )
+    if len(head) > limits.header_bytes:
+        raise SnapshotError(
+            f"{folder.path / name}: the header must have at most {limits.header_bytes} bytes, got {len(head)}.",
+            file=name,
         )
     if entry.bytes != len(head) + sum(info.bytes for info in infos.values()):
         raise SnapshotError(f"{folder.path / name}: {entry.bytes} bytes are not those of its tensors.", file=name)

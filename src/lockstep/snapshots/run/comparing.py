@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,32 @@ class Comparison:
     differing: tuple[str, ...]
     recipe: tuple[str, ...]
     kernel_class: tuple[str, ...]
+
+    def result(self, limit: int = 10) -> str:
+        """Return a line about the digests of two runs that have any in common, and one about the tensors.
+
+        Args:
+            limit: The number of tensors that are named.
+        """
+        count = f"{len(self.common)} updates that both runs have logged"
+        if self.first is None:
+            return f"Equal: all {count}, {self.common[0]} to {self.common[-1]}."
+        since = "" if self.equal is None else f" Update {self.equal} is equal."
+        differing = self.listed(self.differing, limit) or "none; counters, options or positions differ"
+        return f"Different: update {self.first} is the first to differ, of {count}.{since}\nTensors: {differing}."
+
+    @staticmethod
+    def listed(names: Sequence[str], limit: int = 10) -> str:
+        """Return names for a sentence, and how many more there are.
+
+        Args:
+            names: The names.
+            limit: The number of names that are named.
+
+        >>> Comparison.listed(["a", "b", "c"], 2), Comparison.listed([])
+        ('a, b and 1 more', '')
+        """
+        return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def compare_runs(first: str | Path, second: str | Path) -> Comparison:

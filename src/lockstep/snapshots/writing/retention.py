@@ -63,10 +63,24 @@ class Retention:
         """
         ordered = sorted(found, key=lambda each: each.update)
         staying = {newest.path, *(each.path for each in ordered[-self.keep :])}
-        if self.best is not None:
-            # Of equal values the first one stays.
-            sign = 1.0 if self.mode == "max" else -1.0
-            values = [(sign * each.metrics.get(self.best, float("nan")), each.path) for each in ordered]
-            valued = [each for each in values if not math.isnan(each[0])]
-            staying |= {max(valued, key=lambda each: each[0])[1]} if valued else set()
-        return [each for each in ordered if each.path not in staying]
+        best: Kept | None = None
+        for each in ordered:
+            if self.is_better(each.metrics, None if best is None else best.metrics):
+                best = each
+        return [each for each in ordered if each.path not in staying and each is not best]
+
+    def is_better(self, metrics: Mapping[str, float], than: Mapping[str, float] | None) -> bool:
+        """Return whether one snapshot is better than another; of equal values, the first one stays the best.
+
+        Args:
+            metrics: The numbers that describe the snapshot. It is never better without a number for `best`.
+            than: Those of the best one so far; None if there is none.
+
+        >>> Retention(best="a").is_better({"a": 2.0}, {"a": 1.0}), Retention(best="a").is_better({"a": 1.0}, {"a": 1.0})
+        (True, False)
+        """
+        if self.best is None or math.isnan(value := metrics.get(self.best, math.nan)):
+            return False
+        if than is None:
+            return True
+        return value > than[self.best] if self.mode == "max" else value < than[self.best]

@@ -1,6 +1,6 @@
 """Compute the part of an update that belongs to this process: from shards to partial sums."""
 
-from lockstep.updaters.compute.device_timer import DeviceTimer as DeviceTimer
+from lockstep.updaters.compute.device_timer import BusyTimer as BusyTimer, DeviceTimer as DeviceTimer
 from lockstep.updaters.compute.global_random import GlobalRandomDetector as GlobalRandomDetector
 from lockstep.updaters.compute.phase_timer import PhaseTimer as PhaseTimer
 from lockstep.updaters.compute.prepared_model import (

@@ -1,4 +1,4 @@
-"""Measure how fast each device computes, and assign shards in that proportion."""
+"""Measure how long each device computes, and assign shards in proportion to the speeds."""
 
 from __future__ import annotations
 
@@ -85,6 +85,38 @@ class DeviceTimer:
         ]
         LOG.info("Measured workloads, in samples per second: %s.", ", ".join(f"{speed:.1f}" for speed in speeds))
         return [speed / usual for speed in speeds]
+
+
+class BusyTimer:
+    """Add up the seconds in which each device computes shards.
+
+    Args:
+        devices: The devices of this process.
+
+    Attributes:
+        seconds: The seconds of each device, which are never set back.
+        num_users: The number of objects that want the next computations to be timed; each adds itself and leaves again.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._devices = devices
+        self.seconds = [0.0] * len(devices)
+        self.num_users = 0
+
+    def timed(self, compute: Callable[[int], None]) -> Callable[[int], None]:
+        """Return a function that runs one device's work and times it, for which it waits for accelerators.
+
+        Args:
+            compute: Called with the index of a device; runs the work of that device.
+        """
+
+        def run(place: int) -> None:
+            start = time.perf_counter()
+            compute(place)
+            synchronize(self._devices[place])
+            self.seconds[place] += time.perf_counter() - start
+
+        return run
 
 
 def synchronize(device: torch.device) -> None:

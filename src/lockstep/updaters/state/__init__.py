@@ -18,5 +18,5 @@ from lockstep.updaters.state.recipe_fields import (
     RecipeFields as RecipeFields,
     recipe_fields as recipe_fields,
 )
-from lockstep.updaters.state.savepoint import Savepoint as Savepoint
+from lockstep.updaters.state.savepoint import Savepoint as Savepoint, copy_state as copy_state
 from lockstep.updaters.state.training import TrainingState as TrainingState

@@ -76,28 +76,33 @@ def _restore(optimizer: Optimizer, saved: dict[str, Any]) -> None:
             optimizer.state[parameter] = saved["state"][index]
 
 
-def copy_state(value: Any) -> Any:
+def copy_state(value: Any, device: str | None = None) -> Any:
     """Copy nested state with its tensors, three times as fast as `copy.deepcopy`.
 
     One tensor under several names, as tied weights are in a state, is one tensor in the copy too.
+
+    Args:
+        value: The state to copy.
+        device: The device of the copies; None for that of each tensor.
     """
-    return _copy(value, {})
+    return _copy(value, {}, device)
 
 
-def _copy(value: Any, copies: dict[Hashable, torch.Tensor]) -> Any:
+def _copy(value: Any, copies: dict[Hashable, torch.Tensor], device: str | None) -> Any:
     """Copy nested state.
 
     Args:
         value: The state to copy.
         copies: The copies made so far, by the memory they were made of.
+        device: The device of the copies; None for that of each tensor.
     """
     if isinstance(value, torch.Tensor):
-        return _copy_tensor(value, copies)
+        return _copy_tensor(value, copies, device)
     if isinstance(value, Mapping):
-        parts = {key: _copy(part, copies) for key, part in value.items()}
+        parts = {key: _copy(part, copies, device) for key, part in value.items()}
         return with_metadata(parts, value)
     if type(value) is list or type(value) is tuple:
-        return type(value)(_copy(part, copies) for part in value)
+        return type(value)(_copy(part, copies, device) for part in value)
     return copy.deepcopy(value)
 
 
@@ -117,14 +122,18 @@ def with_metadata(state: dict[str, Any], source: Mapping[str, Any]) -> dict[str,
     return named
 
 
-def _copy_tensor(value: torch.Tensor, copies: dict[Hashable, torch.Tensor]) -> torch.Tensor:
+def _copy_tensor(value: torch.Tensor, copies: dict[Hashable, torch.Tensor], device: str | None) -> torch.Tensor:
     """Copy a tensor once; a state contains a tied weight as a separate view for each of its names."""
     # Sparse tensors have no address, and all empty ones share one.
     if value.layout is not torch.strided or not value.numel():
-        return value.detach().clone()
+        return _cloned(value, device)
     # Views with the same address and the same form hold the same numbers.
     form = (value.dtype, value.shape, value.stride(), value.is_conj(), value.is_neg())
     place = (value.device, value.data_ptr(), form)
     if place not in copies:
-        copies[place] = value.detach().clone()
+        copies[place] = _cloned(value, device)
     return copies[place]
+
+
+def _cloned(value: torch.Tensor, device: str | None) -> torch.Tensor:
+    return value.detach().clone() if device is None else value.detach().to(device, copy=True)

@@ -24,6 +24,7 @@ from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.attempt import Attempt, UpdateContext, check_finite
 from lockstep.updaters.compute import (
+    BusyTimer,
     DeviceGradientTask,
     DeviceTimer,
     GlobalRandomDetector,
@@ -68,6 +69,7 @@ class GradientEngine:
 
     Attributes:
         ranks: The reduction over ranks; None for a single process.
+        busy_timer: Adds up how long each device computes, while something wants to know.
         ahead: Copies the batches of the next update to accelerators; None where batches are not copied ahead.
     """
 
@@ -87,6 +89,7 @@ class GradientEngine:
         self.ahead: NextBatches | None = None
         self.ranks = ranks
         self._device_timer = device_timer
+        self.busy_timer = BusyTimer(self.replicas.devices)
         self._precision = recipe.precision_policy
         self.streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
         self.prepared = PreparedModel(TreeSum(self.replicas, []))
@@ -242,6 +245,7 @@ class GradientEngine:
 
         timer = self._device_timer
         timed: Callable[[int], None] = compute_shards if timer is None else timer.timed(compute_shards, device_shards)
+        timed = self.busy_timer.timed(timed) if self.busy_timer.num_users else timed
         timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         generators = self._random_detector.states() if self.training.iteration < self._random_detector.end else None
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.

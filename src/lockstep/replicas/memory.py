@@ -1,0 +1,84 @@
+"""Read how much memory devices have used, where something counts it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+STATUS = Path("/proc/self/status")
+"""The file in which Linux has the memory of a process, in KiB."""
+
+
+@runtime_checkable
+class CountsMemory(Protocol):
+    """A module for a type of accelerator, such as `torch.cuda`, that counts the memory of tensors."""
+
+    def max_memory_allocated(self, device: torch.device, /) -> int:
+        """Return the largest number of bytes that tensors took."""
+
+    def reset_peak_memory_stats(self, device: torch.device, /) -> None:
+        """Count the largest number from now on."""
+
+    def empty_cache(self) -> None:
+        """Return memory that is reserved and not in use."""
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Return the largest number of bytes that a device had in use.
+
+    Args:
+        device: An accelerator, for the memory that tensors took since `restart_peak_memory`; or a CPU, for the resident
+            memory of this process since it began, which no call starts anew.
+
+    Returns:
+        The number of bytes; None where nothing counts them, as on Windows or with Apple's MPS.
+    """
+    if device.type == "cpu":
+        return _process_peak()
+    module = _counting(device)
+    return None if module is None else module.max_memory_allocated(device)
+
+
+def restart_peak_memory(device: torch.device) -> None:
+    """Count the largest memory of an accelerator from now on; do nothing for a CPU.
+
+    Args:
+        device: The device.
+    """
+    if (module := _counting(device)) is not None:
+        module.reset_peak_memory_stats(device)
+
+
+def free_reserved_memory(device: torch.device) -> None:
+    """Return memory that is reserved on an accelerator and not in use; do nothing for a CPU.
+
+    Args:
+        device: The device.
+    """
+    if (module := _counting(device)) is not None:
+        module.empty_cache()
+
+
+def _counting(device: torch.device) -> CountsMemory | None:
+    """Return the module of an accelerator if it counts memory."""
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    return module if isinstance(module, CountsMemory) else None
+
+
+def _process_peak() -> int | None:
+    """Return the largest resident memory of this process in bytes; None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
+    if STATUS.exists():
+        # `getrusage` would give the peak of the process that started this one, if that was larger.
+        for line in STATUS.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource  # noqa: PLC0415 - Windows has none
+
+    # In bytes on macOS.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
