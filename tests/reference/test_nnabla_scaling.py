@@ -110,7 +110,7 @@ class Replay:
             loss_fn=self.loss_of,
             accumulate=self.accumulate,
             loss_scale=nnabla_loss_scale(
-                options["scale"], options["scaling_factor"], options["N"], minimum=SMALLEST, maximum=1e38
+                options["scale"], options["scaling_factor"], options["N"], minimum=SMALLEST, maximum=1e300
             ),
             on_overflow="next",
             max_tries=MAX_TRIES,
@@ -245,7 +245,7 @@ class Run:
             loss_fn=self.loss_of,
             accumulate=self.group,
             loss_scale=nnabla_loss_scale(
-                options["scale"], options["scaling_factor"], options["N"], minimum=SMALLEST, maximum=1e38
+                options["scale"], options["scaling_factor"], options["N"], minimum=SMALLEST, maximum=1e300
             ),
             on_overflow="next",
             max_tries=MAX_TRIES,

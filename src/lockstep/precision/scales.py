@@ -22,8 +22,6 @@ from lockstep.state import check_keys
 
 FLOAT16_MAX = 65504.0
 """The largest float16."""
-FLOAT32_MAX = torch.finfo(torch.float32).max
-"""The largest float32, in which backward begins with the factor."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +107,8 @@ class StaticLossScale(LossScale):
     """A loss scale with a constant factor.
 
     Args:
-        factor: The factor, positive and at most the largest float32. A power of two changes no bit of a float32 or
-            float64 gradient that neither overflows nor underflows.
+        factor: The factor, positive and finite. A power of two changes no bit of a float32 or float64 gradient
+            that neither overflows nor underflows.
 
     >>> StaticLossScale(128.0).after(finite=False)
     StaticLossScale(factor=128.0)
@@ -143,7 +141,7 @@ class DynamicLossScale(LossScale):
             divide by `growth`, which rounds differently if `growth` is not a power of two.
         interval: The number of finite gradients in a row after which the factor grows, at least 1.
         minimum: The smallest factor, positive.
-        maximum: The largest factor, at least `minimum` and at most the largest float32.
+        maximum: The largest factor, at least `minimum`.
         finite_updates: The number of finite gradients in a row so far, at least -`uncounted`.
         uncounted: The number of finite gradients after an overflow that do not count, at least 0. Only
             `nnabla_loss_scale` needs it.
@@ -217,7 +215,7 @@ class RampLossScale(LossScale):
         factor: The current factor.
         interval: The number of finite gradients that double the factor after the first overflow; at least 1.
         minimum: The smallest factor, positive.
-        maximum: The largest factor, at least `minimum` and at most the largest float32; by default the largest float16.
+        maximum: The largest factor, at least `minimum`; by default the largest float16.
         overflowed: Whether there has been an overflow.
 
     References: Chainer 7.8.1, ``GradientMethod.loss_scaling``.
@@ -331,8 +329,6 @@ def parse_loss_scale(loss_scale: LossScale | float | None) -> LossScale:
 def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"`{name}` must be positive and finite, got {value}.")
-    if value > FLOAT32_MAX:
-        raise ValueError(f"`{name}` must be at most the largest float32 ({FLOAT32_MAX:.6g}), got {value}.")
 
 
 def _check_bounds(factor: float, minimum: float, maximum: float) -> None:
