@@ -27,7 +27,7 @@ def generator() -> dict[str, Any]:
 GENERATOR = generator()
 DIAGRAMS = GENERATOR["DIAGRAMS"]
 Canvas = GENERATOR["Canvas"]
-PICTURES = {"contrastive.png", "digits.png", "gan.png", "report.png"}
+PICTURES = {"contrastive.png", "digits.png", "gan.png", "report.png", "tutorial.png"}
 """Images that show a program, not a diagram."""
 SVG = "{http://www.w3.org/2000/svg}"
 

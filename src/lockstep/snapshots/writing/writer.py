@@ -328,7 +328,7 @@ def _create(disk: Disk, folder: Path) -> None:
 
 
 def _lower_priority() -> None:
-    """Let the calling thread leave the cores to the threads that train, on Linux, where each has its own priority.
+    """Lower the priority of the calling thread below that of training, on Linux, where each thread has its own.
 
     Hashing takes a core for about a millisecond per megabyte. A thread that waits for the interpreter's lock leaves its
     core to the one that holds it, so that training never waits longer for a thread of lower priority.
