@@ -284,7 +284,7 @@ def _key(key: Any) -> Any:
 
 def _json(value: Any) -> str:
     kind = type(value)
-    # An encoder prepares itself anew for each list, which takes longer than to write the short ones of an entry.
+    # As the encoder does it, without its preparations for each value, which take longer than to write it.
     if kind is str:
         return encode_basestring_ascii(value)
     if kind is list or kind is tuple:

@@ -188,7 +188,7 @@ def check_gpu_settings(variables: Mapping[str, str], *, benchmark: bool, determi
         state = "not set" if workspace is None else repr(workspace)
         yield Finding(
             "note",
-            f"CUBLAS_WORKSPACE_CONFIG is {state}, with which cuBLAS may give other bits if several streams are used.",
+            f"CUBLAS_WORKSPACE_CONFIG is {state}, so that cuBLAS may give other bits if several streams are used.",
             f"Set it to {CUBLAS_VALUES[0]} before Python starts.",
         )
 

@@ -66,6 +66,9 @@ def choose_charts(runs: Sequence[RunData]) -> Charts:
     is_thinned = any(len(each.updates) > 2 * bins for found in series for each in found.values())
     rates = [name for name in names if name.startswith(THROUGHPUT) or name == RATE]
     loads = [name for name in rates if name.startswith(LOAD)]
+    throughput = [(name, [name]) for name in rates if name not in loads]
+    if loads:
+        throughput.append(("load", loads))
     scaling = [name for name in names if name in {SCALE, RETRIES} or _last_part(name) == "skipped"]
     changing = {name for found in series for name, each in found.items() if len(set(each.values)) > 1}
     curves: dict[str, list[str]] = {}
@@ -80,7 +83,7 @@ def choose_charts(runs: Sequence[RunData]) -> Charts:
             for name in scaling
             if name not in changing
         ],
-        throughput=[(name, [name]) for name in rates if name not in loads] + [("load", loads)] * bool(loads),
+        throughput=throughput,
         runs=data,
         bins=bins if is_thinned else None,
     )

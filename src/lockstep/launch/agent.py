@@ -75,6 +75,7 @@ class Run:
             raise ValueError(f"`max_restarts` must be at least 0, got {self.max_restarts}.")
         if self.shutdown_timeout is not None and self.shutdown_timeout < 1:
             raise ValueError(f"`shutdown_timeout` must be at least 1, got {self.shutdown_timeout}.")
+        # These refuse what is no timeout, in the environment too.
         timeout_for(self.timeout, {})
         self._seconds_to_end(os.environ)
 
@@ -97,7 +98,7 @@ class Run:
         return [*meeting, *start, *module, self.script, *self.arguments]
 
     def _seconds_to_end(self, variables: Mapping[str, str]) -> int:
-        """Return the seconds that the processes have after a signal before they are killed."""
+        """Return the seconds that the processes have to end after a signal or a failure, before they are killed."""
         return self.shutdown_timeout or shutdown_timeout_for(variables)
 
     def prepare(self, variables: MutableMapping[str, str]) -> None:

@@ -62,6 +62,7 @@ def num_completed(current: float, period: float) -> int:
     >>> math.floor(0.3 / 0.1), num_completed(0.3, 0.1)
     (2, 3)
     """
+    # Counts of updates and epochs are exact, and are compared in every update.
     if type(current) is int and type(period) is int:
         return current // period
     nearest = round(current / period)

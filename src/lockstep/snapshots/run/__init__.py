@@ -4,10 +4,7 @@ from lockstep.snapshots.run.collect import (
     Collector as Collector,
     record_of as record_of,
 )
-from lockstep.snapshots.run.comparing import (
-    Comparison as Comparison,
-    compare_runs as compare_runs,
-)
+from lockstep.snapshots.run.comparing import Comparison as Comparison, compare_runs as compare_runs
 from lockstep.snapshots.run.digest_log import (
     DigestLog as DigestLog,
     Record as Record,

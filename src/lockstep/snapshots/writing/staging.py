@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from lockstep.replicas import OneIntraOpThread
 from lockstep.snapshots.format import DTYPES, Content, Parent, TensorIndex, freeze, model_file
 
 _STORED: Final = frozenset(getattr(torch, name) for name in DTYPES)
 _PLAIN: Final = ("progress", "recipe", "kernel_class", "metrics")
 """The fields of a content that hold no tensors."""
-
-FEW_THREADS: Final = 2
-"""The number of intra-op threads up to which a state is copied by the calling thread alone.
-
-A second thread gains little, because one core uses most of the memory's bandwidth. Afterwards it waits actively for
-more work for several milliseconds, and takes its core from the threads that write the snapshot and train.
-"""
 
 
 class Memory(NamedTuple):
@@ -134,14 +125,9 @@ class Buffers:
         )
         if kinds != self._kinds:
             self._allocate(kinds, sources)
-        with OneIntraOpThread() if torch.get_num_threads() <= FEW_THREADS else nullcontext():
-            self._copy(memory.addresses, sources)
-        return [self._kept[place] for place in memory.places] if memory.places else list(self._kept)
-
-    def _copy(self, addresses: Sequence[int], sources: Sequence[torch.Tensor]) -> None:
-        if addresses != self._addresses:
+        if memory.addresses != self._addresses:
             # Views are made only of tensors that stay where they are, because they cost as much as some copies.
-            self._addresses = addresses
+            self._addresses = memory.addresses
             for group in self._groups.values():
                 group.views.clear()
             _copy_each(self._kept, sources)
@@ -149,6 +135,7 @@ class Buffers:
             for group in self._groups.values():
                 group.copy(sources)
             _copy_each([self._kept[index] for index in self._alone], [sources[index] for index in self._alone])
+        return [self._kept[place] for place in memory.places] if memory.places else list(self._kept)
 
     def _allocate(self, kinds: tuple[Sequence[Any], ...], sources: Sequence[torch.Tensor]) -> None:
         """Create buffers for tensors like these."""

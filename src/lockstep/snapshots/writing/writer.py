@@ -330,8 +330,9 @@ def _create(disk: Disk, folder: Path) -> None:
 def _lower_priority() -> None:
     """Lower the priority of the calling thread below that of training, on Linux, where each thread has its own.
 
-    Hashing takes a core for about a millisecond per megabyte. A thread that waits for the interpreter's lock leaves its
-    core to the one that holds it, so that training never waits longer for a thread of lower priority.
+    Hashing takes a core for about a millisecond per megabyte. A thread of training that waits for the interpreter's
+    lock while this one holds it leaves its core to this one. Only other programs that keep all cores busy may delay
+    both.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
