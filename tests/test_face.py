@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -84,10 +83,8 @@ PUBLIC = [
 
 
 IMPORT = """
-import json, sys, time
-began = time.process_time()
+import json, sys
 import torch
-torch_took = time.process_time() - began
 import os, signal, threading
 
 def state():
@@ -103,33 +100,24 @@ def state():
     ]
 
 before, modules = state(), set(sys.modules)
-began = time.process_time()
 import lockstep
-took = time.process_time() - began
 found = {
     "changed": [index for index, (a, b) in enumerate(zip(before, state())) if a != b],
     "modules": sorted(set(sys.modules) - modules),
     "names": sorted(name for name in vars(lockstep) if name[0] != "_"),
-    "part of torch's time": took / torch_took,
 }
 print(json.dumps(found))
 """
 
 
-def import_anew() -> dict[str, Any]:
-    """Import torch and then lockstep in a new process, and return what that changed, loaded and took."""
-    # Where nothing may be cached, every import compiles lockstep anew, but never torch.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Any]:
+    """Import torch and then lockstep in a new process, and return what the second import changed and loaded."""
     command = [sys.executable, "-c", IMPORT]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
-
-
-@pytest.fixture(scope="module")
-def imported() -> dict[str, Any]:
-    return import_anew()
 
 
 def test_the_public_names(imported: dict[str, Any]) -> None:
@@ -166,10 +154,13 @@ def test_to_import_it_changes_nothing_and_loads_nothing_heavy(imported: dict[str
     assert "lockstep.trainer" in loaded
 
 
-def test_to_import_it_takes_a_small_part_of_what_torch_takes(imported: dict[str, Any]) -> None:
-    # The least of up to four, in time of the processor, for the machine may have other work; about 0.13 without.
-    part = "part of torch's time"
-    assert imported[part] < 0.25 or any(import_anew()[part] < 0.25 for _ in range(3))
+def test_to_import_it_loads_little_beside_its_own_modules(imported: dict[str, Any]) -> None:
+    # A count, because times depend on the machine: whether it may cache what it compiled, and what else runs there.
+    others = [
+        name for name in imported["modules"] if name.partition(".")[0] not in ("lockstep", *sys.stdlib_module_names)
+    ]
+    assert {name.partition(".")[0] for name in others} <= {"torch", "safetensors", "_remote_module_non_scriptable"}
+    assert len(others) < 70
 
 
 ALL_MODULES = """
