@@ -118,7 +118,8 @@ def named_paths(text: str) -> set[str]:
     code = " ".join(re.findall(r"`([^`\n]+)`", text))
     files = re.findall(rf"(?<![\w./-])[\w-][\w./-]*\.(?:{KINDS})\b", code)
     folders = re.findall(r"(?<!\S)[a-z_]+(?:/[a-z_]+)+(?!\S)", code)
-    folders = [path for path in folders if is_there(path.split("/")[0])]  # others are names of values
+    # Others are names of values, and those in `runs` are written by the examples.
+    folders = [path for path in folders if path.split("/")[0] != "runs" and is_there(path.split("/")[0])]
     commands = re.findall(rf"\b(?:benchmarks|docs|examples|src|tests)/[\w/.-]+\.(?:{KINDS})\b", text)
     return {*files, *folders, *commands}
 
