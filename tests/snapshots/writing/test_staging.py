@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 import lockstep as ls
 from lockstep.snapshots import Content, SnapshotWriter, load
-from lockstep.snapshots.writing.staging import Buffers, freeze_content
+from lockstep.snapshots.writing.staging import PART, Buffers, freeze_content
 from tests.support.snapshots import RUN, small_content, write
 
 
@@ -112,6 +114,30 @@ def test_state_of_many_parameters_is_read_as_it_was(tmp_path: Path) -> None:
         for wrong in ({(1, 2): rows[0], 1: rows[0]}, {0: {(1, 2): torch.ones(1)}, 1: {(1, 2): torch.ones(1)}}):
             with pytest.raises(TypeError, match=r"type tuple at state"):
                 writer.save(content_of(state=wrong))
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_a_thread_that_is_free_copies_a_part_of_large_tensors(is_free: bool) -> None:
+    sizes = [3, PART, PART // 4, 0, 5 * PART // 4 + 1, PART // 4 - 1, 7]
+    tensors = [torch.randn(size) for size in sizes] + [torch.arange(PART // 2), torch.arange(3), torch.tensor(2)]
+    content, buffers, calls, rounds = content_of(state=tensors), Buffers(), list[int](), 40
+    held, holds = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as helper:
+        if not is_free:
+            helper.submit(lambda: (holds.set(), held.wait()))
+            holds.wait()
+        for _ in range(rounds):
+            with torch.profiler.profile() as profile:
+                copies = buffers.copy(freeze_content(content).memory, helper)
+            # A profile has the calls of its own thread.
+            calls.append(sum(event.name == "aten::cat" for event in profile.events()))
+            expected = [tensor.clone() for tensor in tensors]
+            for tensor in tensors:
+                tensor.add_(1)  # must not reach the copies
+            assert all(map(torch.equal, copies, expected))
+        held.set()
+    # The first copy fills buffers that are new, tensor by tensor; then 18 parts are copied.
+    assert min(calls[1:]) < 18 if is_free else set(calls[1:]) == {18}
 
 
 def test_a_warm_copy_allocates_no_tensor() -> None:

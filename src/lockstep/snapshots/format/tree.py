@@ -30,7 +30,8 @@ CONTAINERS: Final = 16
 
 _SHORT: Final = 1 << 62
 """Integers below this are looked at in place, such as the numbers of the parameters of an optimizer."""
-_PLAIN: Final = frozenset({type(None), bool, int, float, str})
+_UNBOUNDED: Final = frozenset({type(None), bool, float, str})
+_PLAIN: Final = _UNBOUNDED | {int}
 _TUPLES: Final = frozenset({tuple, torch.Size})
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict, Counter})
 _CONTAINERS: Final = frozenset({list}) | _MAPPINGS | _TUPLES
@@ -107,16 +108,7 @@ def _freeze(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
     if kind in _MAPPINGS and depth:
         if depth > 1 and kind is not Counter and (table := _table(value, tensors)):
             return table
-        parts = {}
-        for key, part in value.items():
-            if type(key) not in _PLAIN:
-                raise _UnsupportedError
-            # Here and not by a call for each, because training waits while thousands of them are found.
-            if type(part) is torch.Tensor:
-                parts[key] = _INDICES[len(tensors)]
-                tensors.append(part)
-            else:
-                parts[key] = _freeze(part, tensors, depth - 1)
+        parts = _freeze_values(value, tensors, depth)
         return Counter(parts) if kind is Counter else parts
     if kind in _CONTAINERS and depth:
         found = [
@@ -132,6 +124,22 @@ def _freeze(value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
         # NumPy's float64 is the same number.
         return float(value)
     raise _UnsupportedError
+
+
+def _freeze_values(value: dict[Any, Any], tensors: list[torch.Tensor], depth: int) -> dict[Any, Any]:
+    parts = {}
+    for key, part in value.items():
+        if type(key) not in _PLAIN:
+            raise _UnsupportedError
+        # Here and not by a call for each, because training waits while thousands of them are found.
+        if type(part) is torch.Tensor:
+            parts[key] = _INDICES[len(tensors)]
+            tensors.append(part)
+        elif type(part) in _UNBOUNDED:
+            parts[key] = part
+        else:
+            parts[key] = _freeze(part, tensors, depth - 1)
+    return parts
 
 
 def _table(value: dict[Any, Any], tensors: list[torch.Tensor]) -> _Table | None:

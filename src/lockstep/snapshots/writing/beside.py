@@ -12,7 +12,7 @@ from lockstep.snapshots.format import FOLDER, Content, folder_name, training_of
 from lockstep.snapshots.reading import verify
 from lockstep.snapshots.writing.commit import write_snapshot
 from lockstep.snapshots.writing.disk import Disk
-from lockstep.snapshots.writing.folder import Staged, about_process
+from lockstep.snapshots.writing.folder import Staged
 from lockstep.snapshots.writing.staging import Buffers, freeze_content
 
 
@@ -53,7 +53,7 @@ def write_beside(
         return final
     folder.mkdir(parents=True, exist_ok=True)
     copies = Buffers().copy(frozen.memory)
-    staged = Staged(frozen=frozen, copies=copies, reasons=tuple(reasons), about=about_process(about))
+    staged = Staged(frozen=frozen, copies=copies, reasons=tuple(reasons), about=about or {})
     path, _ = write_snapshot(disk or Disk(), folder, staged)
     return path
 

@@ -61,12 +61,6 @@ class Staged:
         return sum({id(copy): copy.nbytes for copy in self.copies}.values())
 
 
-def about_process(about: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return JSON values about the process that writes a snapshot, with others about its machine."""
-    own = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-    return {**own, **(about or {})}
-
-
 def write_folder(disk: Disk, folder: Path, staged: Staged) -> Manifest:
     """Write a snapshot into a new folder, and return its manifest when all of it is durable but the folder's name.
 
@@ -83,7 +77,8 @@ def write_folder(disk: Disk, folder: Path, staged: Staged) -> Manifest:
     frozen = staged.frozen
     planned = plan(frozen, staged.copies)
     files = {name: _write_tensors(disk, folder / name, tensors) for name, tensors in planned.files.items()}
-    _write_file(disk, folder / ABOUT, json.dumps(dict(staged.about)).encode())
+    process = {"host": socket.gethostname(), "process": os.getpid(), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    _write_file(disk, folder / ABOUT, json.dumps({**process, **staged.about}).encode())
     manifest = Manifest(
         writer=f"lockstep {__version__}",
         run_id=frozen.run_id,

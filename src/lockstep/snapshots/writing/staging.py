@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +15,9 @@ from lockstep.snapshots.format import DTYPES, Content, Parent, TensorIndex, free
 _STORED: Final = frozenset(getattr(torch, name) for name in DTYPES)
 _PLAIN: Final = ("progress", "recipe", "kernel_class", "metrics")
 """The fields of a content that hold no tensors."""
+
+PART: Final = 2 * 1024 * 1024
+"""The bytes that one call copies at most if two threads share the work; to wake the second one takes 0.1 ms."""
 
 
 class Memory(NamedTuple):
@@ -106,11 +111,12 @@ class Buffers:
         self._addresses: Sequence[int] = ()
 
     @torch.no_grad()
-    def copy(self, memory: Memory) -> list[torch.Tensor]:
+    def copy(self, memory: Memory, helper: Executor | None = None) -> list[torch.Tensor]:
         """Copy tensors into the buffers, over what was there.
 
         Args:
             memory: The tensors, on any devices. When this returns, they may change.
+            helper: What copies a part of large tensors meanwhile, if it has a thread that is free.
 
         Returns:
             The copies by `TensorIndex`. Tensors that are the same memory have the same copy.
@@ -129,11 +135,17 @@ class Buffers:
             # Views are made only of tensors that stay where they are, because they cost as much as some copies.
             self._addresses = memory.addresses
             for group in self._groups.values():
-                group.views.clear()
+                group.parts.clear()
             _copy_each(self._kept, sources)
         else:
-            for group in self._groups.values():
-                group.copy(sources)
+            parts = deque(part for group in self._groups.values() for part in group.parts_of(sources))
+            is_large = len(parts) > len(self._groups)
+            shared = helper.submit(_copy_parts, parts) if helper is not None and is_large else None
+            try:
+                _copy_parts(parts)
+            finally:
+                if shared is not None and not shared.cancel():
+                    shared.result()
             _copy_each([self._kept[index] for index in self._alone], [sources[index] for index in self._alone])
         return [self._kept[place] for place in memory.places] if memory.places else list(self._kept)
 
@@ -156,31 +168,63 @@ class Buffers:
         self._kinds = kinds
 
 
+class _Part(NamedTuple):
+    """Memory that is copied by one call.
+
+    Attributes:
+        views: Flat views of tensors, which hold their memory.
+        out: Where their elements go, one view after the other.
+    """
+
+    views: Sequence[torch.Tensor]
+    out: torch.Tensor
+
+
 @dataclass(eq=False)
 class _Group:
-    """Tensors that are copied by one call.
+    """Tensors of one dtype, which are copied by few calls.
 
     Attributes:
         indices: Their places among all tensors.
         buffer: Their elements, one tensor after the other.
-        views: Flat views of the tensors, which hold their memory; empty if there are none yet.
+        parts: What is copied by one call each; empty if there are no views of the tensors yet.
     """
 
     indices: list[int] = field(default_factory=list)
     buffer: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    views: list[torch.Tensor] = field(default_factory=list)
+    parts: list[_Part] = field(default_factory=list)
 
-    def copy(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy the tensors of the group, whose addresses must be those at which the views were made."""
-        if not self.views:
-            self.views = [sources[index].detach().view(-1) for index in self.indices]
-        torch.cat(self.views, out=self.buffer)
+    def parts_of(self, sources: Sequence[torch.Tensor]) -> list[_Part]:
+        """Return the parts of the group, for tensors whose addresses must be those of the call before."""
+        if not self.parts:
+            limit = PART // self.buffer.element_size()
+            views, filled, start = list[torch.Tensor](), 0, 0
+            for index in self.indices:
+                for view in torch.split(sources[index].detach().view(-1), limit):
+                    if filled + len(view) > limit:
+                        self.parts.append(_Part(views, self.buffer[start : start + filled]))
+                        views, filled, start = [], 0, start + filled
+                    views.append(view)
+                    filled += len(view)
+            self.parts.append(_Part(views, self.buffer[start:]))
+        return self.parts
+
+
+def _copy_parts(parts: deque[_Part]) -> None:
+    """Copy parts until none is left; another thread may take some of them."""
+    while parts:
+        try:
+            views, out = parts.popleft()
+        except IndexError:
+            return
+        torch.cat(list(views), out=out)
 
 
 def _can_be_joined(tensor: torch.Tensor) -> bool:
     # Another tensor at the address of a view may be marked as conjugate or negative. Those are complex, or parts of
     # complex ones, which are contiguous only if they are one number.
-    return tensor.is_cpu and tensor.is_contiguous() and tensor.numel() > 1 and not tensor.is_complex()
+    is_part = tensor.is_floating_point() and tensor.numel() == 1
+    return tensor.is_cpu and tensor.is_contiguous() and not is_part and not tensor.is_complex()
 
 
 def _copy_each(kept: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

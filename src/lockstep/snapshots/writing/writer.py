@@ -7,9 +7,10 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Condition, Thread, get_native_id
+from threading import Condition, get_native_id
 from types import TracebackType
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from lockstep.snapshots.format import FOLDER, TEMPORARY, Content, Manifest, Pare
 from lockstep.snapshots.reading import list_snapshots
 from lockstep.snapshots.writing.commit import remove, remove_durably, write_snapshot
 from lockstep.snapshots.writing.disk import Disk
-from lockstep.snapshots.writing.folder import Staged, about_process
+from lockstep.snapshots.writing.folder import Staged
 from lockstep.snapshots.writing.lock import FolderLock
 from lockstep.snapshots.writing.repeated import repeats
 from lockstep.snapshots.writing.retention import Retention, kept
@@ -51,7 +52,7 @@ class _Job:
 
 
 class SnapshotWriter:
-    """Writes the snapshots of a run in a thread, which exists only while there is something to write.
+    """Writes the snapshots of a run in a thread.
 
     One snapshot can be written while another one waits. A newer one replaces the one that waits, so that training never
     waits for the disk, except for snapshots that must be written. Methods are to be called from one thread.
@@ -91,14 +92,16 @@ class SnapshotWriter:
         self._retention = Retention(keep=keep, best=best, mode=mode)
         self._folder = Path(out) / FOLDER
         self._run_id, self._required = run_id, required
-        self._about = about
+        self._about = about or {}
         self._disk = disk or Disk()
         self.replaced = 0
         self.newest: Path | None = None
 
+        # Python ends only after the thread of an executor has finished, so a snapshot is durable then.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="lockstep-snapshots", initializer=_lower_priority)
         # The thread and its callers share what follows, under this condition.
         self._changed = Condition()
-        self._thread: Thread | None = None
+        self._writing: Future[None] | None = None
         self._jobs: deque[_Job] = deque()
         self._free = [Buffers(), Buffers()]
         self._messages: list[str] = []
@@ -141,18 +144,17 @@ class SnapshotWriter:
         if buffers is None:
             return
         try:
-            copies = buffers.copy(frozen.memory)
+            # While the thread writes, it could help only after that.
+            copies = buffers.copy(frozen.memory, self._executor if self._writing is None else None)
         except BaseException:
             with self._changed:
                 self._free.append(buffers)
             raise
-        staged = Staged(frozen=frozen, copies=copies, reasons=tuple(reasons), about=about_process(self._about))
+        staged = Staged(frozen=frozen, copies=copies, reasons=tuple(reasons), about=self._about)
         with self._changed:
             self._jobs.append(_Job(staged, buffers, must))
-            if self._thread is None:
-                # Not a daemon, so that Python ends only after a snapshot is durable.
-                self._thread = Thread(target=self._write_all, name="lockstep-snapshots")
-                self._thread.start()
+            if self._writing is None:
+                self._writing = self._executor.submit(self._write_all)
 
     def wait(self) -> None:
         """Wait until every snapshot is written.
@@ -171,6 +173,7 @@ class SnapshotWriter:
         """
         if self._lock is not None:
             self._join()
+            self._executor.shutdown()
             self._lock.close()
             self._lock = None
             self._report(1)
@@ -224,8 +227,8 @@ class SnapshotWriter:
             return self._free.pop()
 
     def _join(self) -> None:
-        while (thread := self._thread) is not None:
-            thread.join()
+        while (writing := self._writing) is not None:
+            writing.result()
 
     def _report(self, failures: int) -> None:
         """Warn of what went wrong since the last call, and raise if that is too much.
@@ -246,11 +249,10 @@ class SnapshotWriter:
 
     def _write_all(self) -> None:
         """Write what waits until nothing does."""
-        _lower_priority()
         while True:
             with self._changed:
                 if not self._jobs:
-                    self._thread = None
+                    self._writing = None
                     return
                 job = self._jobs.popleft()
             messages, error = list[str](), None
