@@ -3,15 +3,15 @@
     python benchmarks/extensions.py                    100 rounds of 100 updates
     python benchmarks/extensions.py --rounds 20 --updates 500
 
-Each round runs the same updates of a small network on one device in turns: by calls of `update` alone, by a trainer
-without extensions, with each extension, and with all of them. The bar draws to a pseudo-terminal; the log and
-TensorBoard write the means of every 10 updates.
+Each round runs updates of a small network on one device in turns: by calls of `update` alone, by a trainer without
+extensions, with each extension, and with all of them. All of them train the same network. The bar draws to a
+pseudo-terminal; the log and TensorBoard write the means of every 10 updates.
 
 "Between updates" is the time from the start of the first update to the end of the last call of an extension before the
 last update, less the time within updates. Most of what an extension costs is there, and the noise of a machine hardly
-reaches it. "In all" is the difference to `update` alone, which is much noisier. Both are means over the updates of a
-round, of which the table has the median over rounds, and the smallest and the largest one. What extensions do once, at
-the start and at the end of a run, is left out.
+reaches it. "Beyond update" and "beyond the trainer" are the differences to `update` alone and to the trainer without
+extensions, which are much noisier. All are means over the updates of a round, of which the table has the median over
+rounds and the quartiles. What extensions do once, at the start and at the end of a run, is left out.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Timed(ls.ParallelUpdater):
 
 
 def build() -> Timed:
-    """Create a run on one device that is warm."""
+    """Create an updater on one device that is warm."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10))
     samples = TensorDataset(torch.randn(512, 32), torch.randint(10, (512,)))
@@ -90,26 +90,26 @@ def build() -> Timed:
     )
     for _ in range(WARM_UP):
         updater.update()
-    updater.began = updater.within = 0.0
     return updater
 
 
-def alone(updates: int) -> float:
+def alone(updater: Timed, updates: int) -> float:
     """Return the seconds per update without a trainer."""
-    updater, threads = build(), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a trainer does
+    updater.began = 0.0
     for _ in range(updates):
         updater.update()
     torch.set_num_threads(threads)
-    updater.finalize()
     return (updater.ended - updater.began) / updates
 
 
-def trained(updates: int, make: Callable[[TextIO], list[ls.Extension]]) -> tuple[float, float]:
+def trained(updater: Timed, updates: int, make: Callable[[TextIO], list[ls.Extension]]) -> tuple[float, float]:
     """Return the seconds per update of a trainer with extensions, and those between updates."""
-    updater = build()
+    updater.began = updater.within = 0.0
+    until = (updater.iteration + updates, "update")
     with tempfile.TemporaryDirectory() as out, terminal() as screen:
-        ls.Trainer(updater, (WARM_UP + updates, "update"), out=Path(out), extensions=make(screen)).run()
+        ls.Trainer(updater, until, out=Path(out), extensions=make(screen)).run()
     seconds = updater.ended - updater.began
     return seconds / updates, (seconds - updater.within) / (updates - 1)
 
@@ -133,21 +133,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--updates", type=int, default=100)
     options = parser.parse_args()
-    trained(20, CASES["trainer, all three"])  # imports TensorBoard
+    updater = build()
+    trained(updater, 20, CASES["trainer, all three"])  # imports TensorBoard
     plain: list[float] = []
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
     for _ in range(options.rounds):
-        plain.append(alone(options.updates))
+        plain.append(alone(updater, options.updates))
         for name, make in CASES.items():
-            found[name].append(trained(options.updates, make))
+            found[name].append(trained(updater, options.updates, make))
+    updater.finalize()
     print(f"{'update alone':24}{statistics.median(plain) * 1e6:7.1f} µs")
+    print(f"{'in µs':24}{'between updates':>22}{'beyond update':>22}{'beyond the trainer':>22}")
+    trainer = [total for total, _ in found["trainer"]]
     for name, seconds in found.items():
-        between = [each * 1e6 for _, each in seconds]
-        added = [(total - base) * 1e6 for (total, _), base in zip(seconds, plain, strict=True)]
-        columns = [
-            f"{statistics.median(each):+8.1f} ({min(each):+.1f}..{max(each):+.1f}) µs" for each in (between, added)
-        ]
-        print(f"{name:24}between updates {columns[0]:34}in all {columns[1]}")
+        totals = [total for total, _ in seconds]
+        columns = [[between for _, between in seconds], differences(totals, plain), differences(totals, trainer)]
+        print(f"{name:24}{''.join(f'{in_microseconds(each):>22}' for each in columns)}")
+
+
+def differences(seconds: list[float], base: list[float]) -> list[float]:
+    """Return by how much each round took longer than the same round of another case."""
+    return [ours - theirs for ours, theirs in zip(seconds, base, strict=True)]
+
+
+def in_microseconds(seconds: list[float]) -> str:
+    """Return the median and the quartiles of times."""
+    low, median, high = (1e6 * each for each in statistics.quantiles(seconds, n=4))
+    return f"{median:+.0f} ({low:+.0f}..{high:+.0f})"
 
 
 if __name__ == "__main__":

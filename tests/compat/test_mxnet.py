@@ -365,5 +365,7 @@ def test_groups_are_objects_like_any(groups: Any) -> None:
 
 def test_the_last_device_gets_what_is_left() -> None:
     assert split_input_slice(10, [1, 1, 1, 1])[-1] == slice(6, 10)
+    # The workloads add up to 1.2000000000000002 in ordinary arithmetic, which rounds 7.5 down.
+    assert split_input_slice(30, [0.3, 0.5, 0.4])[0] == slice(0, 7)
     with pytest.raises(ValueError, match="must leave a sample for every device"):
         split_input_slice(9, [1] * 6)

@@ -71,6 +71,19 @@ def test_the_loss_is_the_one_before_the_step() -> None:
         assert updater.update().loss.item() == (2.0 - 0.125 * 4.0) * X.mean().item()
 
 
+def test_sums_are_the_same_on_every_version_of_python() -> None:
+    """`sum` compensates for rounding from Python 3.12 on, so that 10 times 0.1 is 1 there."""
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> ls.Loss:
+        return ls.Loss((model.weight * 0 + x).mean(), weight=0.1)
+
+    model = nn.Linear(1, 1, bias=False)
+    with updater_of(model, torch.ones(10, 1), batch_size=10, num_shards=10, loss_fn=loss_fn) as updater:
+        result = updater.update()
+    assert result.weight == 0.9999999999999999
+    assert result.loss_and_metrics()["loss"].total == 0.9999999999999999
+
+
 @pytest.mark.parametrize("scale", [1.0, math.inf])
 def test_a_result_shows_what_it_says(scale: float) -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> ls.Loss:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from lockstep.extensions.loggers import replace_file
 from lockstep.metrics import IntervalMeans
@@ -14,6 +14,8 @@ from lockstep.trainer import Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
 LogEntry: TypeAlias = dict[str, float]
+
+_JSON: Final = json.JSONEncoder(allow_nan=False)
 
 COUNTER_KEYS = ("epoch", "iteration", "epoch_detail", "elapsed_time")
 """The keys at the start of every entry."""
@@ -142,4 +144,4 @@ def _line(entry: LogEntry) -> bytes:
     """Return an entry as a line of JSON."""
     # JSON has no NaN and no infinities, and other readers reject those that Python writes.
     finite = {key: value if math.isfinite(value) else str(value) for key, value in entry.items()}
-    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+    return _JSON.encode(finite).encode() + b"\n"

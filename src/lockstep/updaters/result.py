@@ -154,7 +154,11 @@ class UpdateResult:
     @cached_property
     def weight(self) -> float:
         """The total weight of the shards: the number of samples unless the loss function returned other weights."""
-        return sum(report.weight for report in self.reports)
+        total = 0.0
+        # Not by `sum`, which compensates for rounding from Python 3.12 on and would have other bits there.
+        for report in self.reports:
+            total += report.weight
+        return total
 
     @cached_property
     def loss(self) -> torch.Tensor:
@@ -209,11 +213,14 @@ class UpdateResult:
         """Sum weight times loss in order of shards, in float64: a Python float on CPUs, else a tensor on one device."""
         if not self.reports:
             return math.nan
-        # The sum of Python floats is the same float64 arithmetic, at a fraction of the time of tensors.
-        if all(report.loss.device.type == "cpu" for report in self.reports):
-            return sum(report.loss.item() * self._factor(report) for report in self.reports)
+        # Added one by one, as in `weight`: a stacked reduction would round by an order of its own.
+        if all(report.loss.is_cpu for report in self.reports):
+            # Python floats have the same float64 arithmetic as tensors, at a fraction of the time.
+            number = 0.0
+            for report in self.reports:
+                number += report.loss.item() * self._factor(report)
+            return number
         device = self.reports[0].loss.device
-        # Added one by one: a stacked reduction would round by an order of its own.
         total = torch.zeros((), dtype=torch.float64, device=device)
         for report in self.reports:
             total += report.loss.reshape(()).to(device, torch.float64) * self._factor(report)

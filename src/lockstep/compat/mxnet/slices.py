@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from functools import reduce
 from typing import Literal
@@ -67,7 +68,8 @@ def check_workloads(num_devices: int, work_load_list: Sequence[float] | None) ->
 
 def _round_half_even(batch_size: int, loads: Sequence[float]) -> list[int]:
     """Return the number of samples per device, rounded half to even as in Python."""
-    total = sum(loads)
+    # Not by `sum`, which compensates for rounding from Python 3.12 on; MXNet's Python did not.
+    total = reduce(operator.add, loads)
     return [round(load * batch_size / total) for load in loads]
 
 

@@ -60,10 +60,9 @@ class TensorBoardLogger(Logger):
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """Write all values of an update as one event."""
-        scalar = import_optional("torch.utils.tensorboard.summary").scalar
-        parts = [scalar(name, value).value for name, value in values.items()]
         summary = import_optional("tensorboard.compat.proto.summary_pb2").Summary
-        self._writer.file_writer.add_summary(summary(value=[each for part in parts for each in part]), update)
+        scalars = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.file_writer.add_summary(summary(value=scalars), update)
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Write the summary as a text."""
