@@ -11,8 +11,9 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.cli import main
+from lockstep.snapshots import SnapshotWriter
 from tests.support.resuming import PatientSnapshot, vectors
-from tests.support.snapshots import small_content, write
+from tests.support.snapshots import RUN, small_content, write
 
 
 def run(out: Path, *, updates: int = 6, disturbed: int | None = None, lr: float = 0.1) -> None:
@@ -56,6 +57,15 @@ def test_values_that_are_not_finite_are_listed(tmp_path: Path, capsys: pytest.Ca
     write(tmp_path, small_content(metrics={"loss": math.inf, "accuracy": 0.5}))
     assert main(["snapshots", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("  loss = inf  accuracy = 0.5\n")
+
+
+def test_the_value_of_the_best_one_is_listed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with SnapshotWriter(tmp_path, run_id=RUN) as writer:
+        writer.save(
+            small_content(metrics={"loss": 0.25, "accuracy": 0.5}), reasons=["interval", "best: accuracy = 0.5"]
+        )
+    assert main(["snapshots", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.endswith("  interval, best: accuracy = 0.5  loss = 0.25\n")
 
 
 def test_a_run_without_snapshots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,11 +113,17 @@ def test_a_timeout_in_the_environment_that_is_no_number() -> None:
     assert timeout_for(None, {}) == timeout_for(None, {"LOCKSTEP_TIMEOUT": ""}) == 60.0
 
 
-def test_a_shutdown_timeout_in_the_environment_that_is_no_integer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [("soon", "an integer, got 'soon'"), ("0", "at least 1 second, got 0"), ("-5", "at least 1 second")],
+)
+def test_a_shutdown_timeout_in_the_environment_that_is_none(
+    text: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is refused before any process has started; otherwise nothing would end those that have."""
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon")
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", text)
     for start in (partial(ls.launch, print), partial(Run, "train.py")):
-        with pytest.raises(ValueError, match="`TORCH_ELASTIC_SHUTDOWN_TIMEOUT` in the environment must be an integer"):
+        with pytest.raises(ValueError, match=f"`TORCH_ELASTIC_SHUTDOWN_TIMEOUT` in the environment must be {rule}"):
             start()
     assert multiprocessing.active_children() == []
 

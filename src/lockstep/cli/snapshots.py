@@ -58,9 +58,12 @@ def _described(found: Found) -> str:
     manifest = found.manifest
     size = sum(file.bytes for file in manifest.files.values())
     written = datetime.fromtimestamp(found.path.stat().st_mtime, tz=timezone.utc)
-    values = "".join(f"  {name} = {value:.6g}" for name, value in manifest.metric_values.items())
+    reasons = ", ".join(manifest.reasons)
+    # The best one has its value among the reasons already.
+    values = [f"{name} = {value:.6g}" for name, value in manifest.metric_values.items()]
+    others = "".join(f"  {value}" for value in values if f"best: {value}" not in manifest.reasons)
     epoch = manifest.progress.get("epoch")
     return (
         f"{found.path.name}  epoch {epoch}  {size / 1e6:.1f} MB  {written:%Y-%m-%d %H:%M:%S}  {manifest.training[:12]}"
-        f"  {', '.join(manifest.reasons)}{values}"
+        f"  {reasons}{others}"
     )

@@ -220,6 +220,9 @@ def shutdown_timeout_for(variables: Mapping[str, str]) -> int:
         variables: The environment variables, such as `os.environ`.
 
     Raises:
-        ValueError: If the variable ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` does not hold an integer.
+        ValueError: If the variable ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` does not hold an integer of at least 1.
     """
-    return _read_integer(variables, SHUTDOWN_ENV, SHUTDOWN_TIMEOUT)
+    seconds = _read_integer(variables, SHUTDOWN_ENV, SHUTDOWN_TIMEOUT)
+    if seconds < 1:
+        raise ValueError(f"`{SHUTDOWN_ENV}` in the environment must be at least 1 second, got {seconds}.")
+    return seconds
