@@ -117,9 +117,7 @@ def test_a_timeout_in_the_environment_that_is_no_number() -> None:
     ("text", "rule"),
     [("soon", "an integer, got 'soon'"), ("0", "at least 1 second, got 0"), ("-5", "at least 1 second")],
 )
-def test_a_shutdown_timeout_in_the_environment_that_is_none(
-    text: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_shutdown_timeout_in_the_environment(text: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused before any process has started; otherwise nothing would end those that have."""
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", text)
     for start in (partial(ls.launch, print), partial(Run, "train.py")):

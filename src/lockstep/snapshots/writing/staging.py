@@ -17,7 +17,8 @@ _PLAIN: Final = ("progress", "recipe", "kernel_class", "metrics")
 """The fields of a content that hold no tensors."""
 
 PART: Final = 2 * 1024 * 1024
-"""The bytes that one call copies at most if two threads share the work; to wake the second one takes 0.1 ms."""
+"""The bytes that one call copies at most, so that two threads can share the calls. To wake the other one takes 0.1 ms,
+in which one thread copies about as much."""
 
 
 class Memory(NamedTuple):
@@ -116,7 +117,7 @@ class Buffers:
 
         Args:
             memory: The tensors, on any devices. When this returns, they may change.
-            helper: What copies a part of large tensors meanwhile, if it has a thread that is free.
+            helper: An executor that copies a part of a large state, if its thread is free; None to copy all here.
 
         Returns:
             The copies by `TensorIndex`. Tensors that are the same memory have the same copy.
@@ -176,7 +177,7 @@ class _Part(NamedTuple):
         out: Where their elements go, one view after the other.
     """
 
-    views: Sequence[torch.Tensor]
+    views: list[torch.Tensor]
     out: torch.Tensor
 
 
@@ -217,7 +218,7 @@ def _copy_parts(parts: deque[_Part]) -> None:
             views, out = parts.popleft()
         except IndexError:
             return
-        torch.cat(list(views), out=out)
+        torch.cat(views, out=out)
 
 
 def _can_be_joined(tensor: torch.Tensor) -> bool:
