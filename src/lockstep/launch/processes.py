@@ -56,8 +56,8 @@ def launch(
         What the ranks returned, in order of ranks.
 
     Raises:
-        ValueError: If a number is out of range, ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is not an integer, or a new process
-            cannot import `main`.
+        ValueError: If a number is out of range, ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` is not an integer of at least 1, or
+            a new process cannot import `main`.
         TypeError: If `main` is not callable, or an argument cannot be pickled.
         PeerError: If a rank raised, exited or was killed. It names the rank and holds its traceback.
     """
