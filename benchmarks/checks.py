@@ -29,6 +29,8 @@ from updates import ReadyBatches, free_port
 from workloads import WORKLOADS
 
 import lockstep as ls
+from lockstep.data import Fingerprint
+from lockstep.updaters.attempt import Described
 from lockstep.updaters.ranks import coordinator, rank_reduction
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.state import TrainingState
@@ -36,10 +38,11 @@ from lockstep.updaters.state import TrainingState
 SUCCESSIVE = 4  # updates with or without the checks: one on each batch, and one that compares a part of the state
 ALLOWED_SECONDS: Final = 10e-6
 ALLOWED_SHARE: Final = 0.02
+NOT_DESCRIBED: Final = Described(0, "", Fingerprint(0, "", None))
 
 CHECKS: Final[list[tuple[Any, str, Callable[..., Any]]]] = [
     # Ranks compare fingerprints of their batches.
-    (rank_reduction, "describe_batch", lambda *_: ""),
+    (rank_reduction, "describe_batch", lambda *_: NOT_DESCRIBED),
     # The process is not a fork of the one that built the updater.
     (coordinator.Coordinator, "check_process", lambda _: None),
     # The model is in training mode.

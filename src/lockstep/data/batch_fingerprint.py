@@ -38,14 +38,14 @@ class Fingerprint(NamedTuple):
     """The properties of a batch that ranks compare.
 
     Attributes:
+        checksum: A checksum of all that is compared; batches with equal checksums are taken to be the same.
         about: The number of samples, or the dtypes and shapes of the tensors.
-        indices: A digest of the indices of `Samples`; empty for other batches.
-        values: A checksum of a few rows of all tensors, or a digest of a few samples; empty if no samples are read.
+        indices: A checksum of the indices of `Samples`; None for other batches.
     """
 
+    checksum: int
     about: str
-    indices: str
-    values: str
+    indices: int | None
 
 
 def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
@@ -69,12 +69,11 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
     if type(batch) is Samples:
         return _of_samples(batch, contents=contents)
     named = nest.named_tensors(batch)
-    about, reads = _plan(tuple([(name, each.dtype, each.shape) for name, each in named]))
-    checksum = 0
+    about, checksum, reads = _plan(tuple([(name, each.dtype, each.shape) for name, each in named]))
     for (_, tensor), read in zip(named, reads, strict=True):
         if read is not None and tensor.is_cpu and tensor.layout is torch.strided:
             checksum = read.checksum(tensor, checksum)
-    return Fingerprint(about, "", f"{checksum:08x}")
+    return Fingerprint(checksum, about, None)
 
 
 def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
@@ -83,15 +82,17 @@ def _of_samples(batch: Samples, *, contents: bool) -> Fingerprint:
     chosen = range(0, count, max(1, -(-count // MAX_SAMPLES)))
     if batch.fetched is batch.dataset:
         # A list of samples is its own dataset: the indices are 0, 1, 2 and so on in every process.
-        return Fingerprint(f"{count} samples", "", _of_values([batch.fetched[position] for position in chosen]))
+        about = f"{count} samples"
+        return Fingerprint(_of_values([batch.fetched[place] for place in chosen], crc32(about.encode())), about, None)
     about = f"{count} samples of a dataset of {len(batch.dataset)}"
     dataset: Any = batch.dataset
     indices: Sequence[int] = batch.indices
     while type(dataset) is Subset:
         indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
-    in_memory = contents and draws_no_numbers(dataset)
-    values = _of_values([dataset[indices[position]] for position in chosen]) if in_memory else ""
-    return Fingerprint(about, _hexdigest(array("q", indices)), values)
+    checksum = own = crc32(array("q", indices), crc32(about.encode()))
+    if contents and draws_no_numbers(dataset):
+        checksum = _of_values([dataset[indices[place]] for place in chosen], own)
+    return Fingerprint(checksum, about, own)
 
 
 def _is_readable(tensor: torch.Tensor) -> bool:
@@ -152,12 +153,17 @@ class _Read(NamedTuple):
 
 # Most batches have the names, dtypes and shapes of earlier ones, and the types of `ctypes` take long to create.
 @lru_cache(maxsize=64)
-def _plan(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[str, list[_Read | None]]:
-    """Describe the tensors of a batch by their names, dtypes and shapes, and choose what is read of each."""
+def _plan(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> tuple[str, int, list[_Read | None]]:
+    """Describe the tensors of a batch by their names, dtypes and shapes, and choose what is read of each.
+
+    Returns:
+        The description, its checksum, and what is read.
+    """
     about = ", ".join(f"{name}: {str(dtype)[6:]} {tuple(shape)}" for name, dtype, shape in tensors)
     if len(about) > MAX_DESCRIPTION:
-        about = f"{len(tensors)} tensors of shapes with the digest {_hexdigest(about.encode())}"
-    return about, [_Read.of(shape, dtype) for _, dtype, shape in tensors]
+        digest = hashlib.blake2b(about.encode(), digest_size=8).hexdigest()
+        about = f"{len(tensors)} tensors of shapes with the digest {digest}"
+    return about, crc32(about.encode()), [_Read.of(shape, dtype) for _, dtype, shape in tensors]
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -170,9 +176,9 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def _of_values(samples: Sequence[Any]) -> str:
-    """Return a digest of the values of some samples."""
-    return _hexdigest(b"".join(part for sample in samples for part in _parts(sample)))
+def _of_values(samples: Sequence[Any], checksum: int) -> int:
+    """Return the CRC-32 of the values of some samples, following on that of what describes them."""
+    return crc32(b"".join(part for sample in samples for part in _parts(sample)), checksum)
 
 
 def _parts(value: Any) -> Iterator[bytes]:
@@ -195,8 +201,3 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield from _parts(nest.record_parts(value))
     elif hasattr(value, "tobytes"):  # an array of NumPy, or an image
         yield value.tobytes()
-
-
-def _hexdigest(data: bytes | array[int]) -> str:
-    """Return a short digest of bytes, which is only compared and need not resist attacks."""
-    return hashlib.blake2b(data, digest_size=8).hexdigest()

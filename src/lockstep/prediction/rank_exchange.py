@@ -22,7 +22,7 @@ class RankExchange:
 
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
-        self._fingerprints: list[str] = []
+        self._checksums: list[int] = []
         self._failed = False
 
     def see(self, batch: Any) -> None:
@@ -32,7 +32,7 @@ class RankExchange:
             batch: The batch, before it is cut into shards.
         """
         if self._communicator.size > 1:
-            self._fingerprints.append(" ".join(fingerprint(batch, contents=False)))
+            self._checksums.append(fingerprint(batch, contents=False).checksum)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in order of ranks.
@@ -50,11 +50,11 @@ class RankExchange:
             return [value]
         # An error from here on is raised on every rank, or cannot be sent.
         self._failed = True
-        messages = self._communicator.gather_objects({"batches": self._fingerprints, "value": value})
+        messages = self._communicator.gather_objects({"batches": self._checksums, "value": value})
         for rank, each in enumerate(messages):
             _raise_error(rank, each)
         _check_same([each["batches"] for each in messages])
-        self._fingerprints = []
+        self._checksums = []
         self._failed = False
         return [each["value"] for each in messages]
 
@@ -92,11 +92,11 @@ def _raise_error(rank: int, message: dict[str, Any]) -> None:
     )
 
 
-def _check_same(by_rank: Sequence[Sequence[str]]) -> None:
+def _check_same(by_rank: Sequence[Sequence[int]]) -> None:
     """Check that all ranks have seen the same batches.
 
     Args:
-        by_rank: The fingerprints of the batches of each rank.
+        by_rank: The checksums of the batches of each rank.
 
     Raises:
         DisagreementError: If a rank has seen others than rank 0.

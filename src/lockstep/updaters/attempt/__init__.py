@@ -3,6 +3,7 @@
 from lockstep.updaters.attempt.attempt import (
     FINITE as FINITE,
     Attempt as Attempt,
+    Described as Described,
     GradientRequest as GradientRequest,
     check_finite as check_finite,
 )

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from lockstep.data import Fingerprint
 from lockstep.plan import Shard
 from lockstep.precision import CurrentScale, first_nonfinite, nonfinite_flags
 from lockstep.replicas import AnyBufferSum
@@ -17,6 +18,20 @@ from lockstep.updaters.attempt.deferred import DeferredCheck, FiniteCheck, Overf
 from lockstep.updaters.compute import DeviceGradientTask, GradientContext, RankShare
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import ShardReport, UpdateResult
+
+
+class Described(NamedTuple):
+    """The description of a batch.
+
+    Attributes:
+        checksum: A checksum of everything else; a single number is sent fastest.
+        source: The name of the iterator that the batch comes from; empty for a batch given to `compute_gradients`.
+        fingerprint: The fingerprint of the batch.
+    """
+
+    checksum: int
+    source: str
+    fingerprint: Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +57,7 @@ class GradientRequest:
     computation: int = 0
     deferred: bool = False
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
-    taken: Sequence[str] = ()
+    taken: Sequence[Described] = ()
     summed: bool = False
     buffers_of: Collection[str] | None = None
     shard_loss: Callable[[Shard], LossFunction] | None = None

@@ -7,9 +7,4 @@ from lockstep.updaters.ranks.consistency import (
 )
 from lockstep.updaters.ranks.coordinator import Coordinator as Coordinator, LocalCoordinator as LocalCoordinator
 from lockstep.updaters.ranks.rank_reduction import RankReduction as RankReduction, join_ranks as join_ranks
-from lockstep.updaters.ranks.same_batches import (
-    BATCHES as BATCHES,
-    CURE as CURE,
-    Described as Described,
-    describe_batch as describe_batch,
-)
+from lockstep.updaters.ranks.same_batches import CURE as CURE, describe_batch as describe_batch

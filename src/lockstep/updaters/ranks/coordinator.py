@@ -6,6 +6,7 @@ same point, where the training state has not changed yet, instead of waiting for
 
 from __future__ import annotations
 
+import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from lockstep.communicators import Communicator, first_difference, traceback_tex
 from lockstep.errors import DisagreementError, PeerError, PeerInterrupt, SignalExit
 from lockstep.replicas import fork_error
 from lockstep.stopping import STOP
-from lockstep.updaters.attempt import UpdateSigint
+from lockstep.updaters.attempt import Described, UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.rank_sum import RankSum
 from lockstep.updaters.ranks.same_batches import BATCHES, CURE, find_other_batches
@@ -59,11 +60,12 @@ class Coordinator(ABC):
         """Return a context manager that reports an exception raised inside it to the other ranks."""
 
     @abstractmethod
-    def agree(self, position: Position, interrupts: UpdateSigint) -> None:
+    def agree(self, position: Position, batches: Sequence[Described], interrupts: UpdateSigint) -> None:
         """Check that no rank has failed or was interrupted so far; from here on all ranks hold interrupts.
 
         Args:
             position: What must be the same on all ranks.
+            batches: The descriptions of this rank's batches, which must be the same as well.
             interrupts: The interrupts of this rank.
 
         Raises:
@@ -95,7 +97,12 @@ class LocalCoordinator(Coordinator):
         """Return a context manager without effect."""
         return NO_CONTEXT
 
-    def agree(self, position: Position, interrupts: UpdateSigint) -> None:  # noqa: ARG002 - no rank to compare with
+    def agree(
+        self,
+        position: Position,  # noqa: ARG002 - no rank to compare with
+        batches: Sequence[Described],  # noqa: ARG002 - see above
+        interrupts: UpdateSigint,
+    ) -> None:
         """Deliver pending interrupts, then hold later ones."""
         interrupts.check_and_hold()
 
@@ -149,7 +156,7 @@ class RankCoordinator(Coordinator):
             raise
 
     def exchange_reports(
-        self, position: Position, report: Mapping[str, Any], *, repeat: bool = False
+        self, position: Position, batches: Sequence[Described], report: Mapping[str, Any], *, repeat: bool = False
     ) -> list[Mapping[str, Any]] | None:
         """Send a report to every rank, and receive the reports of all.
 
@@ -157,6 +164,7 @@ class RankCoordinator(Coordinator):
 
         Args:
             position: What must be the same on all ranks.
+            batches: The descriptions of this rank's batches, which must be the same as well.
             report: The report of this rank; anything that JSON can represent.
             repeat: Whether this rank has to compute its share again.
 
@@ -168,6 +176,7 @@ class RankCoordinator(Coordinator):
             DisagreementError: If a rank is at another position or has another state.
             PeerInterrupt: If a rank was interrupted.
         """
+        position = {**position, BATCHES: [each.checksum for each in batches]}
         own = {"position": position, "repeat": repeat, "report": report, "state": self._consistency.state_digest()}
         if STOP.received:
             own["stop"] = STOP.received
@@ -181,7 +190,7 @@ class RankCoordinator(Coordinator):
         for rank, each in enumerate(messages):
             if "error" in each:
                 _raise_error(rank, each)
-        _check_positions([each["position"] for each in messages])
+        self._check_positions([each["position"] for each in messages], batches)
         for each in messages:
             repeat |= each["repeat"]
             digests.append(each["state"])
@@ -193,14 +202,34 @@ class RankCoordinator(Coordinator):
         self._consistency.check_digests(digests)
         return None if self._sum.must_repeat(messages) or repeat else reports
 
+    def _check_positions(self, positions: Sequence[Position], batches: Sequence[Described]) -> None:
+        """Check that all ranks are at the position of rank 0.
+
+        Args:
+            positions: The position of each rank, in order of ranks.
+            batches: The descriptions of this rank's batches.
+
+        Raises:
+            DisagreementError: If a rank is at another position.
+        """
+        found = first_difference(positions)
+        if found is None:
+            return
+        # Every rank has the same positions, so all of them exchange their descriptions, or none does.
+        if found.names[0] in {"batch sizes", BATCHES}:
+            described = [json.loads(each) for each in self._communicator.exchange(json.dumps(batches).encode())]
+            raise find_other_batches(positions, found.names[0], described)
+        remedy = "Run the same code with the same batches on every rank."
+        raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))
+
     def end_exchange(self) -> None:
         """End an exchange: an error that is raised from here on must be reported to the other ranks."""
         self._failed = False
 
-    def agree(self, position: Position, interrupts: UpdateSigint) -> None:
+    def agree(self, position: Position, batches: Sequence[Described], interrupts: UpdateSigint) -> None:
         """Exchange messages without a report; see `Coordinator.agree`."""
         interrupts.check()
-        self.exchange_reports(position, {})
+        self.exchange_reports(position, batches, {})
         self._sum.reset_prediction()
         self.end_exchange()
         interrupts.hold()
@@ -251,21 +280,3 @@ def _raise_ended(rank: int) -> None:
         rank=rank,
         subject="batches",
     )
-
-
-def _check_positions(positions: Sequence[Position]) -> None:
-    """Check that all ranks are at the position of rank 0.
-
-    Args:
-        positions: The position of each rank, in order of ranks.
-
-    Raises:
-        DisagreementError: If a rank is at another position.
-    """
-    found = first_difference(positions)
-    if found is None:
-        return
-    if found.names[0] in {"batch sizes", BATCHES}:
-        raise find_other_batches(positions, found.names[0])
-    remedy = "Run the same code with the same batches on every rank."
-    raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.communicators import Communicator
 from lockstep.replicas import BufferRef
-from lockstep.updaters.attempt import Attempt
+from lockstep.updaters.attempt import Attempt, Described
 from lockstep.updaters.compute import RankTimer, ShardAssignment
 from lockstep.updaters.ranks import rank_sum
 from lockstep.updaters.ranks.consistency import RankConsistency
@@ -20,7 +20,7 @@ from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
 from lockstep.updaters.ranks.rank_buffers import RankBuffers, sum_buffers
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import RankSum
-from lockstep.updaters.ranks.same_batches import BATCHES, Described, describe_batch
+from lockstep.updaters.ranks.same_batches import describe_batch
 from lockstep.updaters.result import NonFiniteShard, ShardReport
 from lockstep.updaters.setup import MAIN
 
@@ -134,8 +134,7 @@ class RankReduction:
             timer.measurement,
         )
         # All shards are computed by now but nothing has been summed, so ranks with other batches can raise here.
-        position = {**position, BATCHES: self._batches}
-        plain_reports = self.coordinator.exchange_reports(position, report.to_plain(), repeat=repeat)
+        plain_reports = self.coordinator.exchange_reports(position, self._batches, report.to_plain(), repeat=repeat)
         attempt.complete = plain_reports is not None
         if plain_reports is not None:
             reports = list(map(RankReport.from_plain, plain_reports))

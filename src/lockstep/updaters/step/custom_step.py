@@ -13,11 +13,11 @@ import torch
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
 from lockstep.streams import STEP, DefaultStream, stream_seed, substream
-from lockstep.updaters.attempt import Attempt, GradientRequest, UpdateContext
+from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import LossFunction, is_summed
-from lockstep.updaters.ranks import BATCHES, Described, describe_batch
+from lockstep.updaters.ranks import describe_batch
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.step.assembly import Parts
@@ -115,8 +115,8 @@ class CustomStep:
                 core(batch)
                 # Before counting: once the ranks have agreed, none of them may fail or deliver an interrupt.
                 # A batch may have been used without a gradient of it, so all batches are compared here as well.
-                position = {"update": training.iteration, "computation": "end", BATCHES: state.described}
-                self._coordinator.agree(position, context.interrupts)
+                position = {"update": training.iteration, "computation": "end"}
+                self._coordinator.agree(position, state.described, context.interrupts)
             self._committer.count_or_undo(state.applied, state.consumed)
         except BaseException:
             # A second Ctrl-C must not interrupt the restoring.
