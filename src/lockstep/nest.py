@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -27,21 +27,66 @@ def map_tensors(function: Callable[[torch.Tensor], Any], nest: Any) -> Any:
     """
     if isinstance(nest, torch.Tensor):
         return function(nest)
-    # Tuples and mappings come before dataclasses: a subclass of dict or tuple may also be decorated as a dataclass.
-    # Tuples come first: finding out whether something is a mapping takes several times as long.
-    parts: Iterable[Any]
-    if isinstance(nest, (tuple, list)):
-        parts = nest
-    elif isinstance(nest, Mapping):
-        parts = nest.values()
-    elif is_record(nest):
-        parts = record_parts(nest).values()
-    else:
+    parts = parts_of(nest)
+    if parts is None:
         return nest
     # Most parts are tensors, and are not worth a call of this function.
     return rebuild(
         nest, [function(part) if isinstance(part, torch.Tensor) else map_tensors(function, part) for part in parts]
     )
+
+
+def parts_of(nest: Any) -> Collection[Any] | None:
+    """Return the contents of a container in order, or None if it is not one.
+
+    Args:
+        nest: The container.
+
+    >>> list(parts_of({"x": 1, "y": 2})), parts_of("xy")
+    ([1, 2], None)
+    """
+    # Tuples and mappings come before dataclasses: a subclass of dict or tuple may also be decorated as a dataclass.
+    # Tuples come first: finding out whether something is a mapping takes several times as long.
+    if isinstance(nest, (tuple, list)):
+        return nest
+    if isinstance(nest, Mapping):
+        return nest.values()
+    return record_parts(nest).values() if is_record(nest) else None
+
+
+def has_tensor(nest: Any) -> bool:
+    """Return whether a nest contains a tensor.
+
+    Args:
+        nest: The nest to traverse.
+
+    >>> has_tensor(("a name", [torch.zeros(3)])), has_tensor(["a name"])
+    (True, False)
+    """
+    return isinstance(nest, torch.Tensor) or any(map(has_tensor, parts_of(nest) or ()))
+
+
+def cut_values(nest: Any, part: range, length: int) -> Any:
+    """Return a run of samples of every list, tuple and array without tensors that has one entry per sample.
+
+    Lists of another length, and what is neither a container nor an array, are passed through unchanged.
+
+    Args:
+        nest: The nest to traverse. Its tensors are passed through unchanged.
+        part: The samples to keep.
+        length: The number of samples.
+
+    >>> cut_values((["a", "b", "c"], {"scale": 2.0, "sizes": [7, 8]}), range(1, 3), 3)
+    (['b', 'c'], {'scale': 2.0, 'sizes': [7, 8]})
+    """
+    if isinstance(nest, torch.Tensor):
+        return nest
+    parts = parts_of(nest)
+    counts = type(nest) in (list, tuple) and not has_tensor(nest)
+    shape = (len(nest),) if counts else () if parts is not None else getattr(nest, "shape", ())
+    if isinstance(shape, tuple) and shape[:1] == (length,):
+        return nest[part.start : part.stop : part.step]
+    return nest if parts is None else rebuild(nest, [cut_values(each, part, length) for each in parts])
 
 
 def tensors(nest: Any) -> list[torch.Tensor]:

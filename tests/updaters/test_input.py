@@ -301,3 +301,39 @@ def test_a_batch_on_an_accelerator_has_arrived_before_a_cpu_reads_it(accumulate:
         assert train_on(there) == wanted
     assert copies.waits == [True] * len(copies.waits)
     assert len(copies.waits) == 3 * 2 * accumulate
+
+
+@pytest.mark.parametrize("batch_dim", [0, {"0": 0, "1['y']": 0}])
+@pytest.mark.parametrize("split", ["contiguous", "strided"])
+def test_values_beside_tensors_are_those_of_the_shard(split: Any, batch_dim: Any) -> None:
+    x = torch.arange(7.0)[:, None]
+    names = [f"sample {index}" for index in range(7)]
+    # As torch's default_collate returns pairs of strings, and what a collate function may add of its own.
+    batch = (x, {"y": x, "names": names, "pairs": [tuple(names), tuple(names)]}, x[:, 0].numpy(), (["a", "b"], 0.5))
+    seen: list[str] = []
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, more: Any, array: Any, rest: Any) -> torch.Tensor:
+        expected = [f"sample {int(value)}" for value in x[:, 0]]
+        assert list(more["names"]) == expected
+        assert [list(each) for each in more["pairs"]] == [expected, expected]
+        assert array.tolist() == x[:, 0].tolist()
+        assert rest == (["a", "b"], 0.5)
+        seen.extend(expected)
+        return model(x).mean()
+
+    model = nn.Linear(1, 1)
+    with updater_of(model, devices=2, num_shards=3, loss_fn=loss_fn, split=split, batch_dim=batch_dim) as updater:
+        updater.compute_gradients(batch)
+    assert sorted(seen) == names
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_tensors_that_cannot_be_cut_are_refused(kind: str) -> None:
+    x = torch.eye(4)
+    batch = x.to_sparse() if kind == "sparse" else torch.nested.nested_tensor(list(x), layout=torch.jagged)
+    named = "one with layout torch.sparse_coo" if kind == "sparse" else "a nested tensor"
+    model = nn.Linear(4, 1)
+    with updater_of(model, num_shards=2, loss_fn=lambda model, x: model(x).mean()) as updater:
+        with pytest.raises(ValueError, match=f"`batch` must hold dense tensors to be cut into shards, got {named}"):
+            updater.compute_gradients((batch,))
+        updater.compute_gradients((x,))

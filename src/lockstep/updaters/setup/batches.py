@@ -79,7 +79,8 @@ def shard_tensors(batch: Any, shard: Shard, device: torch.device, converter: Con
 
     Args:
         batch: `Samples`, which are passed to the converter, or nested tensors with the samples along their first
-            dimension, which are cut as views (or as copies if the samples of a shard are not adjacent).
+            dimension, which are cut as views (or as copies if the samples of a shard are not adjacent). Lists and
+            arrays with one entry per sample are cut as well.
         shard: The shard, which says which samples to take.
         device: The device to put the tensors on.
         converter: Converts samples to tensors.
@@ -88,9 +89,12 @@ def shard_tensors(batch: Any, shard: Shard, device: torch.device, converter: Con
     part = shard.samples
     if type(batch) is Samples:
         return converter(batch[part.start : part.stop : part.step], device)
+    # Most batches hold nothing but tensors.
+    if not all(map(torch.is_tensor, nest.parts_of(batch) or ())):
+        batch = nest.cut_values(batch, part, batch_size(batch, batch_dim))
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
-        mine = tensor if len(part) == tensor.size(0) else tensor[part.start : part.stop : part.step]
+        mine = tensor if len(part) == tensor.size(0) else _strided(tensor)[part.start : part.stop : part.step]
         # Kernels may round differently for strided tensors, and the bits must not depend on how shards are cut.
         mine = mine if part.step == 1 else mine.contiguous()
         return copy_to_device(mine, device)
@@ -106,10 +110,25 @@ def shard_tensors(batch: Any, shard: Shard, device: torch.device, converter: Con
         # Contiguous, so that a shard has the strides of a tensor of its size, as one that is cut along the first
         # dimension has.
         return copy_to_device(
-            tensor[(slice(None),) * dim + (slice(part.start, part.stop, part.step),)].contiguous(), device
+            _strided(tensor)[(slice(None),) * dim + (slice(part.start, part.stop, part.step),)].contiguous(), device
         )
 
     return nest.map_tensors(along, batch)
+
+
+def _strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that can be cut.
+
+    Raises:
+        ValueError: If the tensor is sparse or nested.
+    """
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        kind = "a nested tensor" if tensor.is_nested else f"one with layout {tensor.layout}"
+        raise ValueError(
+            f"`batch` must hold dense tensors to be cut into shards, got {kind}. Name an input that every shard needs "
+            f"whole in `batch_dim`, with None. {CUTTING}"
+        )
+    return tensor
 
 
 def _dims(batch: Any, batch_dim: BatchDim) -> tuple[list[str], list[torch.Tensor], list[int | None]]:
