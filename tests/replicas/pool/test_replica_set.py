@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,46 @@ def test_replicas_follow_the_model(change: str) -> None:
                 assert own.dtype == original.dtype
                 assert own.requires_grad == original.requires_grad
                 assert own.data_ptr() == original.data_ptr()
+        again = group.replicas
+        assert group.replicas is again
+
+
+class Configured(nn.Module):
+    """Computes with values that its attributes hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.scales = {"first": [1.0, 2.0]}
+        self.config = SimpleNamespace(scale=1.0, inner=SimpleNamespace(skipped={1}))
+        self.mask = torch.ones(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.scales["first"][0] * self.config.scale * len(self.config.inner.skipped)
+        return self.layer(x * self.mask) * scale
+
+
+IN_PLACE: dict[str, Callable[[Configured], object]] = {
+    "a list in a dict": lambda model: model.scales["first"].__setitem__(0, 3.0),
+    "a dict": lambda model: model.scales.update(first=[4.0]),
+    "an object": lambda model: setattr(model.config, "scale", 3.0),
+    "a set in an object": lambda model: model.config.inner.skipped.add(2),
+    "a tensor": lambda model: model.mask.mul_(0.5),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+def test_replicas_follow_what_attributes_hold(change: str) -> None:
+    model = Configured()
+    x = torch.ones(2, 3)
+    with ls.ReplicaGroup(model, ["cpu"] * 2) as group:
+        before = group.forward(x)
+        first = group.replicas
+        assert group.replicas is first
+        IN_PLACE[change](model)
+        expected = model(x).detach()
+        assert not torch.equal(before, expected)
+        assert torch.equal(group.forward(x).detach(), expected)
         again = group.replicas
         assert group.replicas is again
 
