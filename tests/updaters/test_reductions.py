@@ -134,6 +134,21 @@ def test_class_weights_count_in_means(num_shards: int) -> None:
     assert_same(trained(ls.supervised(criterion), num_shards), plain(lambda net: criterion(net(X), Y)))
 
 
+WEIGHTED: dict[str, Any] = {
+    "a function": partial(functional.cross_entropy, weight=CLASS_WEIGHTS, ignore_index=1),
+    "likelihoods": partial(functional.nll_loss, weight=CLASS_WEIGHTS),
+    "an ignored class": nn.CrossEntropyLoss(ignore_index=1),
+    "a function with an ignored class": partial(functional.cross_entropy, ignore_index=1),
+}
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 4, 5])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_targets_count_as_in_the_mean_of_the_criterion(name: str, num_shards: int) -> None:
+    criterion = WEIGHTED[name]
+    assert_same(trained(ls.supervised(criterion), num_shards), plain(lambda net: criterion(net(X), Y)))
+
+
 TOKENS = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(2))
 LABELS = torch.arange(30).view(6, 5) % 3
 LABELS[0, :] = -100
@@ -144,6 +159,18 @@ LABELS[4, 1:] = -100
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 6])
 def test_a_mean_over_tokens_is_that_of_the_batch(num_shards: int) -> None:
     ours = trained(ls.token_mean(), num_shards, (TOKENS, LABELS))
+    assert_same(ours, plain(lambda net: functional.cross_entropy(net(TOKENS).flatten(0, 1), LABELS.flatten())))
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 6])
+def test_ignored_positions_do_not_count_in_the_mean(num_shards: int) -> None:
+    loss_fn = ls.supervised(functional.cross_entropy)
+
+    def by_position(net: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        # Scores of shape (samples, classes, positions), as of a segmentation.
+        return loss_fn(lambda given: net(given).transpose(1, 2), x, labels)
+
+    ours = trained(by_position, num_shards, (TOKENS, LABELS))
     assert_same(ours, plain(lambda net: functional.cross_entropy(net(TOKENS).flatten(0, 1), LABELS.flatten())))
 
 

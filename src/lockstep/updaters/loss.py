@@ -11,8 +11,13 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy, nll_loss
 
 from lockstep.updaters.batch_loss import BatchLoss
+
+
+IGNORED: Final = -100
+"""The label that torch's cross entropies ignore by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +62,13 @@ class Supervised:
         criterion: Called as ``criterion(output, target)``.
         target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
         summed: Whether the criterion returns a sum over samples instead of a mean.
-        weighted: Whether the criterion is a cross entropy whose mean is over class weights instead of samples.
+        counting: Whether the criterion is a cross entropy, whose mean is over class weights or counted targets.
     """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
     summed: bool = False
-    weighted: bool = False
+    counting: bool = False
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
         """Return the loss of the shard."""
@@ -75,7 +80,7 @@ class Supervised:
                 )
             *inputs, target = args
             loss = self.criterion(model(*inputs, **kwargs), target)
-            return self._by_class(loss, target) if self.weighted else loss
+            return self._counted(loss, target) if self.counting else loss
         if not kwargs:
             raise ValueError(f"`target` must be None for batches that are not dicts, got {self.target!r}.")
         if self.target not in kwargs:
@@ -83,16 +88,26 @@ class Supervised:
             raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
         target = kwargs.pop(self.target)
         loss = self.criterion(model(*args, **kwargs), target)
-        return self._by_class(loss, target) if self.weighted else loss
+        return self._counted(loss, target) if self.counting else loss
 
-    def _by_class(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
-        """Return the criterion's mean with its weight, the summed class weights of the targets."""
+    def _counted(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
+        """Return the criterion's mean with its weight: the class weights of the targets that count, or their number."""
         if target.is_floating_point():
             return loss  # torch divides by the number of samples where targets are probabilities
-        criterion = cast("nn.CrossEntropyLoss", self.criterion)  # or an NLLLoss, which has the same attributes
-        weights = cast("torch.Tensor", criterion.weight)
-        counted = target[target != criterion.ignore_index]
-        return Loss(loss, weight=weights.to(counted.device)[counted].sum())
+        weights, ignored = _class_options(self.criterion)
+        # Labels of whole samples are ignored rarely, and to count them a device would have to be waited for.
+        if weights is None and ignored == IGNORED and target.dim() <= 1:
+            return loss
+        counts = target != ignored
+        return Loss(loss, weight=counts.sum() if weights is None else weights.to(target.device)[target[counts]].sum())
+
+
+def _class_options(criterion: Any) -> tuple[torch.Tensor | None, int]:
+    """Return the class weights and the ignored label of a cross entropy."""
+    if isinstance(criterion, nn.Module):
+        return cast("torch.Tensor | None", criterion.weight), cast("int", criterion.ignore_index)
+    keywords = criterion.keywords if isinstance(criterion, partial) else {}
+    return keywords.get("weight"), keywords.get("ignore_index", IGNORED)
 
 
 def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | None = None) -> Supervised:
@@ -100,9 +115,10 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
 
     A criterion with ``reduction="sum"``, such as ``nn.MSELoss(reduction="sum")``, yields the sum over the
     whole batch for every number of shards, and the gradient of that sum. Any other criterion must return the
-    mean over the samples of a shard. Class weights of `torch.nn.CrossEntropyLoss` and `torch.nn.NLLLoss` are
-    taken into account where means of shards are combined. Targets that the criterion ignores (`ignore_index`)
-    count as samples nevertheless; use `token_mean` if there are many of them.
+    mean over the samples of a shard. For `torch.nn.CrossEntropyLoss`, `torch.nn.NLLLoss` and the functions
+    `cross_entropy` and `nll_loss`, also in a `functools.partial`, means of shards are combined as torch computes the mean
+    of the batch: by class weights, and by the targets that are not ignored. Only with one label per sample and the
+    default `ignore_index`, ignored targets count as samples; use `token_mean` if there are any.
 
     Args:
         criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read from its
@@ -127,9 +143,12 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
             "`criterion` must reduce its loss to one element, got reduction='none'. Use reduction='mean', or "
             "'sum' for the sum over the whole batch."
         )
-    weighted = isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) and criterion.weight is not None
+    function = criterion.func if isinstance(criterion, partial) else criterion
+    counting = (
+        isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) or function is cross_entropy or function is nll_loss
+    )
     summed = reduction == "sum"
-    return Supervised(criterion, target, summed=summed, weighted=weighted and not summed)
+    return Supervised(criterion, target, summed=summed, counting=counting and not summed)
 
 
 def is_summed(loss_fn: LossFunction) -> bool:
