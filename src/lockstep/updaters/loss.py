@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy, nll_loss
 
 from lockstep.updaters.batch_loss import BatchLoss
 
-
 IGNORED: Final = -100
 """The label that torch's cross entropies ignore by default."""
 
@@ -116,8 +115,8 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     A criterion with ``reduction="sum"``, such as ``nn.MSELoss(reduction="sum")``, yields the sum over the
     whole batch for every number of shards, and the gradient of that sum. Any other criterion must return the
     mean over the samples of a shard. For `torch.nn.CrossEntropyLoss`, `torch.nn.NLLLoss` and the functions
-    `cross_entropy` and `nll_loss`, also in a `functools.partial`, means of shards are combined as torch computes the mean
-    of the batch: by class weights, and by the targets that are not ignored. Only with one label per sample and the
+    `cross_entropy` and `nll_loss`, also in a `functools.partial`, means of shards are combined as torch computes the
+    mean of the batch: by class weights, and by the targets that are not ignored. Only with one label per sample and the
     default `ignore_index`, ignored targets count as samples; use `token_mean` if there are any.
 
     Args:

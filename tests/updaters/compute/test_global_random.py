@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Callable
@@ -52,6 +53,59 @@ def test_it_is_warned_of_once_with_the_cure(name: str, num_devices: int) -> None
     assert update == 0
     assert message.startswith(f"The model or the loss function drew from {name} while shards were computed.")
     assert "random.Random(torch.randint(2**31, ()).item())" in message
+
+
+class Noisy(nn.Linear):
+    """Adds noise from a generator in one of its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.noise = torch.Generator().manual_seed(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + torch.randn(x.shape, generator=self.noise))
+
+
+NOISE = torch.Generator()
+
+
+def with_global_noise(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model, x + torch.randn(x.shape, generator=NOISE), target)
+
+
+def with_noise(model: nn.Module, x: torch.Tensor, target: torch.Tensor, *, noise: torch.Generator) -> torch.Tensor:
+    return cross_entropy(model, x + torch.randn(x.shape, generator=noise), target)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("where", ["closure", "globals", "partial", "method", "model"])
+def test_a_generator_that_belongs_to_no_shard_is_warned_of(where: str, num_devices: int) -> None:
+    noise = torch.Generator()
+
+    class Losses:
+        def __init__(self) -> None:
+            self.noise = noise
+
+        def loss(self, model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return with_noise(model, x, target, noise=self.noise)
+
+    loss_fn: Any = {
+        "closure": lambda model, x, target: with_noise(model, x, target, noise=noise),
+        "globals": with_global_noise,
+        "partial": functools.partial(with_noise, noise=noise),
+        "method": Losses().loss,
+        "model": cross_entropy,
+    }[where]
+    model = Noisy() if where == "model" else nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = ls.BatchIterator(MLP.data(), 9)
+    updater = ls.ParallelUpdater(
+        batches, optimizer, model, devices=["cpu"] * num_devices, num_shards=4, loss_fn=loss_fn
+    )
+    with finalized(updater):
+        with pytest.warns(ls.RandomStreamWarning, match=r"drew from a `torch\.Generator` of your own while"):
+            updater.update()
+        updater.update()
 
 
 @pytest.mark.parametrize(("update", "count"), [(2, 1), (3, 0)])

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import random
 import sys
 import warnings
-from typing import Final
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final
+
+import torch
+from torch import nn
 
 from lockstep.errors import RandomStreamWarning
 
@@ -15,8 +23,8 @@ CHECKED_UPDATES: Final = 3
 
 _CURE: Final = (
     "Such numbers depend on which device and rank computes which shard, and a saved state does not hold the "
-    "generator. Draw from torch instead, whose random streams belong to the shard, or seed a generator of your own "
-    "from torch in the loss function: random.Random(torch.randint(2**31, ()).item())."
+    "generator. Draw from torch instead, without `generator=`: its random streams belong to the shard. Or create a "
+    "generator in the loss function, seeded from torch: random.Random(torch.randint(2**31, ()).item())."
 )
 
 
@@ -40,22 +48,23 @@ class GlobalRandomDetector:
         """
         self.end = 0 if self._has_warned else update + CHECKED_UPDATES
 
-    def states(self) -> dict[str, object]:
-        """Return the states of the generators by name; NumPy's only where NumPy has been imported."""
-        found: dict[str, object] = {"Python's `random`": random.getstate()}
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            # The array of the state is the generator's copy, and arrays do not compare as one value.
-            found["`numpy.random`"] = pickle.dumps(numpy.random.get_state(legacy=False))
-        return found
-
-    def check(self, before: dict[str, object]) -> None:
-        """Warn if a generator has moved; nothing is checked after that.
+    @contextmanager
+    def watching(self, update: int, loss_fn: Any, models: Iterable[nn.Module]) -> Iterator[None]:
+        """Warn if a generator has moved at the end; nothing is checked after that.
 
         Args:
-            before: The `states` from before the shards were computed.
+            update: The number of updates that are done.
+            loss_fn: The loss function, whose own generators count as well, if it refers to them directly.
+            models: The models, of which the generators in attributes count as well.
         """
-        after = self.states()
+        if update >= self.end:
+            yield
+            return
+        attributes = [value for model in models for each in model.modules() for value in vars(each).values()]
+        found = [each for each in (*_referred_by(loss_fn), *attributes) if isinstance(each, torch.Generator)]
+        before = _states(found)
+        yield
+        after = _states(found)
         moved = [name for name, state in before.items() if after[name] != state]
         if moved:
             self._has_warned, self.end = True, 0
@@ -64,3 +73,26 @@ class GlobalRandomDetector:
                 RandomStreamWarning,
                 stacklevel=2,
             )
+
+
+def _states(own: Iterable[torch.Generator]) -> dict[str, object]:
+    """Return the states of the generators by name; NumPy's only where NumPy has been imported."""
+    found: dict[str, object] = {"Python's `random`": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        # The array of the state is the generator's copy, and arrays do not compare as one value.
+        found["`numpy.random`"] = pickle.dumps(numpy.random.get_state(legacy=False))
+    found["a `torch.Generator` of your own"] = [each.get_state().tolist() for each in own]
+    return found
+
+
+def _referred_by(function: Any) -> list[object]:
+    """List the objects that a function, a method, a partial or a callable object refers to directly."""
+    if isinstance(function, partial):
+        return [*_referred_by(function.func), *function.args, *function.keywords.values()]
+    if isinstance(function, MethodType):
+        return [*_referred_by(function.__func__), *getattr(function.__self__, "__dict__", {}).values()]
+    if not isinstance(function, FunctionType):
+        return list(getattr(function, "__dict__", {}).values())
+    cells = inspect.getclosurevars(function)
+    return [*cells.nonlocals.values(), *cells.globals.values(), *(function.__kwdefaults__ or {}).values()]

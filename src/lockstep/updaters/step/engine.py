@@ -247,16 +247,16 @@ class GradientEngine:
         timed: Callable[[int], None] = compute_shards if timer is None else timer.timed(compute_shards, device_shards)
         timed = self.busy_timer.timed(timed) if self.busy_timer.num_users else timed
         timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
-        generators = self._random_detector.states() if self.training.iteration < self._random_detector.end else None
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        self.streams.run(
-            partial(self.replicas.run, timed, settings=context.settings),
-            seed=self.recipe.seed,
-            first=self.first_stream(request.computation),
-            parallel=self.replicas.wants_threads(device_shards),
-        )
-        if generators is not None:
-            self._random_detector.check(generators)
+        with self._random_detector.watching(
+            self.training.iteration, request.loss_fn, (each.replica for each in prepared.runners)
+        ):
+            self.streams.run(
+                partial(self.replicas.run, timed, settings=context.settings),
+                seed=self.recipe.seed,
+                first=self.first_stream(request.computation),
+                parallel=self.replicas.wants_threads(device_shards),
+            )
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if timer is not None:
             self.replicas.workloads = timer.next_workloads(self.replicas.workloads)
