@@ -305,6 +305,27 @@ def test_the_result_of_a_step_has_a_part_for_each_optimizer() -> None:
     assert float(observed["gen/loss"]) == float(result.parts["gen"].loss)
 
 
+def test_an_update_of_one_of_several_optimizers_keeps_its_name() -> None:
+    def loss_fn(nets: Any, x: torch.Tensor) -> torch.Tensor:
+        return nets["critic"](nets["actor"](x)).mean()
+
+    def step(updater: ls.ParallelUpdater, batch: Any) -> None:
+        for name in ("critic", "actor") if updater.iteration == 1 else ("critic",):
+            updater.compute_gradients(batch, optimizer=name)
+            updater.apply_gradients(name)
+
+    nets = {"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
+    batches = [torch.ones(4, 2)]
+    with finalized(
+        ls.ParallelUpdater(batches, optimizers, nets, devices=["cpu"], num_shards=2, loss_fn=loss_fn, step_fn=step)
+    ) as updater:
+        found = [set(updater.update().observation()) for _ in range(2)]
+    assert "critic/loss" in found[0]
+    assert "loss" not in found[0]
+    assert {"critic/loss", "actor/loss"} <= found[1]
+
+
 def test_gradients_are_for_one_optimizer_only() -> None:
     with finalized(gan(num_shards=2)) as updater:
         models = updater.get_all_models()

@@ -82,8 +82,8 @@ class UpdateResult:
         reports: What each shard of the last attempt measured, in order. Where the update computed several gradients,
             the reports of all of them.
         summed: Whether losses are sums over the samples of a shard instead of means.
-        parts: If the update computed gradients for different optimizers, the result of each by the optimizer's name.
-            Several gradients for the same optimizer are merged.
+        parts: If the update computed gradients for single ones of several optimizers, the result of each by the
+            optimizer's name. Several gradients for the same optimizer are merged.
         skipped: Whether the gradient was not finite, so that nothing was stepped by it; a 0-d tensor, above 0 if so,
             where only the device knows.
         grad_norm: See the attribute of this name.

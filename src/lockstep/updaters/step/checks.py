@@ -295,8 +295,9 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
                     shape = "unknown shape" if is_lazy(parameter) else f"shape {tuple(parameter.shape)}"
                     raise ValueError(
                         f"{label} must hold parameters of `model` only, got one of {shape} in group {index} "
-                        "that does not belong to it. If the model was moved after the optimizer was created, create "
-                        "the optimizer again: on some devices, `Module.to` replaces parameters."
+                        "that does not belong to it. If it belongs to another network, such as a loss with weights of "
+                        "its own, pass all networks as a dict by name. If the model was moved after the optimizer was "
+                        "created, create the optimizer again: on some devices, `Module.to` replaces parameters."
                     )
                 if owners.setdefault(id(parameter), owner) != owner:
                     raise ValueError(

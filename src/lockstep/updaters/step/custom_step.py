@@ -45,11 +45,12 @@ class CustomStepState:
     applied: bool | torch.Tensor = False
     described: list[Described] = field(default_factory=list)
 
-    def result(self, scale: CurrentScale) -> UpdateResult:
+    def result(self, scale: CurrentScale, optimizers: Collection[str]) -> UpdateResult:
         """Merge what all gradients measured, overall and for each optimizer.
 
         Args:
             scale: The loss scale before the update.
+            optimizers: The names of all optimizers.
         """
         labels = dict.fromkeys("+".join(names) for names, _ in self.results)
         parts = {
@@ -57,7 +58,9 @@ class CustomStepState:
             for label in labels
         }
         found = [result for _, result in self.results]
-        return _merge_results(found, scale, parts=parts if len(parts) > 1 else {})
+        # Also for one optimizer of several, whose losses would be logged under another name in some updates.
+        for_all = all(set(names) == set(optimizers) for names, _ in self.results)
+        return _merge_results(found, scale, parts={} if for_all else parts)
 
 
 class CustomStep:
@@ -126,7 +129,7 @@ class CustomStep:
             raise
         finally:
             self.state = None
-        return state.result(scale)
+        return state.result(scale, training.optimizers)
 
     def compute(
         self, batch: Any, loss_fn: LossFunction | None, optimizer: str | None, buffers_of: Collection[str] | None
