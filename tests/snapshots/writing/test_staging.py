@@ -14,7 +14,7 @@ import torch
 
 import lockstep as ls
 from lockstep.snapshots import Content, SnapshotWriter, load
-from lockstep.snapshots.writing.staging import PART, Buffers, freeze_content
+from lockstep.snapshots.writing.staging import PART, Buffers, Constants, freeze_content
 from tests.support.snapshots import RUN, small_content, write
 
 
@@ -128,7 +128,8 @@ def test_a_thread_that_is_free_copies_a_part_of_large_tensors(is_free: bool) -> 
             holds.wait()
         for _ in range(rounds):
             with torch.profiler.profile() as profile:
-                copies = buffers.copy(freeze_content(content).memory, helper)
+                buffers.start(helper)
+                copies = buffers.copy(freeze_content(content).memory)
             # A profile has the calls of its own thread.
             calls.append(sum(event.name == "aten::cat" for event in profile.events()))
             expected = [tensor.clone() for tensor in tensors]
@@ -136,8 +137,31 @@ def test_a_thread_that_is_free_copies_a_part_of_large_tensors(is_free: bool) -> 
                 tensor.add_(1)  # must not reach the copies
             assert all(map(torch.equal, copies, expected))
         held.set()
-    # The first copy fills buffers that are new, tensor by tensor; then 18 parts are copied.
-    assert min(calls[1:]) < 18 if is_free else set(calls[1:]) == {18}
+    # The first copy fills buffers that are new, tensor by tensor; then 18 parts are copied. The second makes the views.
+    assert calls[1] == 18
+    assert min(calls[2:]) < 18 if is_free else set(calls[2:]) == {18}
+
+
+def test_other_tensors_than_those_before_are_copied_by_this_thread() -> None:
+    contents = [content_of(state=[torch.full((2 * PART // 4,), float(number))]) for number in range(3)]
+    buffers = Buffers()
+    with ThreadPoolExecutor(1) as helper:
+        for number, content in enumerate(contents * 3 + [each for each in contents for _ in range(3)]):
+            buffers.start(helper)
+            if number % 2:
+                buffers.stop()
+            [copy] = buffers.copy(freeze_content(content).memory)
+            assert torch.equal(copy, content.state[0])
+
+
+def test_what_does_not_change_is_copied_once() -> None:
+    constants: Constants = {}
+    first, second = (freeze_content(small_content(number), constants) for number in (1, 1))
+    assert first.plain["recipe"] == second.plain["recipe"] == small_content(1).recipe
+    content = small_content(2)
+    third, fourth = freeze_content(content, constants), freeze_content(content, constants)
+    assert third.plain["recipe"] is fourth.plain["recipe"] is not content.recipe
+    assert third.plain["progress"] is not fourth.plain["progress"]
 
 
 def test_a_warm_copy_allocates_no_tensor() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
@@ -15,6 +15,11 @@ from lockstep.snapshots.format import DTYPES, Content, Parent, TensorIndex, free
 _STORED: Final = frozenset(getattr(torch, name) for name in DTYPES)
 _PLAIN: Final = ("progress", "recipe", "kernel_class", "metrics")
 """The fields of a content that hold no tensors."""
+_CONSTANT: Final = frozenset({"recipe", "kernel_class"})
+"""Those that do not change."""
+
+Constants: TypeAlias = dict[str, tuple[Any, Any]]
+"""Fields that do not change with their copies, by name."""
 
 PART: Final = 2 * 1024 * 1024
 """The bytes that one call copies at most, so that two threads can share the calls. To wake the other one takes 0.1 ms,
@@ -66,18 +71,27 @@ class Frozen:
         return update
 
 
-def freeze_content(content: Content) -> Frozen:
+def freeze_content(content: Content, constants: Constants | None = None) -> Frozen:
     """Check a content and copy its trees, but not its tensors.
 
     Args:
         content: The content.
+        constants: The fields of the content before that do not change. They are not copied again, and new ones are
+            added.
 
     Raises:
         TypeError: If the content holds something that a snapshot cannot hold. The message names its path.
         ValueError: If the number of updates is missing or the name of a model cannot name a file.
     """
     tensors: list[torch.Tensor] = []
-    plain = {key: freeze(dict(getattr(content, key)), tensors, of=key) for key in _PLAIN}
+    constants = {} if constants is None else constants
+    plain = {}
+    for key in _PLAIN:
+        value = getattr(content, key)
+        before, copied = constants.get(key, (None, None))
+        plain[key] = copied if value is before else freeze(dict(value), tensors, of=key)
+        if key in _CONSTANT:
+            constants[key] = value, plain[key]
     if tensors:
         raise TypeError(f"{', '.join(f'`{key}`' for key in _PLAIN)} must hold no tensors.")
     update = plain["progress"].get("update")
@@ -110,14 +124,38 @@ class Buffers:
         self._groups: dict[torch.dtype, _Group] = {}
         self._alone: list[int] = []
         self._addresses: Sequence[int] = ()
+        self._parts: deque[_Part] = deque()
+        self._helper: Future[None] | None = None
+
+    def start(self, helper: Executor) -> None:
+        """Let a helper begin to copy a large state, while this thread still finds out what to copy.
+
+        It copies the tensors of the last copy again, which usually are those of the next one. They must not change from
+        here on, until `copy` or `stop` returns.
+
+        Args:
+            helper: An executor whose thread is free.
+        """
+        self.stop()
+        parts = [part for group in self._groups.values() for part in group.parts]
+        if len(parts) > len(self._groups):
+            self._parts.extend(parts)
+            self._helper = helper.submit(_copy_parts, self._parts)
+
+    def stop(self) -> None:
+        """End what `start` has begun, if anything."""
+        self._parts.clear()
+        helper, self._helper = self._helper, None
+        # One that has not begun need not be waited for.
+        if helper is not None and not helper.cancel():
+            helper.result()
 
     @torch.no_grad()
-    def copy(self, memory: Memory, helper: Executor | None = None) -> list[torch.Tensor]:
+    def copy(self, memory: Memory) -> list[torch.Tensor]:
         """Copy tensors into the buffers, over what was there.
 
         Args:
             memory: The tensors, on any devices. When this returns, they may change.
-            helper: An executor that copies a part of a large state, if its thread is free; None to copy all here.
 
         Returns:
             The copies by `TensorIndex`. Tensors that are the same memory have the same copy.
@@ -130,24 +168,22 @@ class Buffers:
             [tensor.shape for tensor in sources],
             list(map(torch.Tensor.is_contiguous, sources)),
         )
-        if kinds != self._kinds:
-            self._allocate(kinds, sources)
-        if memory.addresses != self._addresses:
+        if kinds != self._kinds or memory.addresses != self._addresses:
+            # Other tensors than those that the helper copies.
+            self.stop()
+            if kinds != self._kinds:
+                self._allocate(kinds, sources)
             # Views are made only of tensors that stay where they are, because they cost as much as some copies.
             self._addresses = memory.addresses
             for group in self._groups.values():
                 group.parts.clear()
             _copy_each(self._kept, sources)
         else:
-            parts = deque(part for group in self._groups.values() for part in group.parts_of(sources))
-            is_large = len(parts) > len(self._groups)
-            shared = helper.submit(_copy_parts, parts) if helper is not None and is_large else None
-            try:
-                _copy_parts(parts)
-            finally:
-                if shared is not None and not shared.cancel():
-                    shared.result()
+            if self._helper is None:
+                self._parts.extend(part for group in self._groups.values() for part in group.parts_of(sources))
+            _copy_parts(self._parts)
             _copy_each([self._kept[index] for index in self._alone], [sources[index] for index in self._alone])
+            self.stop()
         return [self._kept[place] for place in memory.places] if memory.places else list(self._kept)
 
     def _allocate(self, kinds: tuple[Sequence[Any], ...], sources: Sequence[torch.Tensor]) -> None:

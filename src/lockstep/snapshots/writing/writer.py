@@ -23,7 +23,7 @@ from lockstep.snapshots.writing.folder import Staged
 from lockstep.snapshots.writing.lock import FolderLock
 from lockstep.snapshots.writing.repeated import repeats
 from lockstep.snapshots.writing.retention import Retention, kept
-from lockstep.snapshots.writing.staging import Buffers, freeze_content
+from lockstep.snapshots.writing.staging import Buffers, Constants, freeze_content
 
 FAILURES: Final = 3
 """Failed attempts in a row after which a required snapshot raises."""
@@ -104,6 +104,7 @@ class SnapshotWriter:
         self._writing: Future[None] | None = None
         self._jobs: deque[_Job] = deque()
         self._free = [Buffers(), Buffers()]
+        self._constants: Constants = {}
         self._messages: list[str] = []
         self._failures = 0
         self._error: BaseException | None = None
@@ -137,16 +138,25 @@ class SnapshotWriter:
             raise OrderError("`save` must be called before `close`.")
         if content.run_id != self._run_id:
             raise ValueError(f"`content.run_id` must be {self._run_id!r}, got {content.run_id!r}.")
-        # Before anything that waits could be replaced, so that a content that is refused replaces nothing.
-        frozen = freeze_content(content)
-        self._report(FAILURES)
-        buffers = self._acquire(must)
+        # While the thread writes, it could help only after that. Otherwise all buffers are free.
+        started = self._free[-1] if self._writing is None else None
+        if started is not None:
+            started.start(self._executor)
+        try:
+            # Before anything that waits could be replaced, so that a content that is refused replaces nothing.
+            frozen = freeze_content(content, self._constants)
+            self._report(FAILURES)
+            buffers = self._acquire(must)
+        except BaseException:
+            if started is not None:
+                started.stop()
+            raise
         if buffers is None:
             return
         try:
-            # While the thread writes, it could help only after that.
-            copies = buffers.copy(frozen.memory, self._executor if self._writing is None else None)
+            copies = buffers.copy(frozen.memory)
         except BaseException:
+            buffers.stop()
             with self._changed:
                 self._free.append(buffers)
             raise
