@@ -61,13 +61,14 @@ class Supervised:
         criterion: Called as ``criterion(output, target)``.
         target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
         summed: Whether the criterion returns a sum over samples instead of a mean.
-        counting: Whether the criterion is a cross entropy, whose mean is over class weights or counted targets.
+        counts_from: The smallest number of dimensions of a target whose mean is over class weights or counted targets,
+            as those of cross entropies are; None for no such criterion.
     """
 
     criterion: Callable[[Any, Any], torch.Tensor]
     target: str | None = None
     summed: bool = False
-    counting: bool = False
+    counts_from: int | None = None
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
         """Return the loss of the shard."""
@@ -79,7 +80,7 @@ class Supervised:
                 )
             *inputs, target = args
             loss = self.criterion(model(*inputs, **kwargs), target)
-            return self._counted(loss, target) if self.counting else loss
+            return loss if self.counts_from is None or target.dim() < self.counts_from else self._counted(loss, target)
         if not kwargs:
             raise ValueError(f"`target` must be None for batches that are not dicts, got {self.target!r}.")
         if self.target not in kwargs:
@@ -87,16 +88,13 @@ class Supervised:
             raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
         target = kwargs.pop(self.target)
         loss = self.criterion(model(*args, **kwargs), target)
-        return self._counted(loss, target) if self.counting else loss
+        return loss if self.counts_from is None or target.dim() < self.counts_from else self._counted(loss, target)
 
     def _counted(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
         """Return the criterion's mean with its weight: the class weights of the targets that count, or their number."""
         if target.is_floating_point():
             return loss  # torch divides by the number of samples where targets are probabilities
         weights, ignored = _class_options(self.criterion)
-        # Labels of whole samples are ignored rarely, and to count them a device would have to be waited for.
-        if weights is None and ignored == IGNORED and target.dim() <= 1:
-            return loss
         counts = target != ignored
         return Loss(loss, weight=counts.sum() if weights is None else weights.to(target.device)[target[counts]].sum())
 
@@ -143,11 +141,16 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
             "'sum' for the sum over the whole batch."
         )
     function = criterion.func if isinstance(criterion, partial) else criterion
-    counting = (
+    counted = (
         isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) or function is cross_entropy or function is nll_loss
     )
     summed = reduction == "sum"
-    return Supervised(criterion, target, summed=summed, counting=counting and not summed)
+    counts_from = None
+    if counted and not summed:
+        weights, ignored = _class_options(criterion)
+        # Labels of whole samples are ignored rarely, and to count them a device would have to be waited for.
+        counts_from = 2 if weights is None and ignored == IGNORED else 0
+    return Supervised(criterion, target, summed=summed, counts_from=counts_from)
 
 
 def is_summed(loss_fn: LossFunction) -> bool:

@@ -49,17 +49,13 @@ class GlobalRandomDetector:
         self.end = 0 if self._has_warned else update + CHECKED_UPDATES
 
     @contextmanager
-    def watching(self, update: int, loss_fn: Any, models: Iterable[nn.Module]) -> Iterator[None]:
+    def watching(self, loss_fn: Any, models: Iterable[nn.Module]) -> Iterator[None]:
         """Warn if a generator has moved at the end; nothing is checked after that.
 
         Args:
-            update: The number of updates that are done.
             loss_fn: The loss function, whose own generators count as well, if it refers to them directly.
             models: The models, of which the generators in attributes count as well.
         """
-        if update >= self.end:
-            yield
-            return
         attributes = [value for model in models for each in model.modules() for value in vars(each).values()]
         found = [each for each in (*_referred_by(loss_fn), *attributes) if isinstance(each, torch.Generator)]
         before = _states(found)

@@ -89,8 +89,8 @@ def shard_tensors(batch: Any, shard: Shard, device: torch.device, converter: Con
     part = shard.samples
     if type(batch) is Samples:
         return converter(batch[part.start : part.stop : part.step], device)
-    # Most batches hold nothing but tensors.
-    if not all(map(torch.is_tensor, nest.parts_of(batch) or ())):
+    # Most batches are nothing but tensors.
+    if not all(isinstance(each, torch.Tensor) for each in (batch if isinstance(batch, (tuple, list)) else (batch,))):
         batch = nest.cut_values(batch, part, batch_size(batch, batch_dim))
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:

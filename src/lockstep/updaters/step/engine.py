@@ -248,9 +248,10 @@ class GradientEngine:
         timed = self.busy_timer.timed(timed) if self.busy_timer.num_users else timed
         timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        with self._random_detector.watching(
-            self.training.iteration, request.loss_fn, (each.replica for each in prepared.runners)
-        ):
+        detector = self._random_detector
+        replicas = [each.replica for each in prepared.runners]
+        checked = self.training.iteration < detector.end
+        with detector.watching(request.loss_fn, replicas) if checked else NO_CONTEXT:
             self.streams.run(
                 partial(self.replicas.run, timed, settings=context.settings),
                 seed=self.recipe.seed,
