@@ -37,6 +37,9 @@ if "wait" in sys.argv:
     open(sys.argv[2] + f"/{communicator.rank}", "w").close()
     time.sleep(300)
 communicator.barrier()
+if "modules" in sys.argv:
+    agent = [name for name in sys.modules if name.startswith(("torch.distributed.run", "torch.distributed.elastic"))]
+    print(f"modules of the agent: {len(agent)}")
 print(f"<{communicator.rank} of {communicator.size}, attempt {attempt}, {sys.argv[1:]}>", flush=True)
 """
 
@@ -62,17 +65,12 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(re.findall("<[^>]*>", done.stdout))  # two ranks may write into one line
 
 
-@pytest.mark.parametrize(
-    ("launcher", "forked"),
-    [
-        ([*RUN, "-n", "2"], False),
-        ([*TORCHRUN, "--nproc-per-node", "2"], True),  # `tests/laws/test_torchrun.py` starts another anew
-    ],
-)
-def test_a_script_runs_on_two_processes(launcher: list[str], forked: bool, script: Path) -> None:
-    done = finished([*launcher, script, "--option", "value"], forked=forked)
+@pytest.mark.parametrize("launcher", [[*RUN, "-n", "2"], [*TORCHRUN, "--nproc-per-node", "2"]])
+def test_a_script_runs_on_two_processes(launcher: list[str], script: Path) -> None:
+    done = finished([*launcher, script, "--option", "modules"], forked=False)
     assert done.returncode == 0, done.stderr
-    assert lines(done) == [f"<{rank} of 2, attempt 0, ['--option', 'value']>" for rank in range(2)]
+    assert lines(done) == [f"<{rank} of 2, attempt 0, ['--option', 'modules']>" for rank in range(2)]
+    assert done.stdout.count("modules of the agent: 0") == 2  # they are for the process that starts the ranks
 
 
 def test_the_same_script_runs_alone(script: Path) -> None:

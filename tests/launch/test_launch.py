@@ -21,6 +21,9 @@ import lockstep as ls
 from tests.support import zygote
 from tests.support.processes import listening
 
+AGENT = "torch.distributed.elastic"
+"""Modules by which `lockstep run` starts ranks; other programs and the ranks do not need them."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -32,6 +35,7 @@ class Seen:
     place: tuple[int, int]
     summed: list[float]
     listened_on: set[str]
+    loaded_agent: bool
 
 
 def look_around(offset: float) -> Seen:
@@ -39,7 +43,9 @@ def look_around(offset: float) -> Seen:
     communicator = ls.find_communicator()
     numbers = torch.full((3,), communicator.rank + offset)
     communicator.all_reduce([numbers])
-    return Seen(*before, (communicator.rank, communicator.size), numbers.tolist(), listening(os.getpid()))
+    return Seen(
+        *before, (communicator.rank, communicator.size), numbers.tolist(), listening(os.getpid()), AGENT in sys.modules
+    )
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,10 @@ def launched() -> Launched:
 
 def test_every_rank_returns_its_value(launched: Launched) -> None:
     assert [(seen.place, seen.summed) for seen in launched.ranks] == [((rank, 3), [4.5] * 3) for rank in range(3)]
+
+
+def test_no_rank_loads_the_agent(launched: Launched) -> None:
+    assert not any(seen.loaded_agent for seen in launched.ranks)
 
 
 def start_methods() -> tuple[str | None, str]:

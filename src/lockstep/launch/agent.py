@@ -9,11 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
-
-from torch.distributed import run as torchrun
-from torch.distributed.elastic.multiprocessing import PContext, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from typing import TYPE_CHECKING, Final
 
 from lockstep.communicators import (
     AGENT_ENV,
@@ -24,6 +20,9 @@ from lockstep.communicators import (
     timeout_for,
 )
 from lockstep.launch.rank import loopback_interface
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """The signals that the agent passes on to its processes. By default torch leaves out SIGUSR1, which schedulers send."""
@@ -155,6 +154,11 @@ def run(settings: Run) -> int:
         The exit code for this process: 0 if all processes succeeded, else the exit code of the process that failed
         first, or 128 plus the number of the signal that ended it.
     """
+    # These load about 50 modules of torch that only this process needs, and no rank or other program.
+    from torch.distributed import run as torchrun  # noqa: PLC0415 - see above
+    from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415 - see above
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - see above
+
     settings.prepare(os.environ)
     try:
         with _time_to_end(shutdown_timeout_for(os.environ)):
@@ -177,6 +181,8 @@ def _time_to_end(seconds: int) -> Iterator[None]:
     at all. When a process has failed or all are restarted, the others would be killed after 30 s while they write
     their state (https://github.com/pytorch/pytorch/issues/119856).
     """
+    from torch.distributed.elastic.multiprocessing import PContext  # noqa: PLC0415 - as in `run`
+
     close = PContext.close
 
     def close_in_time(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:  # noqa: ARG001 - as torch calls it

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +143,43 @@ def test_a_thread_that_is_free_copies_a_part_of_large_tensors(is_free: bool) -> 
     assert min(calls[2:]) < 18 if is_free else set(calls[2:]) == {18}
 
 
+class LateHelper(Executor):
+    """A helper that takes a part at once, and copies it when it is waited for."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Late:  # noqa: ARG002 - the interface
+        return Late(partial(function, deque([args[0].popleft()])))
+
+
+class Late(Future[Any]):
+    def __init__(self, rest: Callable[[], Any]) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._rest = rest
+
+    def result(self, timeout: float | None = None) -> Any:  # noqa: ARG002 - the interface
+        self._rest()
+
+
+def test_a_copy_is_complete_only_when_the_helper_has_copied_its_part() -> None:
+    tensor, buffers = torch.zeros(3 * PART // 4), Buffers()
+    content = content_of(state=[tensor])
+    for number in range(5):
+        tensor.fill_(number)
+        buffers.start(LateHelper())
+        [copy] = buffers.copy(freeze_content(content).memory)
+        assert torch.equal(copy, tensor)
+
+
 def test_other_tensors_than_those_before_are_copied_by_this_thread() -> None:
-    contents = [content_of(state=[torch.full((2 * PART // 4,), float(number))]) for number in range(3)]
+    contents = [content_of(state=[torch.full((3 * PART // 4,), float(number))]) for number in range(3)]
     buffers = Buffers()
-    with ThreadPoolExecutor(1) as helper:
-        for number, content in enumerate(contents * 3 + [each for each in contents for _ in range(3)]):
-            buffers.start(helper)
-            if number % 2:
-                buffers.stop()
-            [copy] = buffers.copy(freeze_content(content).memory)
-            assert torch.equal(copy, content.state[0])
+    # Each of them several times in a row: the helper begins only if there were the same tensors twice before.
+    for content in [each for each in contents for _ in range(4)] * 2:
+        buffers.start(LateHelper())
+        [copy] = buffers.copy(freeze_content(content).memory)
+        # Nothing is left to be copied, over what is there.
+        buffers.stop()
+        assert torch.equal(copy, content.state[0])
 
 
 def test_what_does_not_change_is_copied_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -15,6 +16,7 @@ import torch
 from lockstep.errors import OrderError, SnapshotError, SnapshotWarning
 from lockstep.snapshots import Content, Disk, Parent, SnapshotWriter, list as list_snapshots, load, write_beside
 from lockstep.snapshots.writing.lock import FolderLock
+from lockstep.snapshots.writing.staging import PART
 from tests.support.snapshots import RUN, assert_holds, digest_of, filled, small_content, write
 
 
@@ -43,9 +45,9 @@ def updates(out: Path) -> list[int]:
     return [found.update for found in list_snapshots(out)]
 
 
-def torn_or_stale(out: Path, saves: int) -> list[int]:
+def torn_or_stale(out: Path, saves: int, *, sizes: Sequence[int] = (3, 1000, 5000)) -> list[int]:
     """Change every tensor as soon as each save returns, and list the snapshots that hold anything but their update."""
-    tensors = [torch.empty(size) for size in (3, 1000, 5000)]
+    tensors = [torch.empty(size) for size in sizes]
     wrong = []
     with SnapshotWriter(out, run_id=RUN, keep=1, disk=SlowDisk()) as writer:
         for update in range(1, saves + 1):
@@ -70,9 +72,18 @@ def test_no_snapshot_is_torn_or_stale(memory_path: Path) -> None:
     assert torn_or_stale(memory_path, 40) == []
 
 
+# In parts, some of which the writer's thread copies from the start of a save if it is free: of every other one.
+LARGE = (PART // 2, 7, PART)
+
+
+def test_no_large_snapshot_is_torn_or_stale(memory_path: Path) -> None:
+    assert torn_or_stale(memory_path, 12, sizes=LARGE) == []
+
+
 @pytest.mark.slow
-def test_none_of_1_000_snapshots_is_torn_or_stale(memory_path: Path) -> None:
-    assert torn_or_stale(memory_path, 2000) == []  # every other one is read
+@pytest.mark.parametrize(("saves", "sizes"), [(2000, (3, 1000, 5000)), (400, LARGE)])
+def test_none_of_many_snapshots_is_torn_or_stale(memory_path: Path, saves: int, sizes: Sequence[int]) -> None:
+    assert torn_or_stale(memory_path, saves, sizes=sizes) == []  # every other one is read
 
 
 def test_a_newer_one_replaces_the_one_that_waits(tmp_path: Path) -> None:

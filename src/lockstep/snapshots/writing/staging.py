@@ -128,7 +128,7 @@ class Buffers:
         self._helper: Future[None] | None = None
 
     def start(self, helper: Executor) -> None:
-        """Let a helper begin to copy a large state, while this thread still finds out what to copy.
+        """Start to copy a large state in a helper, while this thread still finds out what to copy.
 
         It copies the tensors of the last copy again, which usually are those of the next one. They must not change from
         here on, until `copy` or `stop` returns.
