@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -178,9 +179,10 @@ class Configured(nn.Module):
         self.scales = {"first": [1.0, 2.0]}
         self.config = SimpleNamespace(scale=1.0, inner=SimpleNamespace(skipped={1}))
         self.mask = torch.ones(3)
+        self.pair = ([1.0], 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = self.scales["first"][0] * self.config.scale * len(self.config.inner.skipped)
+        scale = self.scales["first"][0] * self.config.scale * len(self.config.inner.skipped) * sum(self.pair[0])
         return self.layer(x * self.mask) * scale
 
 
@@ -190,6 +192,7 @@ IN_PLACE: dict[str, Callable[[Configured], object]] = {
     "an object": lambda model: setattr(model.config, "scale", 3.0),
     "a set in an object": lambda model: model.config.inner.skipped.add(2),
     "a tensor": lambda model: model.mask.mul_(0.5),
+    "a list in a tuple": lambda model: model.pair[0].append(2.0),
 }
 
 
@@ -207,6 +210,19 @@ def test_replicas_follow_what_attributes_hold(change: str) -> None:
         assert torch.equal(group.forward(x).detach(), expected)
         again = group.replicas
         assert group.replicas is again
+
+
+def test_replicas_stay_where_what_they_share_or_hold_much_of_changes() -> None:
+    model = Configured()
+    model.log = logging.getLogger("tests.shared")  # type: ignore[assignment]  # of which there is one for all copies
+    model.history = list(range(20_000))  # type: ignore[assignment]
+    with ls.ReplicaGroup(model, ["cpu"] * 2) as group:
+        group.forward(torch.ones(2, 3))
+        first = group.replicas
+        logging.getLogger("tests.shared").addFilter(bool)
+        model.history.append(1)  # type: ignore[operator]
+        group.forward(torch.ones(2, 3))
+        assert group.replicas is first
 
 
 class Recorder:

@@ -108,6 +108,18 @@ def test_a_generator_that_belongs_to_no_shard_is_warned_of(where: str, num_devic
         updater.update()
 
 
+def test_a_loss_function_may_refer_to_a_variable_without_a_value() -> None:
+    model = nn.Linear(6, 3)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(model, x, target) if model.training else later
+
+    batches, optimizer = ls.BatchIterator(MLP.data(), 9), torch.optim.SGD(model.parameters(), lr=0.1)
+    with finalized(ls.ParallelUpdater(batches, optimizer, model, devices=["cpu"], loss_fn=loss_fn)) as updater:
+        assert updater.update().applied
+    later = torch.zeros(())
+
+
 @pytest.mark.parametrize(("update", "count"), [(2, 1), (3, 0)])
 def test_three_updates_are_watched_and_three_after_loading(update: int, count: int) -> None:
     loss = Drawing(random.random, lambda now: now == update)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
 import random
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Final
@@ -90,5 +89,10 @@ def _referred_by(function: Any) -> list[object]:
         return [*_referred_by(function.__func__), *getattr(function.__self__, "__dict__", {}).values()]
     if not isinstance(function, FunctionType):
         return list(getattr(function, "__dict__", {}).values())
-    cells = inspect.getclosurevars(function)
-    return [*cells.nonlocals.values(), *cells.globals.values(), *(function.__kwdefaults__ or {}).values()]
+    names, cells = function.__code__.co_names, function.__closure__ or ()
+    found = [function.__globals__.get(name) for name in names] + [*(function.__kwdefaults__ or {}).values()]
+    for cell in cells:
+        # A variable that has no value yet has an empty cell.
+        with suppress(ValueError):
+            found.append(cell.cell_contents)
+    return found
