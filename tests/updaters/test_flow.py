@@ -26,7 +26,7 @@ BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
     "ReplicaGroup.forward and backward, 2 devices": (250, None, None),
 }
 FRAMES_TO_THE_LOSS = 9
-LINES_OF_CODE = 25_900
+LINES_OF_CODE = 26_040
 """The aim is 14,700. 15,932 before updates were made readable, since when some 450 have come with corrections, and
 some 200 with the `__init__` files of sub-packages, which list what others may import; some 190 with checks of what a
 run is given; and 290 with those that ranks are given the same batches, that models are not wrapped, of forks, and of
@@ -40,7 +40,9 @@ some 650. 70 have come with corrections after a review. Reports as HTML
 pages, the records they are made from and `lockstep doctor` are 1,400; a bridge to Ignite, losses over whole batches,
 dimensions per input and output, accumulation by epoch and the learning-rate finder 900; batches that are copied to
 accelerators one update ahead and deterministic kernels 330; corrections of snapshots and signals 100; and copies of a
-state by two threads, with losses that every version of Python adds up alike, 30."""
+state by two threads, with losses that every version of Python adds up alike, 30. 140 have come with what programs of
+others found: lists beside tensors are cut, replicas follow what attributes hold, means over counted targets, generators
+of a loss function; and with snapshots that are copied while what to copy is found out."""
 LINES_OF_A_BODY = 60
 LINES_OF_A_FILE = 400
 
