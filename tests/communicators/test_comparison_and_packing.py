@@ -13,7 +13,7 @@ from hypothesis import given, strategies as st
 
 import lockstep as ls
 from lockstep import DisagreementError, ProcessCommunicator
-from lockstep.communicators import Contribution, comparison as comparison_module
+from lockstep.communicators import Contribution, LocalCommunicator, comparison as comparison_module
 from lockstep.communicators.comparison import Difference, StateComparer, check_fields, first_difference
 from lockstep.communicators.sums import pair
 from lockstep.communicators.transport import packing
@@ -55,7 +55,7 @@ def models(communicator: ProcessCommunicator, tensors: dict[str, torch.Tensor]) 
 
 def positions(communicator: ProcessCommunicator, tensors: dict[str, torch.Tensor]) -> None:
     said = json.dumps({name: tensor.tolist() for name, tensor in tensors.items()})
-    coordinator._check_positions([json.loads(each) for each in communicator.exchange(said.encode())])
+    coordinator._check_positions([json.loads(each) for each in communicator.exchange(said.encode())], [], communicator)
 
 
 USERS = {"bits": bits, "fields": fields, "state": state, "models": models, "positions": positions}
@@ -121,9 +121,10 @@ def test_of_two_tensors_that_differ_every_rank_names_the_first(found: list[Any],
 
 def test_positions_that_differ_are_listed_in_the_order_of_rank_0() -> None:
     first = {"update": 3, "loss scale": None, "batch sizes": [4]}
-    coordinator._check_positions([first, dict(reversed(first.items()))])
+    alone = LocalCommunicator()
+    coordinator._check_positions([first, dict(reversed(first.items()))], [], alone)
     with pytest.raises(DisagreementError) as raised:
-        coordinator._check_positions([first, first, {"batch sizes": [5], "update": 3}])
+        coordinator._check_positions([first, first, {"batch sizes": [5], "update": 3}], [], alone)
     assert (raised.value.rank, raised.value.subject, raised.value.update) == (2, "loss scale", 3)
     assert str(raised.value) == (
         "Rank 2 must have rank 0's position, but on it loss scale is nothing, not None; batch sizes is [5], not [4]. "

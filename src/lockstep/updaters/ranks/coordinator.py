@@ -190,7 +190,7 @@ class RankCoordinator(Coordinator):
         for rank, each in enumerate(messages):
             if "error" in each:
                 _raise_error(rank, each)
-        self._check_positions([each["position"] for each in messages], batches)
+        _check_positions([each["position"] for each in messages], batches, self._communicator)
         for each in messages:
             repeat |= each["repeat"]
             digests.append(each["state"])
@@ -201,26 +201,6 @@ class RankCoordinator(Coordinator):
         # After the positions: digests of different parts of the state cannot be compared.
         self._consistency.check_digests(digests)
         return None if self._sum.must_repeat(messages) or repeat else reports
-
-    def _check_positions(self, positions: Sequence[Position], batches: Sequence[Described]) -> None:
-        """Check that all ranks are at the position of rank 0.
-
-        Args:
-            positions: The position of each rank, in order of ranks.
-            batches: The descriptions of this rank's batches.
-
-        Raises:
-            DisagreementError: If a rank is at another position.
-        """
-        found = first_difference(positions)
-        if found is None:
-            return
-        # Every rank has the same positions, so all of them exchange their descriptions, or none does.
-        if found.names[0] in {"batch sizes", BATCHES}:
-            described = [json.loads(each) for each in self._communicator.exchange(json.dumps(batches).encode())]
-            raise find_other_batches(positions, found.names[0], described)
-        remedy = "Run the same code with the same batches on every rank."
-        raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))
 
     def end_exchange(self) -> None:
         """End an exchange: an error that is raised from here on must be reported to the other ranks."""
@@ -280,3 +260,25 @@ def _raise_ended(rank: int) -> None:
         rank=rank,
         subject="batches",
     )
+
+
+def _check_positions(positions: Sequence[Position], batches: Sequence[Described], communicator: Communicator) -> None:
+    """Check that all ranks are at the position of rank 0.
+
+    Args:
+        positions: The position of each rank, in order of ranks.
+        batches: The descriptions of this rank's batches.
+        communicator: The communicator by which the ranks exchange these if their checksums differ.
+
+    Raises:
+        DisagreementError: If a rank is at another position.
+    """
+    found = first_difference(positions)
+    if found is None:
+        return
+    # Every rank has the same positions, so all of them exchange their descriptions, or none does.
+    if found.names[0] in {"batch sizes", BATCHES}:
+        described = [json.loads(each) for each in communicator.exchange(json.dumps(batches).encode())]
+        raise find_other_batches(positions, found.names[0], described)
+    remedy = "Run the same code with the same batches on every rank."
+    raise found.error(what="position", remedy=remedy, update=positions[0].get("update"))
