@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -147,6 +147,20 @@ WEIGHTED: dict[str, Any] = {
 def test_targets_count_as_in_the_mean_of_the_criterion(name: str, num_shards: int) -> None:
     criterion = WEIGHTED[name]
     assert_same(trained(ls.supervised(criterion), num_shards), plain(lambda net: criterion(net(X), Y)))
+
+
+class Smoothed(nn.CrossEntropyLoss):
+    """Takes pairs of targets, as a criterion for mixed samples does."""
+
+    def forward(self, output: torch.Tensor, target: Any) -> torch.Tensor:  # type: ignore[override]
+        first, second = (super(Smoothed, self).forward(output, each) for each in target)
+        return (first + second) / 2
+
+
+def test_a_cross_entropy_of_ones_own_is_a_mean_over_samples() -> None:
+    criterion, net = Smoothed(), nn.Linear(X.size(1), 3)
+    found = ls.supervised(criterion)(net, X, (Y, Y.flip(0)))
+    assert torch.equal(cast("torch.Tensor", found), criterion(net(X), (Y, Y.flip(0))))
 
 
 TOKENS = torch.randn(6, 5, 4, generator=torch.Generator().manual_seed(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol, cast
@@ -72,6 +72,7 @@ class Supervised:
 
     def __call__(self, model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tensor | Loss:
         """Return the loss of the shard."""
+        inputs: Sequence[Any]
         if self.target is None:
             if not args:
                 raise ValueError(
@@ -79,15 +80,14 @@ class Supervised:
                     f"target=...) with one of {sorted(kwargs)}."
                 )
             *inputs, target = args
-            loss = self.criterion(model(*inputs, **kwargs), target)
-            return loss if self.counts_from is None or target.dim() < self.counts_from else self._counted(loss, target)
-        if not kwargs:
-            raise ValueError(f"`target` must be None for batches that are not dicts, got {self.target!r}.")
-        if self.target not in kwargs:
-            keys = ", ".join(kwargs)
-            raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
-        target = kwargs.pop(self.target)
-        loss = self.criterion(model(*args, **kwargs), target)
+        else:
+            if not kwargs:
+                raise ValueError(f"`target` must be None for batches that are not dicts, got {self.target!r}.")
+            if self.target not in kwargs:
+                keys = ", ".join(kwargs)
+                raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
+            inputs, target = args, kwargs.pop(self.target)
+        loss = self.criterion(model(*inputs, **kwargs), target)
         return loss if self.counts_from is None or target.dim() < self.counts_from else self._counted(loss, target)
 
     def _counted(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
@@ -115,7 +115,8 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     mean over the samples of a shard. For `torch.nn.CrossEntropyLoss`, `torch.nn.NLLLoss` and the functions
     `cross_entropy` and `nll_loss`, also in a `functools.partial`, means of shards are combined as torch computes the
     mean of the batch: by class weights, and by the targets that are not ignored. Only with one label per sample and the
-    default `ignore_index`, ignored targets count as samples; use `token_mean` if there are any.
+    default `ignore_index`, ignored targets count as samples; use `token_mean` if there are any. Subclasses with a
+    forward of their own count samples, or class weights if they have some.
 
     Args:
         criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read from its
@@ -141,9 +142,11 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
             "'sum' for the sum over the whole batch."
         )
     function = criterion.func if isinstance(criterion, partial) else criterion
-    counted = (
-        isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss) or function is cross_entropy or function is nll_loss
-    )
+    counted = function in (cross_entropy, nll_loss)
+    if isinstance(criterion, nn.CrossEntropyLoss | nn.NLLLoss):
+        # A subclass with a forward of its own may take other targets. Class weights are a mean over them in any case.
+        own = type(criterion).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        counted = not own or criterion.weight is not None
     summed = reduction == "sum"
     counts_from = None
     if counted and not summed:
