@@ -158,8 +158,8 @@ def test_a_killed_agent_leaves_no_rank_behind(script: Path, tmp_path: Path) -> N
 
 
 def test_a_script_that_comes_after_its_agents_end_says_so(script: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        pass
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
     done = finished([sys.executable, script], {"LOCKSTEP_AGENT": str(gone.pid)})
     assert done.returncode == 1
     assert "The agent of `lockstep run` that started this process" in done.stderr

@@ -150,7 +150,7 @@ class OfAPeer:
 
 
 class OfATrainer(DistributedSampler[Any]):
-    pass
+    """A sampler of a class derived from torch's."""
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,10 @@ def test_settings_hold_the_streams_of_the_devices_in_use_and_set_what_differs() 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.emulated, "set_stream", set_to.append)
         with InheritedSettings(ThreadSettings.capture(["emulated"], devices)):
-            pass
+            assert set_to == []
         assert set_to == []
         with InheritedSettings(taken):
-            pass
+            assert set_to == [side]
     assert set_to[0] == side
 
 

@@ -111,10 +111,10 @@ def test_states_of_ranks_are_merged_in_order_of_shards() -> None:
 def test_a_value_that_is_no_number_is_left_out_with_a_warning() -> None:
     class Text:
         def update(self, _output: Any, _target: Any) -> None:
-            pass
+            """Ignore the batch: the value is always the same."""
 
         def reset(self) -> None:
-            pass
+            """Return at once, because nothing is counted."""
 
         def compute(self) -> Any:
             return {"best": 1.0, "summary": "good"}

@@ -297,16 +297,16 @@ def test_names_in_a_run(tmp_path: Path) -> None:
 
 
 class Right:
-    """A metric that counts, under a name that is reported, too."""
+    """A metric under a name that is reported, too."""
 
     def update(self, _output: Any, _target: Any) -> None:
-        pass
+        """Ignore the batch: the value is always the same."""
 
     def compute(self) -> float:
         return 7.0
 
     def reset(self) -> None:
-        pass
+        """Return at once, because nothing is counted."""
 
 
 def test_a_metric_counts_before_a_report_and_a_report_without_a_loss_function() -> None:

@@ -190,6 +190,8 @@ def test_what_does_not_change_is_copied_once() -> None:
     third, fourth = freeze_content(content, constants), freeze_content(content, constants)
     assert third.plain["recipe"] is fourth.plain["recipe"] is not content.recipe
     assert third.plain["progress"] is not fourth.plain["progress"]
+    content.recipe["seed"] = 1  # type: ignore[index]  # in place
+    assert freeze_content(content, constants).plain["recipe"] == content.recipe != third.plain["recipe"]
 
 
 def test_a_warm_copy_allocates_no_tensor() -> None:

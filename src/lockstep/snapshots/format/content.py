@@ -34,10 +34,8 @@ class Content:
             of updates so far; it names the folder of the snapshot.
         run_id: The name of the run, which stays the same when it is resumed.
         parent: The snapshot from which the run was resumed, or None.
-        recipe: The settings that define what the run computes, by name, as a tree without tensors. It must not change
-            afterwards, because a writer copies it only once.
-        kernel_class: What the bits of the kernels depend on, by name, as a tree without tensors. It must not change
-            either.
+        recipe: The settings that define what the run computes, by name, as a tree without tensors.
+        kernel_class: What the bits of the kernels depend on, by name, as a tree without tensors.
         models: The parameters and persistent buffers of each model, by the name of the model and by their bare names.
             Tensors may be tied: the same memory under several names.
         state: A tree of everything else that the determinism guarantee covers. A tensor that is the same memory as one

@@ -16,10 +16,10 @@ _STORED: Final = frozenset(getattr(torch, name) for name in DTYPES)
 _PLAIN: Final = ("progress", "recipe", "kernel_class", "metrics")
 """The fields of a content that hold no tensors."""
 _CONSTANT: Final = frozenset({"recipe", "kernel_class"})
-"""Those that do not change."""
+"""Those that usually do not change during a run."""
 
 Constants: TypeAlias = dict[str, tuple[Any, Any]]
-"""Fields that do not change with their copies, by name."""
+"""Fields that usually do not change, with their copies, by name."""
 
 PART: Final = 2 * 1024 * 1024
 """The bytes that one call copies at most, so that two threads can share the calls. To wake the other one takes 0.1 ms,
@@ -76,8 +76,8 @@ def freeze_content(content: Content, constants: Constants | None = None) -> Froz
 
     Args:
         content: The content.
-        constants: The fields of the content before that do not change. They are not copied again, and new ones are
-            added.
+        constants: Fields of the content before with their copies, which are used again where nothing has changed. Those
+            of this content replace them.
 
     Raises:
         TypeError: If the content holds something that a snapshot cannot hold. The message names its path.
@@ -89,7 +89,8 @@ def freeze_content(content: Content, constants: Constants | None = None) -> Froz
     for key in _PLAIN:
         value = getattr(content, key)
         before, copied = constants.get(key, (None, None))
-        plain[key] = copied if value is before else freeze(dict(value), tensors, of=key)
+        # To compare takes a fraction of a copy. The same object may have been changed in place.
+        plain[key] = copied if value is before and value == copied else freeze(dict(value), tensors, of=key)
         if key in _CONSTANT:
             constants[key] = value, plain[key]
     if tensors:

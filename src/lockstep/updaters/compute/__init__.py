@@ -1,13 +1,13 @@
 """Compute the part of an update that belongs to this process: from shards to partial sums."""
 
 from lockstep.updaters.compute.device_timer import BusyTimer as BusyTimer, DeviceTimer as DeviceTimer
-from lockstep.updaters.compute.global_random import GlobalRandomDetector as GlobalRandomDetector
 from lockstep.updaters.compute.phase_timer import PhaseTimer as PhaseTimer
 from lockstep.updaters.compute.prepared_model import (
     PreparedModel as PreparedModel,
     create_runners as create_runners,
     without_gradients as without_gradients,
 )
+from lockstep.updaters.compute.random_detector import RandomDetector as RandomDetector
 from lockstep.updaters.compute.shard_forwards import (
     DeviceForwards as DeviceForwards,
     ShardFunction as ShardFunction,

@@ -89,8 +89,9 @@ def shard_tensors(batch: Any, shard: Shard, device: torch.device, converter: Con
     part = shard.samples
     if type(batch) is Samples:
         return converter(batch[part.start : part.stop : part.step], device)
-    # Most batches are nothing but tensors.
-    if not all(isinstance(each, torch.Tensor) for each in (batch if isinstance(batch, (tuple, list)) else (batch,))):
+    # Most batches are tensors, or tuples and dicts of nothing else, and need no look at their values.
+    parts = batch if isinstance(batch, (tuple, list)) else batch.values() if isinstance(batch, dict) else (batch,)
+    if not all(isinstance(each, torch.Tensor) for each in parts):
         batch = nest.cut_values(batch, part, batch_size(batch, batch_dim))
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -52,15 +52,17 @@ class CustomStepState:
             scale: The loss scale before the update.
             optimizers: The names of all optimizers.
         """
+        found = [result for _, result in self.results]
+        # One optimizer of several has a part even if it is the only one here, because its losses would otherwise be
+        # logged under another name in some updates.
+        if all(set(names) == set(optimizers) for names, _ in self.results):
+            return _merge_results(found, scale)
         labels = dict.fromkeys("+".join(names) for names, _ in self.results)
         parts = {
             label: _merge_results([result for names, result in self.results if "+".join(names) == label], scale)
             for label in labels
         }
-        found = [result for _, result in self.results]
-        # Also for one optimizer of several, whose losses would be logged under another name in some updates.
-        for_all = all(set(names) == set(optimizers) for names, _ in self.results)
-        return _merge_results(found, scale, parts={} if for_all else parts)
+        return _merge_results(found, scale, parts=parts)
 
 
 class CustomStep:

@@ -27,10 +27,10 @@ from lockstep.updaters.compute import (
     BusyTimer,
     DeviceGradientTask,
     DeviceTimer,
-    GlobalRandomDetector,
     GradientContext,
     PhaseTimer,
     PreparedModel,
+    RandomDetector,
     RankShare,
     ShardAssignment,
     share_of,
@@ -97,7 +97,7 @@ class GradientEngine:
         self._is_stale = True
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
-        self._random_detector = GlobalRandomDetector()
+        self._random_detector = RandomDetector()
         self.restart_checks()
 
     def restart_checks(self) -> None:
@@ -248,10 +248,10 @@ class GradientEngine:
         timed = self.busy_timer.timed(timed) if self.busy_timer.num_users else timed
         timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        detector = self._random_detector
-        replicas = [each.replica for each in prepared.runners]
-        checked = self.training.iteration < detector.end
-        with detector.watching(request.loss_fn, replicas) if checked else NO_CONTEXT:
+        detector, watching = self._random_detector, NO_CONTEXT
+        if self.training.iteration < detector.end:
+            watching = detector.watching(request.loss_fn, [each.replica for each in prepared.runners])
+        with watching:
             self.streams.run(
                 partial(self.replicas.run, timed, settings=context.settings),
                 seed=self.recipe.seed,

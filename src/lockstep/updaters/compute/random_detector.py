@@ -27,8 +27,10 @@ _CURE: Final = (
 )
 
 
-class GlobalRandomDetector:
-    """Detects draws from Python's `random` and NumPy's global generator during the first updates, and warns once.
+class RandomDetector:
+    """Detects draws from generators outside of the streams during the first updates, and warns once.
+
+    These are Python's `random`, NumPy's global generator, and a `torch.Generator` of a loss function or a model.
 
     The generators are compared before and after the shards of all devices are computed, so it does not matter
     which thread drew. Anything else that draws in another thread at that time counts as well.
