@@ -22,7 +22,7 @@ from lockstep.replicas.pool.deterministic import warn_of_kernels
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
 from lockstep.replicas.pool.parameter_copier import ParameterCopier
 from lockstep.replicas.pool.progress import DeviceProgress
-from lockstep.replicas.pool.settings import ComputeMode, InheritedSettings, ThreadSettings
+from lockstep.replicas.pool.settings import ComputeMode, InheritedSettings, NoCachedWeights, ThreadSettings
 from lockstep.replicas.pool.worker import Worker, keep_freed_memory
 from lockstep.replicas.pool.wrapped import refuse_wrapped
 
@@ -160,6 +160,8 @@ class ReplicaSet:
         """
         if self._closed or self._process != os.getpid():
             raise self._unusable_error()
+        if self._changes is not None:
+            self._changes.compute_weights()
         if self._changes is None or self._changes.changed() or (self._copier.has_copies and not self._copier.fits()):
             if "cpu" in self.device_types:
                 keep_freed_memory()
@@ -237,7 +239,8 @@ class ReplicaSet:
         self.progress = progress = DeviceProgress(self.devices)
         try:
             if self._watches_all or (parallel and len(self.devices) > 1):
-                self._run_in_threads(work, settings, parallel, waiting)
+                with NoCachedWeights() if parallel and len(self.devices) > 1 else NULL_CONTEXT:
+                    self._run_in_threads(work, settings, parallel, waiting)
             else:
                 for place in range(len(self.devices)):
                     self._work(work, place, progress)

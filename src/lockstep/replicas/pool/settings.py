@@ -10,9 +10,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch
+from torch.nn.utils import parametrize
+
+from lockstep.errors import OrderError
 
 SMALLEST_DENORMAL = 5e-324
 """The smallest positive float64. It becomes zero in arithmetic if the processor flushes denormal numbers."""
@@ -217,3 +220,34 @@ def _switch_streams(streams: Iterable[torch.Stream]) -> list[torch.Stream]:
             before.append(current)
             torch.get_device_module(stream.device).set_stream(stream)
     return before
+
+
+class _RefusingCache(dict[Any, Any]):
+    """A cache of `parametrize.cached` that raises where it is read."""
+
+    def get(self, *_: Any) -> Any:
+        """Raise an error.
+
+        Raises:
+            OrderError: Always.
+        """
+        raise OrderError(
+            "`torch.nn.utils.parametrize.cached` cannot be used on several devices of one process: it keeps the "
+            "weights of a module for all threads, so that one replica would compute with the weights of another. Leave "
+            "it out, or use one device per process, as with `lockstep run -n 2` and devices=['cpu']."
+        )
+
+
+class NoCachedWeights:
+    """Refuses `parametrize.cached` in a ``with`` statement, in which several threads compute."""
+
+    def __enter__(self) -> None:
+        before = parametrize._cache  # noqa: SLF001 - no public way
+        # Another thread of yours may be in such a statement, and leave it first.
+        self._before = {} if isinstance(before, _RefusingCache) else before
+        parametrize._cache = _RefusingCache()  # noqa: SLF001 - as above
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        parametrize._cache = self._before  # noqa: SLF001 - as above
