@@ -118,6 +118,10 @@ def assemble(
         The parts.
     """
     optimizers: dict[str, Optimizer] = by_name("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    for given in optimizers.values():
+        # Wrappers of other optimizers may not call the constructor of their base class, which prepares hooks of steps.
+        if "_optimizer_step_pre_hooks" not in vars(given):
+            Optimizer.__setstate__(given, {})
     devices, workloads = placement
     check_unnamed(devices, workloads)
     networks = parse_networks(*models)
