@@ -73,6 +73,7 @@ def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Ch
             state[field] = accepted[field].own
     if "loss_scale" in {field.partition(".")[0] for field in accepted}:
         state["loss_scale"] = own["loss_scale"]
+    _keep_own_frozen(state, own, accepted)
     for name, iterator in state.get("iterators", {}).items():
         if _named(name, "data_seed") in accepted:
             iterator["seed"] = accepted[_named(name, "data_seed")].own
@@ -83,6 +84,14 @@ def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Ch
         for name, scheduler in state.get(f"{kind}s", {}).items():
             kept = own[f"{kind}s"][name]
             scheduler.update({key: kept[key] for key in scheduler if _named(name, f"{kind}.{key}") in accepted})
+
+
+def _keep_own_frozen(state: dict[str, Any], own: Mapping[str, Any], accepted: Mapping[str, Change]) -> None:
+    """Replace the saved names of frozen parameters by this run's own for the models where they were accepted."""
+    kept: dict[str, list[str]] = own.get("frozen", {})
+    for name in {*state.get("frozen", {}), *kept}:
+        if _named(name, "frozen") in accepted:
+            state.setdefault("frozen", {})[name] = kept.get(name, [])
 
 
 def _keep_own_options(

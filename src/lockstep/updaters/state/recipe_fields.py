@@ -21,6 +21,7 @@ from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
 from lockstep.updaters.setup import MAIN, Recipe
 from lockstep.updaters.state.carried import CarriedValues
+from lockstep.updaters.state.frozen import described as described_frozen, frozen_names
 
 RecipeFields: TypeAlias = dict[str, Any]
 """JSON values by name."""
@@ -52,6 +53,7 @@ _MOVED: Final = frozenset({"params", "initial_lr"})
 def settings_of(
     loss_scale: LossScale,
     *,
+    models: Mapping[str, nn.Module],
     iterators: Mapping[str, BatchSource],
     optimizers: Mapping[str, Optimizer],
     schedulers: Mapping[str, LRScheduler],
@@ -62,6 +64,7 @@ def settings_of(
 
     Args:
         loss_scale: The loss scale.
+        models: The models by name, of which some parameters may be frozen.
         iterators: The batch iterators by name.
         optimizers: The optimizers by name.
         schedulers: The schedulers that step with applied updates.
@@ -69,6 +72,8 @@ def settings_of(
         carried: The values that are carried from batch to batch, if there are any.
     """
     described = dict(_loss_scale_fields(loss_scale)) | dict(_carried_fields(carried))
+    # A run that freezes nothing has the fields that it had before these existed.
+    described |= {_joined(name, "frozen"): described_frozen(paths) for name, paths in frozen_names(models).items()}
     parts: tuple[tuple[str, Mapping[str, Any], Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
         ("", iterators, _iterator_fields),
         ("optimizer", optimizers, _optimizer_fields),
