@@ -25,16 +25,18 @@ class ParameterWrites:
     """
 
     def __init__(self, replicas: ReplicaSet | None = None) -> None:
-        self._replicas = replicas
+        self.replicas = replicas
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a context for the shards of an update, which checks those of the first one that completes.
+
+        There is nothing left to check once `replicas` is None.
 
         Raises:
             ValueError: If a parameter has changed, at the end of the context. Parameters of the model have their values
                 from before then.
         """
-        return NO_CONTEXT if self._replicas is None else self._comparing(self._replicas)
+        return NO_CONTEXT if self.replicas is None else self._comparing(self.replicas)
 
     @contextmanager
     def _comparing(self, replicas: ReplicaSet) -> Iterator[None]:
@@ -50,7 +52,7 @@ class ParameterWrites:
             self._check(replicas, copies, before, error)
             raise
         self._check(replicas, copies, before)
-        self._replicas = None
+        self.replicas = None
 
     def _check(
         self,

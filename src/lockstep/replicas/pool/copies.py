@@ -208,18 +208,18 @@ class ModelChangeDetector:
         values, self._tensors, self._arrays = _values_of(model)
         self._current += values
         self._bytes = [array.tobytes() for array in self._arrays]
-        self._computed = _computed_weights(model)
+        self.computed = _computed_weights(model)
         self._recorded = [_shallow_copy(watched) for watched in self._current]
         self._versions = list(map(VERSION, self._tensors))
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
 
     def compute_weights(self) -> None:
-        """Give the model the weights that hooks of `prune` and `weight_norm` compute in a forward, without a graph.
+        """Compute the weights of the model that hooks of `prune` and `weight_norm` set in a forward, without a graph.
 
         The model itself is never run, and pruning it once more reads these weights.
         """
-        for module, hook, name in self._computed:
+        for module, hook, name in self.computed:
             # A hook that was removed since has left a parameter of this name, or nothing. The weight of a spectral norm
             # depends on the buffers that a forward leaves.
             if name in vars(module) and not isinstance(hook, SpectralNorm):

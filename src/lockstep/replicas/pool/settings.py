@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch
-from torch.nn.utils import parametrize
 
 from lockstep.errors import OrderError
 
@@ -238,16 +237,5 @@ class _RefusingCache(dict[Any, Any]):
         )
 
 
-class NoCachedWeights:
-    """Refuses `parametrize.cached` in a ``with`` statement, in which several threads compute."""
-
-    def __enter__(self) -> None:
-        before = parametrize._cache  # noqa: SLF001 - no public way
-        # Another thread of yours may be in such a statement, and leave it first.
-        self._before = {} if isinstance(before, _RefusingCache) else before
-        parametrize._cache = _RefusingCache()  # noqa: SLF001 - as above
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        parametrize._cache = self._before  # noqa: SLF001 - as above
+REFUSING_CACHE: Final = _RefusingCache()
+"""What `parametrize.cached` is given as its cache while several threads compute."""

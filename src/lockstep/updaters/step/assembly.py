@@ -118,10 +118,7 @@ def assemble(
         The parts.
     """
     optimizers: dict[str, Optimizer] = by_name("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
-    for given in optimizers.values():
-        # Wrappers of other optimizers may not call the constructor of their base class, which prepares hooks of steps.
-        if "_optimizer_step_pre_hooks" not in vars(given):
-            Optimizer.__setstate__(given, {})
+    _prepare_hooks(optimizers)
     devices, workloads = placement
     check_unnamed(devices, workloads)
     networks = parse_networks(*models)
@@ -185,3 +182,10 @@ def assemble(
         deferral,
         skips,
     )
+
+
+def _prepare_hooks(optimizers: Mapping[str, Optimizer]) -> None:
+    """Prepare the hooks of optimizers that wrap others and do not call the constructor of their base class."""
+    for optimizer in optimizers.values():
+        if "_optimizer_step_pre_hooks" not in vars(optimizer):
+            Optimizer.__setstate__(optimizer, {})
