@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.snapshots.reading import Snapshot
@@ -51,7 +52,9 @@ def _prepare(saved: dict[str, Any], optimizer: Optimizer) -> None:
     """Adapt the saved state of an optimizer to this process: memory layouts, and options that are new."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved["state"].items():
-        for key, value in values.items() if index < len(parameters) else ():
+        # A parameter without a shape gets the one that is saved, in row-major order like its state.
+        shaped = index < len(parameters) and not is_lazy(parameters[index])
+        for key, value in values.items() if shaped else ():
             # Files hold tensors in row-major order, but fused kernels ignore strides.
             if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
                 values[key] = laid_out_for(parameters[index], value)
