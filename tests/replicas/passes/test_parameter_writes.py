@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
+from lockstep.replicas.passes import parameter_writes
 
 X, Y = torch.randn(12, 4, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
 BATCHES = [(X, Y), (X.flip(0), Y.flip(0))]
@@ -106,3 +108,38 @@ def test_weights_that_are_not_numbers_have_not_changed() -> None:
             assert not updater.update().applied
     finally:
         updater.finalize()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("change", [by_assignment, by_copy, without_gradient])
+def test_a_large_model_is_refused_without_a_copy_of_it(
+    change: Callable[..., Any], num_devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_writes, "MOST_COPIED", 10)
+    updater = updater_of(Scaled(change), num_devices)
+    try:
+        with pytest.raises(ValueError, match=r"must not write to its parameters .* 'scale' has changed"):
+            updater.update()
+    finally:
+        updater.finalize()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_parameters_of_any_dtype_are_compared(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(3, dtype=dtype))
+
+    def loss_fn(replica: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # noqa: ARG001 - a batch of pairs
+        return (replica.weight.abs() ** 2).sum().float()
+
+    def writing(replica: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        replica.weight.data[1] = 2
+        return loss_fn(replica, x, y)
+
+    for each, is_refused in ((loss_fn, False), (writing, True)):
+        updater = updater_of(model, 1, each)
+        try:
+            with pytest.raises(ValueError, match="'weight' has changed") if is_refused else nullcontext():
+                updater.update()
+        finally:
+            updater.finalize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
@@ -12,6 +12,12 @@ from torch import nn
 from lockstep.replicas.pool import ReplicaSet
 
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
+
+MOST_COPIED: Final = 2**26
+"""The number of elements up to which parameters are copied. The bits of more are only summed, which takes no memory."""
+
+BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by their number of bytes."""
 
 
 class ParameterWrites:
@@ -25,55 +31,57 @@ class ParameterWrites:
     """
 
     def __init__(self, replicas: ReplicaSet | None = None) -> None:
-        self.replicas = replicas
+        self._replicas = replicas
 
     def watching(self) -> AbstractContextManager[None]:
         """Return a context for the shards of an update, which checks those of the first one that completes.
 
-        There is nothing left to check once `replicas` is None.
-
         Raises:
-            ValueError: If a parameter has changed, at the end of the context. Parameters of the model have their values
-                from before then.
+            ValueError: If a parameter has changed, at the end of the context. Unless the model is large, its parameters
+                have their values from before then.
         """
-        return NO_CONTEXT if self.replicas is None else self._comparing(self.replicas)
+        return NO_CONTEXT if self._replicas is None else self._comparing(self._replicas)
 
     @contextmanager
     def _comparing(self, replicas: ReplicaSet) -> Iterator[None]:
-        before = {
-            name: parameter.detach().clone()
+        checked = {
+            name: parameter
             for name, parameter in replicas.model.named_parameters()
-            if parameter.layout is torch.strided and not parameter.is_meta
+            # What the memory of other classes of tensors means is up to them.
+            if type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_meta
         }
+        read = _copied if sum(map(torch.numel, checked.values())) <= MOST_COPIED else _summed
+        before = {name: read(parameter) for name, parameter in checked.items()}
         copies = replicas.replicas
         try:
             yield
         except Exception as error:
-            self._check(replicas, copies, before, error)
+            self._check(replicas, copies, read, before, error)
             raise
-        self._check(replicas, copies, before)
-        self.replicas = None
+        self._check(replicas, copies, read, before)
+        self._replicas = None
 
     def _check(
         self,
         replicas: ReplicaSet,
         copies: Sequence[nn.Module],
+        read: Callable[[torch.Tensor], torch.Tensor],
         before: dict[str, torch.Tensor],
         cause: Exception | None = None,
     ) -> None:
-        """Raise an error if a parameter has another value than before, after it was given that value again."""
+        """Raise an error if a parameter has another value than before, after it was given a copied value again."""
         written = [
             name
             for model in (replicas.model, *copies)
             for name, parameter in model.named_parameters()
-            if name in before and not _same(parameter.detach(), before[name])
+            if name in before and not _same(read(parameter), before[name])
         ]
         if not written:
             return
         with torch.no_grad():
             for name, parameter in replicas.model.named_parameters():
-                if name in written:
-                    parameter.copy_(before[name])
+                if name in written and read is _copied and _bits(parameter).shape == before[name].shape:
+                    _bits(parameter).copy_(before[name])
         # They may have other memory now.
         replicas.release()
         raise ValueError(
@@ -85,9 +93,22 @@ class ParameterWrites:
         ) from cause
 
 
-def _same(parameter: torch.Tensor, before: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same values, where a NaN equals a NaN."""
-    if parameter.shape != before.shape or parameter.dtype != before.dtype:
-        return False
-    there = before.to(parameter.device)
-    return torch.equal(parameter, there) or bool(((parameter == there) | (parameter.isnan() & there.isnan())).all())
+def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
+    """Return whether what was read of a parameter is what was read before."""
+    return now.dtype is before.dtype and torch.equal(now.to(before.device), before)
+
+
+def _copied(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the bits of a parameter."""
+    return _bits(parameter).clone()
+
+
+def _summed(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the bits of a parameter."""
+    return _bits(parameter).sum(dtype=torch.int64)
+
+
+def _bits(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a view of a parameter as integers, because a NaN does not equal itself."""
+    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
+    return values.view(BITS[values.element_size()])

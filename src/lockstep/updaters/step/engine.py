@@ -248,10 +248,11 @@ class GradientEngine:
         timed = self.busy_timer.timed(timed) if self.busy_timer.num_users else timed
         timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        detector, watching = self._random_detector, NO_CONTEXT
+        detector, watching, writes = self._random_detector, NO_CONTEXT, NO_CONTEXT
         if self.training.iteration < detector.end:
             watching = detector.watching(request.loss_fn, [each.replica for each in prepared.runners])
-        with watching, NO_CONTEXT if prepared.writes.replicas is None else prepared.writes.watching():
+            writes = prepared.writes.watching()
+        with watching, writes:
             self.streams.run(
                 partial(self.replicas.run, timed, settings=context.settings),
                 seed=self.recipe.seed,
