@@ -43,6 +43,10 @@ No trace shows these differences from the originals, and from other libraries fo
   that it has. A loop that divides each loss by the nominal number of batches makes a smaller step instead.
 * `lockstep.triggers.Time` refuses a period of 0. That of Chainer then fires at every update. Negative learning rates
   and decay rates, and a momentum of 1 or more, are refused as well; Chainer accepts any number.
+* `GradientLARS` and the clipping of norms compute norms of half-precision gradients in float32. Those of Chainer
+  are rounded to half precision, where a small norm can become 0 and the weights NaN.
+* In half precision, a loss scale that is no power of two has no error of its own. Chainer rounds the scale for backward
+  and divides by the exact one, so that all gradients have the same error, up to 1/2048.
 * The state of `EarlyStopping` is saved. That of Chainer starts again when a run is resumed.
 * A run that is resumed at or beyond its end does nothing. Chainer continues to the next multiple of the period.
 * If an extension raises before the first update, `on_error` and `finalize` are called; Chainer calls neither. They are
