@@ -179,3 +179,14 @@ def test_accelerates_own_are_too() -> None:
 def test_samplers_of_one_process_are_accepted() -> None:
     for sampler in (DistributedSampler(DATA, 1, 0), RandomSampler(DATA)):
         assert ls.IterableBatches(DataLoader(DATA, 4, sampler=sampler)).peek()[0].shape == (4, 3, 20)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_tensors_are_told_apart_by_their_elements(layout: torch.layout) -> None:
+    def nested(last: float) -> torch.Tensor:
+        # Each has a symbol of its own in its shape.
+        return torch.nested.nested_tensor([torch.ones(2, 3), torch.full((4, 3), last)], layout=layout)
+
+    assert fingerprint((nested(1.0), torch.ones(2))) == fingerprint((nested(1.0), torch.ones(2)))
+    assert fingerprint(nested(1.0)) != fingerprint(nested(2.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
-from lockstep.replicas import CopyStreams
+from lockstep.replicas import CopyStreams, ParameterWrites
 from lockstep.updaters.step.next_batches import NextBatches
 from tests.support.emulated import Record, observed
 from tests.support.emulated.pool import on_emulated_devices
@@ -393,6 +393,8 @@ def test_data_on_the_device_is_read_after_it_was_written(*, planted: bool) -> No
     with pytest.MonkeyPatch.context() as patch:
         if planted:
             patch.setattr(CopyStreams, "start", lambda _: None)
+        # Comparing the parameters waits for the devices, which orders what streams do by itself.
+        patch.setattr(ParameterWrites, "watching", lambda _: nullcontext())
         pairs = TensorDataset(inputs.to("emulated:0"), target.to("emulated:0"))
         with (
             finalized(updater_of(ls.BatchIterator(pairs, 4), ("emulated:0",), copy_ahead=True)) as updater,

@@ -332,3 +332,18 @@ def test_without_an_updater_it_computes_in_the_precision_of_the_parameters(dtype
     found = Evaluator([tensors()], {"accuracy": ls.metrics.Accuracy()}).evaluate(model)
     assert 0 <= found["accuracy"] <= 1
     assert outputs == [dtype]
+
+
+def test_strings_of_a_loader_reach_the_loss_function_with_their_samples() -> None:
+    inputs = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
+    samples = [{"x": each, "name": f"{index}.png"} for index, each in enumerate(inputs)]
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, name: list[str]) -> torch.Tensor:
+        numbers = torch.tensor([float(each.removesuffix(".png")) for each in name])
+        out: torch.Tensor = (model(x).sum(dim=1) * numbers).mean()
+        return out
+
+    model = nn.Linear(3, 2)
+    evaluator = ls.extensions.Evaluator(DataLoader(samples, batch_size=4), loss_fn=loss_fn, num_shards=2)
+    expected = (model(inputs).sum(dim=1) * torch.arange(10)).mean()
+    assert float(evaluator.evaluate(model)["loss"]) == pytest.approx(expected.item(), rel=1e-5)

@@ -311,9 +311,9 @@ def test_evaluating_changes_no_bit_of_the_training(tmp_path: Path) -> None:
             "if there is no `converter`, got str",
         ),
         (
-            lambda: Evaluator([{"x": (torch.zeros(2, 4), None)}], {"x": Average()}).evaluate(net()),
+            lambda: Evaluator([{"x": ("ab", None)}], {"x": Average()}).evaluate(net()),
             TypeError,
-            "if there is no `converter`, got dict that holds a NoneType",
+            "if there is no `converter`, got dict that holds a str",
         ),
         (
             lambda: Evaluator([()], {"x": Average()}).evaluate(net()),

@@ -370,3 +370,32 @@ def test_an_error_of_a_fused_step_is_told_from_one_before_it(where: str) -> None
     ):
         updater.update()
     assert (ls.digest(model) == before) == (where == "before")
+
+
+def test_an_optimizer_that_wraps_another_one_need_not_call_its_base_class() -> None:
+    class Halved(torch.optim.Optimizer):
+        def __init__(self, base: torch.optim.Optimizer) -> None:
+            self.base, self.param_groups, self.state = base, base.param_groups, base.state
+            self.defaults = base.defaults
+
+        def step(self, closure: Any = None) -> Any:
+            before = [each.detach().clone() for each in self.param_groups[0]["params"]]
+            result = self.base.step(closure)
+            with torch.no_grad():
+                for each, old in zip(self.param_groups[0]["params"], before, strict=True):
+                    each.lerp_(old, 0.5)
+            return result
+
+    def trained(optimizer_of: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        batch = torch.randn(6, 4), torch.arange(6) % 2
+        loss_fn = ls.supervised(torch.nn.functional.cross_entropy)
+        updater = ls.ParallelUpdater([batch], optimizer_of(model.parameters()), model, num_shards=2, loss_fn=loss_fn)
+        updater.update()
+        updater.finalize()
+        return [each.detach() for each in model.parameters()]
+
+    halved = trained(lambda parameters: Halved(torch.optim.SGD(parameters, lr=1.0)))
+    expected = trained(lambda parameters: torch.optim.SGD(parameters, lr=0.5))
+    assert all(map(torch.allclose, halved, expected))

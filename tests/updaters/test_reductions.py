@@ -304,3 +304,13 @@ class Returning(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, y
+
+
+@pytest.mark.parametrize("num_shards", [1, 3, 4])
+def test_labels_of_samples_that_are_ignored_do_not_count(num_shards: int) -> None:
+    # With four shards, one of them holds ignored labels only.
+    labels = Y.clone()
+    labels[:4] = -100
+    labels[7] = -100
+    ours = trained(ls.supervised(functional.cross_entropy), num_shards, (X, labels))
+    assert_same(ours, plain(lambda net: functional.cross_entropy(net(X), labels)))

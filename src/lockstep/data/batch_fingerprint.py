@@ -68,7 +68,8 @@ def fingerprint(batch: Any, *, contents: bool = True) -> Fingerprint:
     """
     if type(batch) is Samples:
         return _of_samples(batch, contents=contents)
-    named = nest.named_tensors(batch)
+    # The shape of a nested tensor has a symbol, by which it cannot be compared, and its elements lie in a dense one.
+    named = [(name, each.values() if each.is_nested else each) for name, each in nest.named_tensors(batch)]
     about, checksum, reads = _plan(tuple([(name, each.dtype, each.shape) for name, each in named]))
     for (_, tensor), read in zip(named, reads, strict=True):
         if read is not None and tensor.is_cpu and tensor.layout is torch.strided:

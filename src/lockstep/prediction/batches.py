@@ -27,6 +27,9 @@ def as_cuttable(batch: Any, converter: Converter | None, device: torch.device, *
     """
     if isinstance(batch, Samples) or consists_of_tensors(batch, lists=converter is None):
         return batch
+    # Strings and other values beside tensors are cut as those of a batch to train on.
+    if converter is None and nest.has_tensor(batch):
+        return batch
     if converter is None:
         raise TypeError(
             f"`{name}` must yield tensors, or tuples or dicts of tensors, if there is no `converter`, got "

@@ -31,6 +31,7 @@ from lockstep.replicas.memory import (
 from lockstep.replicas.modules import DataParallel as DataParallel, ModuleWrapper as ModuleWrapper, OnDevice as OnDevice
 from lockstep.replicas.monitor import Monitor as Monitor
 from lockstep.replicas.passes import (
+    ParameterWrites as ParameterWrites,
     ShardRunner as ShardRunner,
     ShardStreams as ShardStreams,
     TreeSum as TreeSum,

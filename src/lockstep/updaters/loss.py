@@ -65,8 +65,8 @@ class Supervised:
         criterion: Called as ``criterion(output, target)``.
         target: The key of the target in a dict batch, or None if the target is the last entry of a tuple.
         summed: Whether the criterion returns a sum over samples instead of a mean.
-        counts_from: The smallest number of dimensions of a target whose mean is over class weights or counted targets,
-            as those of cross entropies are; None for no such criterion.
+        counts_from: The smallest number of dimensions of a target on an accelerator whose mean is over class weights or
+            counted targets, as those of cross entropies are; None for no such criterion.
     """
 
     criterion: Callable[[Any, Any], torch.Tensor]
@@ -92,7 +92,12 @@ class Supervised:
                 raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
             inputs, target = args, kwargs.pop(self.target)
         loss = self.criterion(model(*inputs, **kwargs), target)
-        return loss if self.counts_from is None or target.dim() < self.counts_from else self._counted(loss, target)
+        if self.counts_from is None:
+            return loss
+        # Only one label is negative: the ignored one. Finding it takes less time than counting the others.
+        if target.dim() < self.counts_from and not (target.is_cpu and target.amin().item() < 0):
+            return loss
+        return self._counted(loss, target)
 
     def _counted(self, loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor | Loss:
         """Return the criterion's mean with its weight: the class weights of the targets that count, or their number."""
@@ -100,7 +105,9 @@ class Supervised:
             return loss  # torch divides by the number of samples where targets are probabilities
         weights, ignored = _class_options(self.criterion)
         counts = target != ignored
-        return Loss(loss, weight=counts.sum() if weights is None else weights.to(target.device)[target[counts]].sum())
+        weight = counts.sum() if weights is None else weights.to(target.device)[target[counts]].sum()
+        # A number, where the host need not wait for it.
+        return Loss(loss, weight=weight.item() if weight.is_cpu else weight)
 
 
 def _class_options(criterion: Any) -> tuple[torch.Tensor | None, int]:
@@ -118,9 +125,9 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
     whole batch for every number of shards, and the gradient of that sum. Any other criterion must return the
     mean over the samples of a shard. For `torch.nn.CrossEntropyLoss`, `torch.nn.NLLLoss` and the functions
     `cross_entropy` and `nll_loss`, also in a `functools.partial`, means of shards are combined as torch computes the
-    mean of the batch: by class weights, and by the targets that are not ignored. Only with one label per sample and the
-    default `ignore_index`, ignored targets count as samples; use `token_mean` if there are any. Subclasses with a
-    forward of their own count samples, or class weights if they have some.
+    mean of the batch: by class weights, and by the targets that are not ignored. Only on accelerators, with one label
+    per sample and the default `ignore_index`, ignored targets count as samples; use `token_mean` if there are any.
+    Subclasses with a forward of their own count samples, or class weights if they have some.
 
     Args:
         criterion: The criterion, called as ``criterion(output, target)``. Its reduction is read from its

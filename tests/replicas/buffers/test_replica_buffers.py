@@ -259,3 +259,25 @@ class Twice(nn.Module):
 def test_every_name_of_a_shared_buffer_is_put_back(devices: int) -> None:
     model = one_update(Twice(), torch.ones(3, 1), num_shards=3, devices=devices)
     assert model.weight.grad.item() == 1.0
+
+
+def test_a_forward_may_ask_for_the_gradient_of_a_buffer() -> None:
+    class Zero(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("zero", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.layer(x).square().mean() + self.zero.requires_grad_()
+            return loss
+
+    torch.manual_seed(0)
+    model, x = Zero(), torch.randn(8, 3)
+    expected = torch.autograd.grad(model.layer(x).square().mean(), list(model.parameters()))
+    updater = ls.ParallelUpdater([x, x], torch.optim.SGD(model.parameters(), lr=0.0), model, num_shards=4)
+    for _ in range(2):
+        updater.update()
+        assert all(torch.allclose(each.grad, grad) for each, grad in zip(model.parameters(), expected, strict=True))
+    updater.finalize()
+    assert not model.zero.requires_grad

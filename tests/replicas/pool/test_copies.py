@@ -6,13 +6,16 @@ On CPUs all replicas share the model's memory, so the only question that tells o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import lockstep as ls
 from lockstep.replicas.pool.replica_set import ReplicaSet
@@ -385,3 +388,57 @@ def test_an_update_after_an_error_and_a_step_of_the_user_s_own(own_memory: Calla
     shared = run()
     own_memory()
     assert run() == shared
+
+
+def test_replicas_follow_in_place_changes_of_arrays() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.masks = nn.Linear(3, 2), {"outputs": np.ones(2, dtype=np.float32)}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.layer(x) * torch.from_numpy(self.masks["outputs"])
+            return out
+
+    model, x = Masked(), torch.randn(4, 3)
+    with ls.ReplicaGroup(model, devices=["cpu", "cpu"]) as group:
+        replicas = [*group.replicas]
+        assert torch.equal(group.forward(x), model(x))
+        assert all(map(operator.is_, group.replicas, replicas))
+        model.masks["outputs"][0] = 0.0
+        assert torch.equal(group.forward(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm. is deprecated:FutureWarning")
+def test_a_model_with_spectral_norm_that_has_run_is_copied() -> None:
+    model = nn.utils.spectral_norm(nn.Linear(3, 2))
+    model(torch.randn(4, 3))
+    with ls.ReplicaGroup(model, devices=["cpu", "cpu"]) as group:
+        assert group.forward(torch.randn(4, 3)).shape == (4, 2)
+
+
+def test_pruning_again_selects_by_the_weights_that_were_trained() -> None:
+    x, y = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+
+    def pruned(*, plain: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        updater = ls.ParallelUpdater(
+            lambda: iter([(x, y)]), optimizer, model, num_shards=1, loss_fn=ls.supervised(nn.functional.cross_entropy)
+        )
+        for _ in range(3):
+            prune.l1_unstructured(model, "weight", amount=3)
+            for _ in range(5):
+                if plain:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                else:
+                    updater.update()
+        updater.finalize()
+        return model
+
+    ours, theirs = pruned(plain=False), pruned(plain=True)
+    assert torch.equal(ours.weight_mask, theirs.weight_mask)
+    assert torch.allclose(ours.weight, theirs.weight)

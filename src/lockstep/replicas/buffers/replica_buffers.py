@@ -98,7 +98,8 @@ class ReplicaBuffers:
                 ref.set(own)
         # Writing only stale buffers saves kernels, and keeps the version counters of the others.
         stale = [
-            (own, start)
+            # A forward may have called `requires_grad_()` on a buffer, as torch allows.
+            (own.detach() if own.requires_grad else own, start)
             for own, start, unchanged in zip(self._own, self._start, self._unchanged, strict=True)
             if own is not None and start is not None and not unchanged
         ]

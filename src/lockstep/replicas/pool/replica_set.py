@@ -14,6 +14,7 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from lockstep import plan
 from lockstep.errors import OrderError
@@ -22,7 +23,7 @@ from lockstep.replicas.pool.deterministic import warn_of_kernels
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
 from lockstep.replicas.pool.parameter_copier import ParameterCopier
 from lockstep.replicas.pool.progress import DeviceProgress
-from lockstep.replicas.pool.settings import ComputeMode, InheritedSettings, ThreadSettings
+from lockstep.replicas.pool.settings import REFUSING_CACHE, ComputeMode, InheritedSettings, ThreadSettings
 from lockstep.replicas.pool.worker import Worker, keep_freed_memory
 from lockstep.replicas.pool.wrapped import refuse_wrapped
 
@@ -160,6 +161,8 @@ class ReplicaSet:
         """
         if self._closed or self._process != os.getpid():
             raise self._unusable_error()
+        if self._changes is not None and self._changes.computed:
+            self._changes.compute_weights()
         if self._changes is None or self._changes.changed() or (self._copier.has_copies and not self._copier.fits()):
             if "cpu" in self.device_types:
                 keep_freed_memory()
@@ -237,7 +240,11 @@ class ReplicaSet:
         self.progress = progress = DeviceProgress(self.devices)
         try:
             if self._watches_all or (parallel and len(self.devices) > 1):
-                self._run_in_threads(work, settings, parallel, waiting)
+                parametrize._cache = REFUSING_CACHE if len(self.devices) > 1 else {}  # noqa: SLF001 - no public way
+                try:
+                    self._run_in_threads(work, settings, parallel, waiting)
+                finally:
+                    parametrize._cache = {}  # noqa: SLF001 - as above
             else:
                 for place in range(len(self.devices)):
                     self._work(work, place, progress)

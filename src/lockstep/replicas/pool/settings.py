@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 import torch
+
+from lockstep.errors import OrderError
 
 SMALLEST_DENORMAL = 5e-324
 """The smallest positive float64. It becomes zero in arithmetic if the processor flushes denormal numbers."""
@@ -217,3 +219,23 @@ def _switch_streams(streams: Iterable[torch.Stream]) -> list[torch.Stream]:
             before.append(current)
             torch.get_device_module(stream.device).set_stream(stream)
     return before
+
+
+class _RefusingCache(dict[Any, Any]):
+    """A cache of `parametrize.cached` that raises where it is read."""
+
+    def get(self, *_: Any) -> Any:
+        """Raise an error.
+
+        Raises:
+            OrderError: Always.
+        """
+        raise OrderError(
+            "`torch.nn.utils.parametrize.cached` cannot be used on several devices of one process: it keeps the "
+            "weights of a module for all threads, so that one replica would compute with the weights of another. Leave "
+            "it out, or use one device per process, as with `lockstep run -n 2` and devices=['cpu']."
+        )
+
+
+REFUSING_CACHE: Final = _RefusingCache()
+"""What `parametrize.cached` is given as its cache while several threads compute."""

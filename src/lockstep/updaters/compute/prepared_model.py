@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from lockstep.metrics import Observers
-from lockstep.replicas import BufferRef, BufferRule, ReplicaBuffers, ReplicaSet, ShardRunner, TreeSum, buffer_refs
+from lockstep.replicas import (
+    BufferRef,
+    BufferRule,
+    ParameterWrites,
+    ReplicaBuffers,
+    ReplicaSet,
+    ShardRunner,
+    TreeSum,
+    buffer_refs,
+)
 from lockstep.updaters.compute.flat import FlatGradients
 from lockstep.updaters.compute.lightning_logs import observe_logs
 from lockstep.updaters.setup import Recipe
@@ -30,6 +39,7 @@ class PreparedModel:
         runners: The runner of each replica.
         observers: For each replica, the modules under the names that they report by.
         flat: The flat tensor of all gradients; None unless the user asked for one.
+        writes: Refuses a model that writes to its parameters.
     """
 
     tree_sum: TreeSum
@@ -41,6 +51,7 @@ class PreparedModel:
     runners: Sequence[ShardRunner] = ()
     observers: Sequence[Observers] = ()
     flat: FlatGradients | None = None
+    writes: ParameterWrites = field(default_factory=ParameterWrites)
 
     @classmethod
     def of(cls, replicas: ReplicaSet, recipe: Recipe) -> PreparedModel:
@@ -71,6 +82,7 @@ class PreparedModel:
             create_runners(replicas, recipe.buffers, trained=True),
             [Observers({"": replica}) for replica in replicas.replicas],
             FlatGradients(parameters, like[0].dtype) if recipe.flat_gradients else None,
+            ParameterWrites(replicas),
         )
 
     def unwanted_indices(self, wanted: frozenset[int]) -> list[int]:

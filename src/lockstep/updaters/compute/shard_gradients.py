@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from lockstep.communicators import Watch
 from lockstep.metrics import Observers, collecting
@@ -150,6 +151,9 @@ class DeviceGradientTask:
         # device would depend on the number of devices.
         if runner.buffers.entries:
             runner.buffers.restore()
+        # Weights that `parametrize.cached` keeps have the graph of the shard before.
+        if parametrize._cache:  # noqa: SLF001 - no public way
+            parametrize._cache.clear()  # noqa: SLF001 - as above
         args, kwargs = (given, NO_KWARGS) if type(given) is tuple else call_arguments(given)
         if context.carried is not None:
             kwargs = {**kwargs, "carried": context.carried.part(shard.samples, runner.device)}

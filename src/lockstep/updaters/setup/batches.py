@@ -17,10 +17,10 @@ from lockstep.stopping import STOP
 
 CUTTING: Final = (
     "Tuples, lists, dicts and dataclasses of tensors are cut into shards, by default along the first dimension of "
-    "every tensor; `batch_dim` names other dimensions. For other batches, such as graphs or images with boxes, give "
-    "the samples themselves and collate those of each shard by a `converter`, which is called with (samples, device). "
-    "lockstep.BatchIterator(dataset, batch_size) gives samples, and so does lockstep.IterableBatches(DataLoader(..., "
-    "collate_fn=list), batches_of='samples')."
+    "every tensor; `batch_dim` names other dimensions, and None for a tensor that every shard gets whole. For other "
+    "batches, such as graphs or images with boxes, give the samples themselves and collate those of each shard by a "
+    "`converter`, which is called with (samples, device). lockstep.BatchIterator(dataset, batch_size) gives samples, "
+    "and so does lockstep.IterableBatches(DataLoader(..., collate_fn=list), batches_of='samples')."
 )
 
 Converter: TypeAlias = Callable[[Sequence[Any], torch.device], Any]

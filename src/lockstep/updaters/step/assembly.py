@@ -118,6 +118,7 @@ def assemble(
         The parts.
     """
     optimizers: dict[str, Optimizer] = by_name("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    _prepare_hooks(optimizers)
     devices, workloads = placement
     check_unnamed(devices, workloads)
     networks = parse_networks(*models)
@@ -181,3 +182,10 @@ def assemble(
         deferral,
         skips,
     )
+
+
+def _prepare_hooks(optimizers: Mapping[str, Optimizer]) -> None:
+    """Prepare the hooks of optimizers that wrap others and do not call the constructor of their base class."""
+    for optimizer in optimizers.values():
+        if "_optimizer_step_pre_hooks" not in vars(optimizer):
+            Optimizer.__setstate__(optimizer, {})

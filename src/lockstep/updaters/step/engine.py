@@ -251,7 +251,7 @@ class GradientEngine:
         detector, watching = self._random_detector, NO_CONTEXT
         if self.training.iteration < detector.end:
             watching = detector.watching(request.loss_fn, [each.replica for each in prepared.runners])
-        with watching:
+        with watching, NO_CONTEXT if prepared.writes.replicas is None else prepared.writes.watching():
             self.streams.run(
                 partial(self.replicas.run, timed, settings=context.settings),
                 seed=self.recipe.seed,
