@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+from chainer_rules import CHAINER_RULES
 from table_rules import gradients_of_the_first_alone, output_of_the_first, weights_of_the_first
 
 Content = Mapping[str, Any]
@@ -82,6 +83,7 @@ RULES: dict[str, Callable[[Content, str], Any]] = {
         weights_of_the_first,
         gradients_of_the_first_alone,
         output_of_the_first,
+        *CHAINER_RULES,
     )
 }
 """By the name that an entry has in `rule`."""

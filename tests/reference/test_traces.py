@@ -176,6 +176,10 @@ def test_a_tolerance_is_relative_above_its_floor() -> None:
     assert Tolerance(1e-3).accepts(0.0009, 0.0)
     assert not Tolerance(1e-3, floor=1e-3).accepts(0.0009, 0.0)
     assert Tolerance(0.0).accepts(math.inf, math.inf)
+    # A share of an infinity is infinite, too.
+    assert not Tolerance(1e-3).accepts(0.5, math.inf)
+    assert not Tolerance(1e-3).accepts(math.inf, -math.inf)
+    assert not Tolerance(1e-3).accepts(-math.inf, 0.5)
     assert not Tolerance(1.0).accepts(1.0, math.nan)
     assert Tolerance(1e-3, floor=0.0, offset=1.0).accepts(1.0019, 1.0)
     assert not Tolerance(1e-3, floor=0.0, offset=1.0).accepts(1.0021, 1.0)

@@ -55,7 +55,7 @@ def replay(case: Case) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {"fired": [], "attrs": []}
     for index in range(len(case["fired"])):
         value = case.content.get("values", [None] * (index + 1))[index]
-        place.advance({} if value is None else {name: value})
+        place.advance({} if value is None else {name: float(value)})
         asked = (index + 1) % case["called_every"] == 0
         found["fired"].append(trigger(place) if asked else None)
         found["attrs"].append(attributes(trigger))

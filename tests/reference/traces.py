@@ -75,9 +75,10 @@ class Tolerance:
     def accepts(self, ours: float, original: float) -> bool:
         if math.isnan(ours) or math.isnan(original):
             return math.isnan(ours) and math.isnan(original)
-        # The first holds for infinities, whose difference is no number.
-        limit = self.relative * max(self.floor, abs(original) + self.offset)
-        return ours == original or abs(ours - original) <= limit
+        # A share of an infinity is infinite, and would accept every number.
+        if math.isinf(ours) or math.isinf(original):
+            return ours == original
+        return abs(ours - original) <= self.relative * max(self.floor, abs(original) + self.offset)
 
     def in_array(self, numbers: torch.Tensor) -> Tolerance:
         """Give the tolerance for the elements of an array, whose largest magnitude is known then."""

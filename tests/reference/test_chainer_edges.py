@@ -1,0 +1,64 @@
+"""Rare uses of Chainer, recorded for this project: what agrees, and what differs by a rule.
+
+The files below ``recordings`` have the form of the reference traces (see their README.md). They were recorded in
+November 2026 with Python 3.8.18, chainer 7.8.1 and numpy 1.23.5 on a CPU, and chosen from some 5,000 random cases:
+those in which lockstep differs from Chainer in a way that the reference traces do not show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_hook_order
+import test_loss_scaling
+import test_lr_shifts
+import test_optimizers
+import test_parallel_updater
+import test_triggers
+from differences import for_replay, read_differences
+from traces import Case, read
+
+RECORDINGS = Path(__file__).with_name("recordings")
+
+
+def name(content: Mapping[str, Any]) -> str:
+    return str(content.get("name", content.get("trigger", content.get("extension"))))
+
+
+def recorded(file: str, num_cases: int, given: Sequence[str]) -> list[Case]:
+    listed = for_replay(read_differences(), "core")
+    return read(RECORDINGS, file, num_cases, given=given, key="cases", name=name, differences=listed)
+
+
+@pytest.mark.parametrize("case", recorded("chainer-edges/optimizers.json", 2, test_optimizers.GIVEN))
+def test_frozen_parameters_and_clipping(case: Case) -> None:
+    test_optimizers.replay(case, test_optimizers.CLASSES)
+
+
+@pytest.mark.parametrize("case", recorded("chainer-edges/loss_scaling.json", 1, test_loss_scaling.GIVEN))
+def test_an_infinite_gradient_without_momentum(case: Case) -> None:
+    test_loss_scaling.replay_loss_scaling(case, test_optimizers.CLASSES)
+
+
+@pytest.mark.parametrize("case", recorded("chainer-edges/hook_order.json", 2, test_hook_order.GIVEN))
+def test_several_skipped_updates(case: Case) -> None:
+    test_hook_order.replay(case, test_optimizers.CLASSES)
+
+
+@pytest.mark.parametrize("case", recorded("chainer-edges/parallel_updater.json", 1, test_parallel_updater.GIVEN))
+def test_several_epochs_in_a_batch(case: Case) -> None:
+    test_parallel_updater.replay(test_parallel_updater.Run(case))
+
+
+@pytest.mark.parametrize("case", recorded("chainer-edges/lr_shifts.json", 4, test_lr_shifts.GIVEN))
+def test_shifts_of_other_lengths(case: Case) -> None:
+    test_lr_shifts.test_replay(case)
+
+
+@pytest.mark.filterwarnings("ignore:.*was not observed at this check:UserWarning")
+@pytest.mark.parametrize("case", recorded("chainer-edges/triggers.json", 8, test_triggers.GIVEN))
+def test_limits_nan_and_rounded_positions(case: Case) -> None:
+    test_triggers.test_replay(case)
