@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from nnabla_rules import RULES, Lamb, SgdW, solver_of
-from test_nnabla_scaling import NEAR, RUN_GIVEN, SMALLEST, Net
+from test_nnabla_scaling import RUN_GIVEN, SMALLEST, Net, near
 from torch import nn
 from torch.nn import functional
 from traces import Case, cases, tensor
@@ -266,5 +266,5 @@ def test_run(case: Case) -> None:
         return
     run = Run(case)
     ours = [run.update(number) for number in range(len(case["updates"]))]
-    case.check({"updates": ours}, NEAR[case["dtype"]])
+    case.check({"updates": ours}, near(case))
     assert run.exchanges == case.content.get("all_reduce_calls", [])
