@@ -45,6 +45,27 @@ def test_a_metric_may_be_a_tensor_of_two_elements(num_devices: int, dtype: torch
 
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize(
+    ("total", "weight"),
+    [
+        (torch.tensor(40_000.0, dtype=torch.float16), 1),
+        (torch.tensor(2.0**127, dtype=torch.bfloat16), torch.tensor(40_000.0, dtype=torch.float16)),
+        (torch.tensor(200, dtype=torch.uint8), torch.tensor(100, dtype=torch.int8)),
+    ],
+)
+def test_metrics_of_any_dtype_are_summed_over_shards(num_devices: int, total: torch.Tensor, weight: Any) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> ls.Loss:
+        return ls.Loss(mean_of_output(model, x), metrics={"a": (total, weight)})
+
+    expected = ls.metrics.Mean(4 * float(total), 4 * float(weight))
+    with updater_of(nn.Linear(2, 1), X, devices=num_devices, loss_fn=loss_fn, num_shards=4) as updater:
+        found = updater.update().metrics["a"]
+    assert (float(found.total), float(found.weight)) == (expected.total, expected.weight)
+    evaluated = ls.extensions.Evaluator([X], loss_fn=loss_fn, model=nn.Linear(2, 1), num_shards=4).evaluate()
+    assert evaluated["a"] == float(expected)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize(
     ("loss_fn", "kind", "rule"),
     [
         (complex_loss, TypeError, "`loss_fn` must return a real loss, got torch.complex64"),

@@ -36,6 +36,7 @@ from lockstep.updaters import (
     check_loss,
     is_summed,
     loss_weight,
+    metric_pairs,
 )
 
 Outcome: TypeAlias = "tuple[ShardKey, Any, Any]"
@@ -206,7 +207,7 @@ class Evaluation:
         weight = loss_weight(loss, num_samples)
         # The name "loss" belongs to the loss itself.
         reports.pop("loss", None)
-        metrics = {name: (total, share) for name, (total, share) in loss.metrics.items()}
+        metrics = metric_pairs(loss)
         return ShardReport(shard.index, weight, loss.value, metrics | reports | metrics) if weight > 0 else None
 
     def _update(self, metrics: Sequence[ShardMetric], outcomes: Sequence[Outcome]) -> None:

@@ -8,6 +8,7 @@ from lockstep.updaters.loss import (
     check_loss as check_loss,
     is_summed as is_summed,
     loss_weight as loss_weight,
+    metric_pairs as metric_pairs,
     supervised as supervised,
 )
 from lockstep.updaters.parallel import ParallelUpdater as ParallelUpdater

@@ -18,6 +18,9 @@ from lockstep.updaters.batch_loss import BatchLoss
 IGNORED: Final = -100
 """The label that torch's cross entropies ignore by default."""
 
+_SUMMABLE: Final = frozenset({torch.float32, torch.float64, torch.int64})
+"""Dtypes of metrics that are summed as they are. In others, such as float16, a sum over shards may be infinite."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loss:
@@ -28,7 +31,8 @@ class Loss:
         weight: The weight of the mean, for example its number of tokens; at least 0, a number or a tensor of one
             element. None stands for the number of samples. A shard of weight 0 takes no part in the update.
         metrics: Pairs (sum, weight) by name, for example ``{"accuracy": (correct, count)}``. They are summed over
-            shards, and the metric is their quotient over the whole batch. A pair may also be a tensor of two elements.
+            shards, in float64 if they are bool, in half precision or integers of fewer than 64 bits, and the metric is
+            their quotient over the whole batch. A pair may also be a tensor of two elements.
         carried: The new values of an updater's `carried`, for the samples of the shard; see `Carried`.
 
     >>> Loss(torch.tensor(0.5, requires_grad=True), weight=12, metrics={"accuracy": (9, 12)}).weight
@@ -287,3 +291,15 @@ def loss_weight(loss: Loss, num_samples: int) -> float:
     if not (math.isfinite(weight) and weight >= 0):
         raise ValueError(f"`weight` of a Loss must be finite and at least 0, got {weight}.")
     return weight
+
+
+def metric_pairs(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]:
+    """Return the metrics of a loss as pairs that can be summed over shards and keep no graph alive."""
+    return {name: (_summand(total), _summand(weight)) for name, (total, weight) in loss.metrics.items()}
+
+
+def _summand(value: float | torch.Tensor) -> float | torch.Tensor:
+    """Return a number in a dtype in which sums over shards neither overflow nor round coarsely."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach() if value.dtype in _SUMMABLE else value.detach().double()

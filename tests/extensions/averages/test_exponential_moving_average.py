@@ -78,6 +78,47 @@ def test_a_resumed_run_ends_with_the_same_average(tmp_path: Path) -> None:
     assert float(resumed.observation["average/main/loss"]) == float(whole.observation["average/main/loss"])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_weights_in_half_precision_are_averaged_in_float32(tmp_path: Path, use_buffers: bool) -> None:
+    torch.manual_seed(1)
+    x, t = torch.randn(20, 6).bfloat16(), torch.randint(3, (20,))
+    updater = LoopUpdater(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).bfloat16(), x, t, 5)
+    average = ExponentialMovingAverage(updater.model, 0.999, use_buffers=use_buffers)
+    trainer = Trainer(updater, (30, "iteration"), tmp_path, extensions=[average])
+    wide: dict[str, torch.Tensor] = {}
+
+    def follow(trainer: Trainer) -> None:  # noqa: ARG001 - the signature of an extension
+        for name, tensor in updater.model.state_dict().items():
+            wide[name] = wide[name].lerp(tensor.float(), 1 - 0.999) if name in wide else tensor.float()
+
+    trainer.extend(follow, trigger=(1, "iteration"))
+    trainer.run()
+    averaged = [name for name, _ in updater.model.named_parameters()]
+    averaged += ["0.running_mean", "0.running_var"] if use_buffers else []
+    expected = {name: wide[name].bfloat16() for name in averaged}
+    found = average.module.state_dict()
+    assert ls.digest({name: found[name] for name in averaged}) == ls.digest(expected)
+    # The float32 values are saved: a restored average goes on as the first one does.
+    other = ExponentialMovingAverage(updater.model, 0.999, use_buffers=use_buffers)
+    other.load_state_dict(average.state_dict())
+    assert ls.digest(other.state_dict()) == ls.digest(average.state_dict())
+    with pytest.raises(StateError, match="must hold 'average', 'exact'; missing: 'exact'"):
+        other.load_state_dict({"average": average.state_dict()["average"]})
+
+
+def test_a_small_change_of_a_weight_in_half_precision_moves_the_average(tmp_path: Path) -> None:
+    updater = LoopUpdater(nn.Linear(1, 1, bias=False).bfloat16(), torch.zeros(1, 1).bfloat16(), torch.zeros(1, 1), 1)
+    average = ExponentialMovingAverage(updater.model, 0.999)
+    with torch.no_grad():
+        updater.model.weight.fill_(0.5)
+        average(Trainer(updater, (1, "iteration"), tmp_path))
+        updater.model.weight.fill_(1.0)
+    for _ in range(700):
+        average(Trainer(updater, (1, "iteration"), tmp_path))
+    # 1 - 0.5 · 0.999⁷⁰⁰; in bfloat16 no update could move it.
+    assert average.module.weight.item() == pytest.approx(0.752, abs=0.004)
+
+
 def test_training_does_not_depend_on_it(tmp_path: Path) -> None:
     trainer, _ = build(tmp_path / "a")
     trainer.run()

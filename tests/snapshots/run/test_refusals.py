@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ def updater(**changes: Any) -> ls.ParallelUpdater:
     torch.manual_seed(changes.pop("weights", 1))
     width, dtype = changes.pop("width", 8), changes.pop("dtype", torch.float32)
     model = nn.Sequential(nn.Linear(6, width), changes.pop("activation", nn.ReLU()), nn.Linear(width, 3)).to(dtype)
+    model[0].requires_grad_(not changes.pop("frozen", False))
     if changes.pop("tied", False):
         model[0].bias = nn.Parameter(torch.zeros(8))
         model.add_module("extra", nn.Module())
@@ -41,8 +45,8 @@ def loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tenso
     return functional.cross_entropy(model(x.to(model[0].weight.dtype)).float(), target)  # type: ignore[index,union-attr,arg-type]
 
 
-def other_loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return loss(model, x, target)
+def other_loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    return scale * loss(model, x, target)
 
 
 def sgd(**options: Any) -> Callable[[Any], torch.optim.Optimizer]:
@@ -84,6 +88,7 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "model.0.weight": ({"width": 9}, "float32 [8, 6]", "float32 [9, 6]"),
     "model.2.bias": ({"dtype": torch.float64}, "float32 [3]", "float64 [3]"),
     "model.extra.bias": ({"tied": True}, "nothing", "tied to 0.bias"),
+    "frozen": ({"frozen": True}, "nothing", ["0.weight", "0.bias"]),
     "optimizer": ({"optimizer": torch.optim.Adam}, "SGD", "Adam"),
     "optimizer.num_parameters": ({"optimizer": lambda each: sgd()(list(each)[:3])}, [4], [3]),
     "optimizer.lr": ({"optimizer": sgd(lr=0.2)}, 0.1, 0.2),
@@ -149,7 +154,7 @@ def test_a_changed_field_is_refused_with_both_values(field: str, saved: Path) ->
     assert ls.digest(made.state_dict()) == before
     differing = recipes.compare_fields(ls.snapshots.load(saved).recipe, made.recipe_fields())
     alone = {each.name for each in differing} - {field}
-    assert {each for each in alone if not each.startswith("optimizer.")} == ACCOMPANIED.get(field, set())
+    assert {each for each in alone if not each.startswith(("optimizer.", "code."))} == ACCOMPANIED.get(field, set())
 
 
 def test_every_field_is_changed_by_a_test() -> None:
@@ -295,6 +300,45 @@ def test_other_code_is_a_warning(saved: Path) -> None:
     with pytest.warns(ls.DeterminismWarning, match="code.loss_fn is 'other_loss' here and 'loss' in the snapshot"):
         ls.snapshots.restore(made, saved)
     assert made.iteration == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"activation": nn.GELU()}, "code.model.1 is \"GELU(approximate='none')\" here and 'ReLU()' in the snapshot"),
+        (
+            {"loss_fn": ls.supervised(nn.CrossEntropyLoss(label_smoothing=0.1))},
+            "code.loss_fn is \"supervised(CrossEntropyLoss(ignore_index=-100, label_smoothing=0.1, reduction='mean'))",
+        ),
+        ({"loss_fn": partial(other_loss, scale=2.0)}, "code.loss_fn is 'other_loss(scale=2.0)' here and 'loss' in"),
+        ({"loss_fn": ls.supervised(functional.cross_entropy)}, "code.loss_fn is 'supervised(cross_entropy)' here"),
+    ],
+)
+def test_other_options_of_modules_and_functions_are_a_warning(saved: Path, changes: Any, words: str) -> None:
+    made = updater(**changes)
+    with pytest.warns(ls.DeterminismWarning, match=re.escape(words)):
+        ls.snapshots.restore(made, saved)
+
+
+def test_modules_that_get_their_shape_in_the_first_update_are_no_difference(tmp_path: Path) -> None:
+    def lazy() -> ls.ParallelUpdater:
+        model = nn.Sequential(nn.LazyLinear(8), nn.Dropout(0.1), nn.LazyLinear(3))
+        batches = ls.BatchIterator(vectors(50), 8, seed=3)
+        supervised = ls.supervised(functional.cross_entropy)
+        return ls.ParallelUpdater(batches, sgd()(model.parameters()), model, devices=1, loss_fn=supervised)
+
+    made = lazy()
+    made.update()
+    ls.snapshots.save(made, tmp_path / "snapshot")
+    assert made.recipe_fields()["code.model.2"] == "Linear(in_features=8, out_features=3, bias=True)"
+    resumed = lazy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ls.snapshots.restore(resumed, tmp_path / "snapshot")
+    # With the momentum of its optimizer, too.
+    for each in (made, resumed):
+        each.update()
+    assert ls.digest(resumed.state_dict()) == ls.digest(made.state_dict())
 
 
 def test_an_option_that_is_new_is_a_warning(saved: Path) -> None:

@@ -228,6 +228,19 @@ def refused_rate() -> list[str]:
         return outcome(updater.update)
 
 
+def refused_dropout() -> list[str]:
+    model = nn.Sequential(MLP.model(), nn.Dropout(0.2 if rank() == BAD_RANK else 0.1))
+    with finalized(updater_for(MLP, num_shards=5, model=model)) as updater:
+        return outcome(updater.update)
+
+
+def refused_criterion() -> list[str]:
+    smoothing = 0.1 if rank() == BAD_RANK else 0.0
+    supervised = ls.supervised(nn.CrossEntropyLoss(label_smoothing=smoothing))
+    with finalized(updater_for(MLP, num_shards=5, loss_fn=supervised)) as updater:
+        return outcome(updater.update)
+
+
 def refused_switch() -> list[str]:
     """Allow float32 matrix products of less precision on one rank: other kernels."""
     before = torch.get_float32_matmul_precision()
@@ -328,6 +341,8 @@ PROGRAMS: dict[str, Callable[[str], Any]] = {
     "shards": lambda _: refused(num_shards=6),
     "precision": lambda _: refused(precision="bf16"),
     "rate": lambda _: refused_rate(),
+    "dropout": lambda _: refused_dropout(),
+    "criterion": lambda _: refused_criterion(),
     "switch": lambda _: refused_switch(),
     "broadcast": lambda _: other_models("broadcast"),
     "refuse": lambda _: other_models("refuse"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.errors import StateError
+from lockstep.precision import HALF_PRECISION
 from lockstep.state import check_keys
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
@@ -21,9 +23,11 @@ class ExponentialMovingAverage(Extension):
 
         a ← d·a + (1 - d)·w
 
-    The first update sets a to w. The average is a `torch.optim.swa_utils.AveragedModel`, a copy of the model of which
-    `module` is evaluated, saved and used like the model itself. It is part of the saved state of the trainer, and so of
-    every snapshot. An `Evaluator` with the same trigger evaluates the average after it has been updated.
+    The first update sets a to w. Weights in half precision are averaged in float32 and then rounded, because the
+    changes of a single update would be rounded away. The average is a `torch.optim.swa_utils.AveragedModel`, a copy of
+    the model of which `module` is evaluated, saved and used like the model itself. It is part of the saved state of the
+    trainer, and so of every snapshot. An `Evaluator` with the same trigger evaluates the average after it has been
+    updated.
 
     Args:
         model: The model that is averaged, which has all its parameters: that of the updater, or one of the same class
@@ -69,6 +73,12 @@ class ExponentialMovingAverage(Extension):
         self.average = AveragedModel(model, multi_avg_fn=average_fn, use_buffers=use_buffers)
         # Not trained, so no pass needs to record how it was computed.
         self.average.requires_grad_(requires_grad=False)
+        self._exact = {
+            name: tensor.detach().float()
+            for name, tensor in self._averaged_tensors(self.module).items()
+            if tensor.dtype in HALF_PRECISION
+        }
+        """The float32 averages of the tensors in half precision, by name."""
 
     @property
     def module(self) -> torch.nn.Module:
@@ -85,11 +95,22 @@ class ExponentialMovingAverage(Extension):
         models = trainer.updater.get_all_models()
         if self.model_name not in models:
             raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
-        self.average.update_parameters(models[self.model_name])
+        model = models[self.model_name]
+        is_first = bool(self._exact) and int(self.average.n_averaged) == 0
+        self.average.update_parameters(model)
+        given, rounded = self._averaged_tensors(model), self._averaged_tensors(self.module)
+        for name, exact in self._exact.items():
+            weight = given[name].detach().to(exact.device, torch.float32)
+            rounded[name].copy_(exact.copy_(weight) if is_first else exact.lerp_(weight, 1 - self.decay))
+
+    def _averaged_tensors(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the tensors of a model that are averaged, by name."""
+        return dict(chain(model.named_parameters(), model.named_buffers() if self.average.use_buffers else ()))
 
     def state_dict(self) -> dict[str, object]:
-        """Return a copy of the average, and the number of updates in it."""
-        return {"average": {name: tensor.clone() for name, tensor in self.average.state_dict().items()}}
+        """Return a copy of the average, in float32 as well if it is in half precision, and its number of updates."""
+        state: dict[str, object] = {"average": _cloned(self.average.state_dict())}
+        return {**state, "exact": _cloned(self._exact)} if self._exact else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a saved state.
@@ -97,15 +118,24 @@ class ExponentialMovingAverage(Extension):
         Raises:
             StateError: If a key is missing or unknown, or a tensor has another shape; nothing has changed then.
         """
-        own = self.average.state_dict()
-        check_keys(state, ("average",), of="ExponentialMovingAverage")
-        check_keys(state["average"], own, of="the average of ExponentialMovingAverage")
-        # PyTorch would load the tensors that fit before it raises an error.
-        for name, tensor in state["average"].items():
-            shape, found = tuple(own[name].shape), tuple(tensor.shape)
-            if found != shape:
-                raise StateError(
-                    f"`state['average'][{name!r}]` must have shape {shape}, got {found}. Average the model that "
-                    "was averaged when the state was saved."
-                )
+        parts: dict[str, Mapping[str, torch.Tensor]] = {"average": self.average.state_dict()}
+        if self._exact:
+            parts["exact"] = self._exact
+        check_keys(state, parts, of="ExponentialMovingAverage")
+        for key, own in parts.items():
+            check_keys(state[key], own, of=f"the {key} of ExponentialMovingAverage")
+            # PyTorch would load the tensors that fit before it raises an error.
+            for name, tensor in state[key].items():
+                shape, found = tuple(own[name].shape), tuple(tensor.shape)
+                if found != shape:
+                    raise StateError(
+                        f"`state[{key!r}][{name!r}]` must have shape {shape}, got {found}. Average the model that "
+                        "was averaged when the state was saved."
+                    )
         self.average.load_state_dict(dict(state["average"]))
+        for name, exact in self._exact.items():
+            exact.copy_(state["exact"][name])
+
+
+def _cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.snapshots.reading import Snapshot
@@ -51,7 +52,9 @@ def _prepare(saved: dict[str, Any], optimizer: Optimizer) -> None:
     """Adapt the saved state of an optimizer to this process: memory layouts, and options that are new."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in saved["state"].items():
-        for key, value in values.items() if index < len(parameters) else ():
+        # A parameter without a shape gets the one that is saved, in row-major order like its state.
+        shaped = index < len(parameters) and not is_lazy(parameters[index])
+        for key, value in values.items() if shaped else ():
             # Files hold tensors in row-major order, but fused kernels ignore strides.
             if isinstance(value, torch.Tensor) and value.shape == parameters[index].shape:
                 values[key] = laid_out_for(parameters[index], value)
@@ -73,6 +76,7 @@ def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Ch
             state[field] = accepted[field].own
     if "loss_scale" in {field.partition(".")[0] for field in accepted}:
         state["loss_scale"] = own["loss_scale"]
+    _keep_own_frozen(state, own, accepted)
     for name, iterator in state.get("iterators", {}).items():
         if _named(name, "data_seed") in accepted:
             iterator["seed"] = accepted[_named(name, "data_seed")].own
@@ -83,6 +87,14 @@ def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Ch
         for name, scheduler in state.get(f"{kind}s", {}).items():
             kept = own[f"{kind}s"][name]
             scheduler.update({key: kept[key] for key in scheduler if _named(name, f"{kind}.{key}") in accepted})
+
+
+def _keep_own_frozen(state: dict[str, Any], own: Mapping[str, Any], accepted: Mapping[str, Change]) -> None:
+    """Replace the saved names of frozen parameters by this run's own for the models where they were accepted."""
+    kept: dict[str, list[str]] = own.get("frozen", {})
+    for name in {*state.get("frozen", {}), *kept}:
+        if _named(name, "frozen") in accepted:
+            state.setdefault("frozen", {})[name] = kept.get(name, [])
 
 
 def _keep_own_options(

@@ -19,7 +19,7 @@ from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import AnyBufferSum, ShardRunner
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight
+from lockstep.updaters.loss import LossFunction, check_loss, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.state import CarriedAttempt
 
@@ -183,7 +183,7 @@ class DeviceGradientTask:
                 self._finish_gradients(gradients, remaining_factor)
             # The name "loss" belongs to the loss of the update, which is recorded below.
             reported.pairs.pop("loss", None)
-            metrics = reported.pairs | _detach_metrics(loss) if loss.metrics else reported.pairs
+            metrics = reported.pairs | metric_pairs(loss) if loss.metrics else reported.pairs
             report = ShardReport(shard.index, weight, loss.value.detach(), metrics)
             self._add(runner, shard, report, gradients, sent_early=sent_early)
 
@@ -237,12 +237,3 @@ class DeviceGradientTask:
             runner.buffers.collect(shard.index, weight, self.buffer_sum)
         self.buffer_weight += weight
         self.reports.append(report)
-
-
-def _detach_metrics(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | torch.Tensor]]:
-    """Detach the metrics of a loss, so that reports do not keep graphs alive."""
-    return {name: (_detach(total), _detach(weight)) for name, (total, weight) in loss.metrics.items()}
-
-
-def _detach(value: float | torch.Tensor) -> float | torch.Tensor:
-    return value.detach() if isinstance(value, torch.Tensor) else value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -20,7 +20,7 @@ from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
 from lockstep.replicas import SINGLE_THREAD, ComputeMode
 from lockstep.updaters.setup import Recipe
-from lockstep.updaters.state import TrainingState
+from lockstep.updaters.state import TrainingState, code_text, module_text
 
 LOG = logging.getLogger("lockstep")
 
@@ -174,7 +174,7 @@ def _joined(what: str, named: Mapping[str, Any], describe: Any) -> Fields:
 
 def _model_fields(model: nn.Module) -> Iterator[tuple[str, str]]:
     for path, module in model.named_modules():
-        yield f"kind of module {path!r}", f"{type(module).__name__}{'' if module.training else ' (eval)'}"
+        yield f"kind of module {path!r}", f"{module_text(module)}{'' if module.training else ' (eval)'}"
     for name, parameter in model.named_parameters():
         trained = "" if parameter.requires_grad else " (frozen)"
         yield f"parameter {name!r}", f"{_shape(parameter)}{trained}"
@@ -215,6 +215,5 @@ def _stable_text(value: object) -> str:
         return repr(value)
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_stable_text, value))}]"
-    if inspect.isroutine(value):
-        return value.__qualname__
-    return type(value).__name__
+    # The options of a partial may differ, such as the device of a rank.
+    return type(value).__name__ if isinstance(value, partial) else str(code_text(value))

@@ -9,6 +9,7 @@ from lockstep.errors import StateError
 from lockstep.precision import CurrentScale
 from lockstep.state import check_keys
 from lockstep.updaters.state import lazy
+from lockstep.updaters.state.frozen import check_frozen, frozen_names, restore_frozen
 from lockstep.updaters.state.registered import RegisteredTensors
 from lockstep.updaters.state.savepoint import copy_state
 from lockstep.updaters.state.training import TrainingState
@@ -36,6 +37,7 @@ def live_state_of(training: TrainingState, *, num_shards: int, seed: int) -> dic
         num_shards: The number of shards per batch.
         seed: The seed of the random streams.
     """
+    frozen = frozen_names(training.models)
     return {
         "num_shards": num_shards,
         "seed": seed,
@@ -47,6 +49,7 @@ def live_state_of(training: TrainingState, *, num_shards: int, seed: int) -> dic
         "models": {name: lazy.state_of(each) for name, each in training.models.items()},
         "schedulers": {name: each.state_dict() for name, each in training.schedulers.items()},
         "epoch_schedulers": {name: each.state_dict() for name, each in training.epoch_schedulers.items()},
+        **({"frozen": frozen} if frozen else {}),
         **({} if training.carried is None else {"carried": training.carried.state_dict()}),
     }
 
@@ -68,6 +71,7 @@ def load_state(training: TrainingState, state: Mapping[str, Any], *, num_shards:
     """
     # Everything that can be checked is checked first. What only fails while loading is undone below.
     _check_state(state, live_state_of(training, num_shards=num_shards, seed=seed))
+    check_frozen(state.get("frozen", {}), training.models)
     if training.carried is not None:
         training.carried.check_state(state["carried"])
     # Restored into a new value here, so that an error leaves the current one in use.
@@ -86,6 +90,7 @@ def load_state(training: TrainingState, state: Mapping[str, Any], *, num_shards:
         raise
     if training.carried is not None:
         training.carried.load_state_dict(state["carried"])
+    restore_frozen(state.get("frozen", {}), training.models)
     training.scale = CurrentScale(loss_scale)
     training.iteration = state["iteration"]
     training.num_applied = state["applied_updates"]
@@ -112,7 +117,8 @@ def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         state: The state to load.
         own: The current state of the updater.
     """
-    check_keys(state, own, of="a ParallelUpdater")
+    # A state without frozen parameters does not mention them.
+    check_keys({key: state[key] for key in state if key != "frozen"}, own.keys() - {"frozen"}, of="a ParallelUpdater")
     for part in ("iterators", "optimizers", "models", "schedulers", "epoch_schedulers"):
         check_keys(state[part], own[part], of=f"the {part} of a ParallelUpdater")
     if state["num_shards"] != own["num_shards"]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from functools import partial
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -21,6 +20,8 @@ from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
 from lockstep.updaters.setup import MAIN, Recipe
 from lockstep.updaters.state.carried import CarriedValues
+from lockstep.updaters.state.descriptions import code_text, is_of_torch, module_text, name_of
+from lockstep.updaters.state.frozen import described as described_frozen, frozen_names
 
 RecipeFields: TypeAlias = dict[str, Any]
 """JSON values by name."""
@@ -52,6 +53,7 @@ _MOVED: Final = frozenset({"params", "initial_lr"})
 def settings_of(
     loss_scale: LossScale,
     *,
+    models: Mapping[str, nn.Module],
     iterators: Mapping[str, BatchSource],
     optimizers: Mapping[str, Optimizer],
     schedulers: Mapping[str, LRScheduler],
@@ -62,6 +64,7 @@ def settings_of(
 
     Args:
         loss_scale: The loss scale.
+        models: The models by name, of which some parameters may be frozen.
         iterators: The batch iterators by name.
         optimizers: The optimizers by name.
         schedulers: The schedulers that step with applied updates.
@@ -69,6 +72,8 @@ def settings_of(
         carried: The values that are carried from batch to batch, if there are any.
     """
     described = dict(_loss_scale_fields(loss_scale)) | dict(_carried_fields(carried))
+    # A run that freezes nothing has the fields that it had before these existed.
+    described |= {_joined(name, "frozen"): described_frozen(paths) for name, paths in frozen_names(models).items()}
     parts: tuple[tuple[str, Mapping[str, Any], Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
         ("", iterators, _iterator_fields),
         ("optimizer", optimizers, _optimizer_fields),
@@ -86,7 +91,7 @@ def recipe_fields(
 ) -> RecipeFields:
     """Describe a run: arguments of the updater, the settings of its parts, and the tensors of its models.
 
-    Fields that begin with ``code.`` are names of code.
+    Fields that begin with ``code.`` are names of code, and options of modules and functions.
 
     Args:
         recipe: The arguments of the updater.
@@ -94,7 +99,7 @@ def recipe_fields(
         models: The models by name.
         num_shards: The number of shards per batch.
     """
-    code = {name: _name_of(getattr(recipe, name)) for name in ("loss_fn", "step_fn", "converter")}
+    code = {name: code_text(getattr(recipe, name)) for name in ("loss_fn", "step_fn", "converter")}
     described: RecipeFields = {"num_shards": num_shards}
     described |= {name: as_json(getattr(recipe, name)) for name in _ARGUMENTS}
     # A run that does not clip has the fields that it had before the argument existed.
@@ -103,6 +108,7 @@ def recipe_fields(
     described |= settings
     for name, model in models.items():
         described.update({_joined(name, "model", field): value for field, value in _model_fields(model)})
+        code.update({_joined(name, "model", field): value for field, value in _module_fields(model)})
     return described | {f"{CODE}{name}": value for name, value in code.items()} | {f"{CODE}lockstep": __version__}
 
 
@@ -122,21 +128,12 @@ def as_json(value: object) -> Any:
         return [as_json(each) for each in value]
     if isinstance(value, Mapping):
         return {str(key): as_json(each) for key, each in value.items()}
-    return str(value) if isinstance(value, torch.dtype) else _name_of(value)
+    return str(value) if isinstance(value, torch.dtype) else name_of(value)
 
 
 def _joined(name: str, *parts: str) -> str:
     """Join the parts of a field's name; that of the only or the main object is left out."""
     return ".".join(part for part in ("" if name == MAIN else name, *parts) if part)
-
-
-def _name_of(value: object) -> str | None:
-    """Return the qualified name of a function, or of the class of an object."""
-    if value is None:
-        return None
-    if isinstance(value, partial):
-        return _name_of(value.func)
-    return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
 def _loss_scale_fields(scale: LossScale) -> Iterator[tuple[str, Any]]:
@@ -196,6 +193,13 @@ def _model_fields(model: nn.Module) -> Iterator[tuple[str, str]]:
         if isinstance(tensor, torch.Tensor):
             tied = first.setdefault(tensor, name)
             yield name, _tensor_text(tensor) if tied == name else f"tied to {tied}"
+
+
+def _module_fields(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield PyTorch's own modules with their options."""
+    for name, module in model.named_modules():
+        if is_of_torch(module) and next(module.children(), None) is None:
+            yield name, UNKNOWN_SHAPE if any(map(is_lazy, module.parameters())) else module_text(module)
 
 
 def _tensor_text(tensor: torch.Tensor) -> str:

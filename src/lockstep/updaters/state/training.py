@@ -60,6 +60,7 @@ class TrainingState:
         # Now, because schedules move the options of optimizers, and a resumed script sets up the same ones.
         self.settings = settings_of(
             self.scale.value,
+            models=self.models,
             iterators=self.iterators,
             optimizers=self.optimizers,
             schedulers=self.schedulers,
