@@ -100,8 +100,7 @@ class Updater(DynamicLossScalingUpdater):
         try:
             finite = super()._attempt()
         except StopIteration:
-            if self.bad:
-                self.script.insert(0, True)  # the answer was not asked for
+            self.script.insert(0, self.bad)  # the answer was not asked for
             raise
         checked = [["check", not finite]]
         if finite:
