@@ -369,3 +369,12 @@ def test_the_last_device_gets_what_is_left() -> None:
     assert split_input_slice(30, [0.3, 0.5, 0.4])[0] == slice(0, 7)
     with pytest.raises(ValueError, match="must leave a sample for every device"):
         split_input_slice(9, [1] * 6)
+
+
+@pytest.mark.parametrize(
+    ("loads", "rule"), [([0.1, 0.2, -0.3], "scala"), ([1e308, 1e308], "python"), ([1e308], "python"), ([], "scala")]
+)
+def test_a_sum_or_a_share_that_is_no_number_is_refused(loads: list[float], rule: Any) -> None:
+    """The first sum is 0 in float32 only, and a product overflows that the loads do not show."""
+    with pytest.raises(ValueError, match="must have a finite sum other than 0"):
+        split_input_slice(4, loads, rule=rule)

@@ -186,6 +186,21 @@ def test_growth_follows_the_attributes() -> None:
     assert training.updater.scale == 4.0
 
 
+@pytest.mark.parametrize(("interval", "whole"), [(1.5, 1), (2.0, 2), (0.9, 0), (-0.5, -1)])
+def test_a_fraction_of_the_interval_counts_for_nothing(interval: float, whole: int) -> None:
+    trainings = [Training(N=each) for each in (interval, whole)]
+    for _ in range(8):
+        for training in trainings:
+            training.weights_after(1)
+        fractional, plain = [training.updater.state_dict() for training in trainings]
+        assert fractional == plain
+
+
+def test_an_interval_without_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="`interval` must be finite"):
+        Training(N=float("inf"))
+
+
 def test_decay_acts_on_true_gradients() -> None:
     weights = []
     for scale in (1.0, 1024.0):

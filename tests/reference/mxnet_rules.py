@@ -15,6 +15,8 @@ from lockstep.optim import LAMB, MomentumSGD, hooks
 Options = Mapping[str, Any]
 Groups = list[dict[str, Any]]
 """One a parameter, with its options "decay" and "name" beside it."""
+TINY = 1e-30
+"""What stands for the epsilon of lars that is 0 unless it is given: ours is to change nothing."""
 
 
 def sgd(options: Options, groups: Groups) -> Optimizer:
@@ -31,7 +33,7 @@ def lars(options: Options, groups: Groups) -> Optimizer:
     """MXNet's lars, which treats biases and the numbers of a normalization as sgd does."""
     correction = options.get("momentum_correction", True)
     optimizer = MomentumSGD(bare(groups), momentum=options.get("momentum", 0.0), correction=correction)
-    rates = {"threshold": 0.0, "coefficient": options.get("eta", 0.001), "eps": options.get("epsilon", 1e-8)}
+    rates = {"threshold": 0.0, "coefficient": options.get("eta", 0.001), "eps": options.get("eps") or TINY}
     for index, group in enumerate(groups):
         clip(optimizer, options, index)
         if not group["name"].endswith(("gamma", "beta", "bias")):
@@ -42,17 +44,34 @@ def lars(options: Options, groups: Groups) -> Optimizer:
 
 
 def adam(options: Options, groups: Groups) -> Optimizer:
-    """MXNet's adam, whose epsilon comes before the correction of the second moment."""
+    """MXNet's adam, whose epsilon comes before the correction of the second moment, and decay before the clipping.
+
+    Its moments decay by the nearest numbers in float32, whose 1 - beta2 is 1e-5 off; its correction knows the betas.
+    """
     betas = options.get("beta1", 0.9), options.get("beta2", 0.999)
-    optimizer = torch.optim.Adam(with_decay(groups), betas=betas)
+    narrow = tuple(torch.tensor(betas).tolist())
+    optimizer = torch.optim.Adam(bare(groups), betas=narrow)
+    rates = [0.0 for _ in groups]
 
-    def set_epsilon(*_: Any) -> None:
-        for group in optimizer.param_groups:
-            kept = optimizer.state.get(group["params"][0], {})
+    def set_numbers(*_: Any) -> None:
+        for index, (group, given) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+            (weight,) = group["params"]
+            if given["decay"]:
+                hooks.WeightDecay(given["decay"])(optimizer, weight)
+            kept = optimizer.state.get(weight, {})
             count = int(kept["step"]) + 1 if kept else 1
-            group["eps"] = options.get("epsilon", 1e-8) / (1 - betas[1] ** count) ** 0.5
+            corrections = [[1 - beta**count for beta in each] for each in (betas, narrow)]
+            wanted, torchs = (second**0.5 / first for first, second in corrections)
+            rates[index] = group["lr"]
+            group["lr"] *= wanted / torchs
+            group["eps"] = options.get("epsilon", 1e-8) / corrections[1][1] ** 0.5
 
-    optimizer.register_step_pre_hook(set_epsilon)
+    def set_rates_back(*_: Any) -> None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(set_numbers)
+    optimizer.register_step_post_hook(set_rates_back)
     return clipping(optimizer, options)
 
 
@@ -121,11 +140,12 @@ def optimizer_of(
         rule: One of `RULES`.
         options: The original's own, but for "rescale_grad".
         weights: What it moves.
-        names: Theirs. Of weights with names, the original decays those that end in weight or gamma.
+        names: Theirs. Of weights with names, the original decays those that end in weight or, but for lars, gamma.
         wd_mult: Multiplies the decay by name, where the original was told so.
     """
     found = ["weight"] * len(weights) if names is None else names
-    usual = {name: float(name.endswith(("weight", "gamma"))) for name in found}
+    decayed = ("weight",) if rule == "lars" else ("weight", "gamma")
+    usual = {name: float(name.endswith(decayed)) for name in found}
     factors = usual if wd_mult is None else {name: wd_mult.get(name, 1.0) for name in found}
     groups = [
         {"params": [weight], "name": name, "decay": options.get("wd", 0.0) * factors[name]}

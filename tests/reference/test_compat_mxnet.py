@@ -88,6 +88,14 @@ class Renamed(Replay):
         self.executors.reshape(described(step["data_descs"]), described(step["label_descs"]))
         return {"rebuilt": self.executors.get_batch_size() != before}
 
+    def reshape_failed(self, step: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask for shapes that the original refused, which says nothing about the labels; ours stay as they were."""
+        bound = self.group.batch_size
+        with pytest.raises(ValueError, match="must leave a sample for every device"):
+            self.executors.reshape(described(step["data_descs"]), None)
+        assert self.group.batch_size == bound
+        return {"error": step["error"]}
+
     def measure(self, counted: Counted) -> None:
         self.executors.update_metric(counted, self.labels)
 

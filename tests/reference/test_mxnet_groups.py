@@ -28,6 +28,8 @@ TOLERANCES = {
     "steps.*aux_*": Tolerance(1e-5, floor=0.0, offset=1e-3),
     "steps.*arg_params.*": Tolerance(1e-7),  # the original adds equal values up and divides
 }
+# What the normalisation takes out: the rounding errors of terms that cancel, which grow as a variance shrinks.
+NOTHING = {"steps.*grads_*.fc1_bias*": Tolerance(1e-5)}
 
 GROUPS = cases("mxnet-nnabla/mxnet_group.json", num_cases=12, given=GIVEN)
 
@@ -50,7 +52,7 @@ def check_columns(case: Case, group: type[Replay]) -> None:
     ours = replay(case, group)
     given = [each.replace("steps.*.", "steps.") for each in GIVEN]
     case = replace(case, given=["name", *given])
-    case.in_columns().check({**ours, "steps": columns(ours["steps"])}, TOLERANCES)
+    case.in_columns().check({**ours, "steps": columns(ours["steps"])}, {**NOTHING, **TOLERANCES})
 
 
 LAYOUTS = cases("mxnet-nnabla/mxnet_group_layouts.json", num_cases=19, given=GIVEN)

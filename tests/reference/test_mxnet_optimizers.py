@@ -32,5 +32,5 @@ def test_replay(case: Case) -> None:
             parameter.grad = tensor(grad) * options.get("rescale_grad", 1.0)
         optimizer.step()
         steps.append({"params_after": [parameter.detach().clone() for parameter in parameters]})
-    # The original fuses the lines of an update and so rounds otherwise.
-    case.check({"steps": steps}, {"*": Tolerance(1e-5, floor=0.0, offset=1e-3)})
+    # The original fuses the lines of an update and so rounds otherwise, which shows in what is left of larger terms.
+    case.check({"steps": steps}, {"*": Tolerance(1e-5, floor=0.0, offset=1e-3, peak=1e-6)})

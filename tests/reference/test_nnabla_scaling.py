@@ -338,12 +338,21 @@ NEAR = {
         "*.params_after.*": Tolerance(3e-5, floor=0.0, offset=1e-3),
     },
     "half": {
-        "*.losses.*": Tolerance(1e-3, floor=1.0),
+        "*.losses.*": Tolerance(3e-3, floor=1.0),  # a few units in the last place of float16
         "*.grads_applied.*": Tolerance(2e-3, floor=100.0),  # the last bits of a loss times up to 100
         "*.grads_scaled.*": Tolerance(2e-2, floor=1e3),
         "*.params_after.*": Tolerance(1e-3, floor=1.0),
     },
 }
+
+
+def near(case: Case) -> dict[str, Tolerance]:
+    """Give the tolerances of a case: the description's small number is one of gradients that are not scaled."""
+    tolerances = NEAR[case["dtype"]]
+    if case["dtype"] == "half":
+        return tolerances
+    scaled = replace(tolerances["*.grads_*"], offset=1e-3 * max(case["updater"]["scale"], 1.0))
+    return {"*.grads_scaled.*": scaled, **tolerances}
 
 
 @pytest.mark.parametrize("case", RUNS)
@@ -354,4 +363,4 @@ def test_run(case: Case) -> None:
     with ExitStack() as stack:
         run = Run(case, stack)
         ours = [run.update(number) for number in range(len(case["updates"]))]
-    case.check({"updates": ours}, NEAR[case["dtype"]])
+    case.check({"updates": ours}, near(case))

@@ -24,6 +24,9 @@ The reference folder is found by the environment variable LOCKSTEP_REFERENCE, or
 ``../shared/reference``. Where there is none, the replays are skipped. The cases of a file can be taken
 for traces of the same kind, of another variant: those may have another number of cases and other names, so
 that `where` tells them apart. What ours comes to at a listed place is not known there: it is passed over.
+
+A few more cases lie in ``recorded``, in the form of the traces: they were recorded by running MXNet 1.9.1 and NNabla
+1.39.0 (each file says by what) with random input, and lockstep or its replay had them wrong. They are always replayed.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ import torch
 from difference_rules import RULES
 from differences import Difference, for_replay, leaves, look_up, read_differences
 
+RECORDED = Path(__file__).with_name("recorded")
 _MOST_SHOWN = 10
 _ARRAY_KEYS = {"dtype", "shape", "data"}
 _ABSENT = "<absent>"
@@ -206,12 +210,17 @@ def cases(
         differ: Whether the list of differences is about these; of several lists in a file it is about one.
     """
     folder = reference_folder()
+    differences = for_replay(read_differences(), through) if differ else []
+
+    def found_in(folder: Path) -> list[Any]:
+        found = read(folder, file, num_cases, given=given, key=key, name=name, differences=differences)
+        return [pytest.param(case, id=case.name) for case in found]
+
+    own = found_in(RECORDED) if trace_path(RECORDED, file).is_file() else []
     if folder is None:
         reason = "no reference folder: neither LOCKSTEP_REFERENCE nor ../shared/reference"
-        return [pytest.param(None, marks=pytest.mark.skip(reason=reason))]
-    differences = for_replay(read_differences(), through) if differ else []
-    found = read(folder, file, num_cases, given=given, key=key, name=name, differences=differences)
-    return [pytest.param(case, id=case.name) for case in found]
+        return [pytest.param(None, marks=pytest.mark.skip(reason=reason)), *own]
+    return [*found_in(folder), *own]
 
 
 def earlier(case: Case, listed: Sequence[Any]) -> list[Case]:
@@ -237,8 +246,7 @@ def read(
     differences: Iterable[Difference],
 ) -> list[Case]:
     """Read the cases of a trace."""
-    system, trace = file.split("/")
-    content = json.loads((folder / system / "traces" / trace).read_text(encoding="utf-8"))
+    content = json.loads(trace_path(folder, file).read_text(encoding="utf-8"))
     contents = content.pop(key)
     is_public = content.get("variant", content.get("origin", {}).get("variant")) == "dev"
     counts = f"{file} must hold {num_cases} cases, got {len(contents)}."
@@ -270,6 +278,11 @@ def read(
         lost = not any(difference in case.differences for case in result)
         assert not (lost and is_public), f"{file} has no case for the difference {difference}."
     return result
+
+
+def trace_path(folder: Path, file: str) -> Path:
+    system, trace = file.split("/")
+    return folder / system / "traces" / trace
 
 
 def reference_folder() -> Path | None:

@@ -57,7 +57,7 @@ class DynamicLossScalingUpdater:
         data_feeder: A function that is called before each forward.
         scale: The loss scale, above 0.
         scaling_factor: The factor by which the scale is multiplied, and divided after an overflow; above 1.
-        N: The number of finite updates between two increases of the scale; see above.
+        N: The number of finite updates between two increases of the scale; see above. A fraction counts for nothing.
         clear_buffer: Whether backward frees the graph.
         accum_grad: The number of forwards and backwards per update.
         weight_decay: The weight decay that is added to the unscaled gradients; None for none.
@@ -94,7 +94,7 @@ class DynamicLossScalingUpdater:
     data_feeder: Callable[[], object] = no_data
     scale: float = 8.0
     scaling_factor: float = 2.0
-    N: int = 2000
+    N: float = 2000
     clear_buffer: bool = True
     accum_grad: int = 1
     weight_decay: float | None = None

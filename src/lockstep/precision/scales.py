@@ -259,7 +259,7 @@ class RampLossScale(LossScale):
 def nnabla_loss_scale(
     factor: float = 8.0,
     growth: float = 2.0,
-    interval: int = 2000,
+    interval: float = 2000,
     *,
     minimum: float = DynamicLossScale.minimum,
     maximum: float = DynamicLossScale.maximum,
@@ -273,7 +273,7 @@ def nnabla_loss_scale(
         factor: The factor at the start.
         growth: The ``scaling_factor`` of NNabla, above 1. The factor is multiplied by it, and divided by it after an
             overflow.
-        interval: The interval N of NNabla.
+        interval: The interval N of NNabla, of which a fraction counts for nothing, as in NNabla.
         minimum: The smallest factor, which NNabla does not have.
         maximum: The largest factor, which NNabla does not have.
 
@@ -292,12 +292,17 @@ def nnabla_loss_scale(
     16.0
     32.0
     """
-    uncounted = 1 if interval >= 0 else 0
+    if not math.isfinite(interval):
+        raise ValueError(
+            f"`interval` must be finite, got {interval}. Use a `StaticLossScale` for one that never grows."
+        )
+    whole = math.floor(interval)
+    uncounted = 1 if whole >= 0 else 0
     return DynamicLossScale(
         factor=factor,
         growth=growth,
         backoff=None,
-        interval=max(interval + 1, 1),
+        interval=max(whole + 1, 1),
         minimum=minimum,
         maximum=maximum,
         finite_updates=-uncounted,

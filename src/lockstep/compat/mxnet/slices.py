@@ -27,16 +27,19 @@ def split_input_slice(
         rule: The rounding: "python" rounds half to even, "scala" rounds half up, in float32.
 
     Raises:
-        ValueError: If a slice is empty, or the sum of the workloads is 0 or not finite.
+        ValueError: If a slice is empty, or the sum of the workloads, as the rule computes it, is 0 or not finite.
 
     >>> split_input_slice(8, [1, 1, 1, 1, 1, 1])[-2:]
     [slice(4, 5, None), slice(5, 8, None)]
     """
-    total = sum(work_load_list)
-    if total == 0 or not math.isfinite(total):
-        raise ValueError(f"`work_load_list` must have a finite sum other than 0, got {list(work_load_list)}.")
-    round_shares = _round_half_up if rule == "scala" else _round_half_even
-    lengths = round_shares(batch_size, work_load_list)
+    shares = (_shares_in_float32 if rule == "scala" else _shares)(batch_size, work_load_list)
+    if not shares or not all(map(math.isfinite, shares)):
+        raise ValueError(
+            "`work_load_list` must have a finite sum other than 0, and finite products with the batch size "
+            f"({batch_size}), got {list(work_load_list)}."
+        )
+    # Python's `round` rounds half to even.
+    lengths = [math.floor(share + 0.5) if rule == "scala" else round(share) for share in shares]
     # Rounding down on every device can leave several samples, all of which go to the last one.
     lengths[-1] += max(batch_size - sum(lengths), 0)
     slices: list[slice] = []
@@ -66,15 +69,15 @@ def check_workloads(num_devices: int, work_load_list: Sequence[float] | None) ->
     return loads
 
 
-def _round_half_even(batch_size: int, loads: Sequence[float]) -> list[int]:
-    """Return the number of samples per device, rounded half to even as in Python."""
+def _shares(batch_size: int, loads: Sequence[float]) -> list[float]:
+    """Return the exact share of each device, which is NaN if the sum of the workloads is 0."""
     # Not by `sum`, which compensates for rounding from Python 3.12 on; MXNet's Python did not.
-    total = reduce(operator.add, loads)
-    return [round(load * batch_size / total) for load in loads]
+    total = reduce(operator.add, loads, 0)
+    return [load * batch_size / total if total else math.nan for load in loads]
 
 
-def _round_half_up(batch_size: int, loads: Sequence[float]) -> list[int]:
-    """Return the number of samples per device, rounded half up; each operation is in float32 as in the JVM."""
+def _shares_in_float32(batch_size: int, loads: Sequence[float]) -> list[float]:
+    """Return the exact share of each device, where each operation is in float32 as in the JVM."""
     narrow = torch.tensor(list(loads), dtype=torch.float32)
-    shares = narrow * batch_size / reduce(torch.add, narrow.unbind())
-    return [math.floor(share + 0.5) for share in shares.tolist()]
+    shares: list[float] = (narrow * batch_size / reduce(torch.add, narrow.unbind(), torch.zeros(()))).tolist()
+    return shares
