@@ -32,6 +32,7 @@ PAGES = {
     "how-to/several-networks.md": 1,
     "how-to/trainer.md": 6,
     "how-to/uneven-devices.md": 2,
+    "how-to/state-in-losses.md": 3,
     "how-to/whole-batch-loss.md": 1,
     "index.md": 1,
     "modules.md": 6,

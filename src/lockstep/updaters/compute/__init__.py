@@ -7,7 +7,6 @@ from lockstep.updaters.compute.prepared_model import (
     create_runners as create_runners,
     without_gradients as without_gradients,
 )
-from lockstep.updaters.compute.random_detector import RandomDetector as RandomDetector
 from lockstep.updaters.compute.shard_forwards import (
     DeviceForwards as DeviceForwards,
     ShardFunction as ShardFunction,

@@ -21,6 +21,7 @@ from lockstep.updaters.setup.names import (
     named_schedulers as named_schedulers,
 )
 from lockstep.updaters.setup.networks import (
+    NamedLoss as NamedLoss,
     NetworkSet as NetworkSet,
     check_unnamed as check_unnamed,
     parse_networks as parse_networks,

@@ -30,12 +30,12 @@ from lockstep.updaters.compute import (
     GradientContext,
     PhaseTimer,
     PreparedModel,
-    RandomDetector,
     RankShare,
     ShardAssignment,
     share_of,
     without_gradients,
 )
+from lockstep.updaters.detectors import FirstUpdates
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.setup import (
     MAIN,
@@ -97,12 +97,12 @@ class GradientEngine:
         self._is_stale = True
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
-        self._random_detector = RandomDetector()
+        self._first_updates = FirstUpdates()
         self.restart_checks()
 
     def restart_checks(self) -> None:
-        """Check again for parameters without a shape, and watch again for draws from generators outside of streams."""
-        self._random_detector.restart(self.training.iteration)
+        """Check again for parameters without a shape, and watch again for what shards should not do."""
+        self._first_updates.restart(self.training.iteration)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
@@ -248,11 +248,10 @@ class GradientEngine:
         timed = self.busy_timer.timed(timed) if self.busy_timer.num_users else timed
         timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
-        detector, watching, writes = self._random_detector, NO_CONTEXT, NO_CONTEXT
-        if self.training.iteration < detector.end:
-            watching = detector.watching(request.loss_fn, [each.replica for each in prepared.runners])
-            writes = prepared.writes.watching()
-        with watching, writes:
+        watching = NO_CONTEXT
+        if self.training.iteration < self._first_updates.end:
+            watching = self._first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
+        with watching:
             self.streams.run(
                 partial(self.replicas.run, timed, settings=context.settings),
                 seed=self.recipe.seed,

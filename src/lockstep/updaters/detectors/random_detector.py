@@ -7,18 +7,14 @@ import random
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
-from types import FunctionType, MethodType
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from lockstep.errors import RandomStreamWarning
-
-CHECKED_UPDATES: Final = 3
-"""The number of updates that are checked after an updater was built or a state was loaded."""
+from lockstep.updaters.detectors.references import references
 
 _CURE: Final = (
     "Such numbers depend on which device and rank computes which shard, and a saved state does not hold the "
@@ -37,34 +33,25 @@ class RandomDetector:
     """
 
     def __init__(self) -> None:
-        self._has_warned = False
-        self.end = 0
-        """The number of done updates from which on nothing is checked."""
-
-    def restart(self, update: int) -> None:
-        """Check the next updates, unless a warning has been given already.
-
-        Args:
-            update: The number of updates that are done.
-        """
-        self.end = 0 if self._has_warned else update + CHECKED_UPDATES
+        self.has_warned = False
+        """Whether the warning has been given."""
 
     @contextmanager
     def watching(self, loss_fn: Any, models: Iterable[nn.Module]) -> Iterator[None]:
-        """Warn if a generator has moved at the end; nothing is checked after that.
+        """Warn if a generator has moved at the end.
 
         Args:
             loss_fn: The loss function, whose own generators count as well, if it refers to them directly.
             models: The models, of which the generators in attributes count as well.
         """
         attributes = [value for model in models for each in model.modules() for value in vars(each).values()]
-        found = [each for each in (*_referred_by(loss_fn), *attributes) if isinstance(each, torch.Generator)]
+        found = [each for each in (*references(loss_fn), *attributes) if type(each) is torch.Generator]
         before = _states(found)
         yield
         after = _states(found)
         moved = [name for name, state in before.items() if after[name] != state]
         if moved:
-            self._has_warned, self.end = True, 0
+            self.has_warned = True
             warnings.warn(
                 f"The model or the loss function drew from {' and '.join(moved)} while shards were computed. {_CURE}",
                 RandomStreamWarning,
@@ -80,21 +67,4 @@ def _states(own: Iterable[torch.Generator]) -> dict[str, object]:
         # The array of the state is the generator's copy, and arrays do not compare as one value.
         found["`numpy.random`"] = pickle.dumps(numpy.random.get_state(legacy=False))
     found["a `torch.Generator` of your own"] = [each.get_state().tolist() for each in own]
-    return found
-
-
-def _referred_by(function: Any) -> list[object]:
-    """List the objects that a function, a method, a partial or a callable object refers to directly."""
-    if isinstance(function, partial):
-        return [*_referred_by(function.func), *function.args, *function.keywords.values()]
-    if isinstance(function, MethodType):
-        return [*_referred_by(function.__func__), *getattr(function.__self__, "__dict__", {}).values()]
-    if not isinstance(function, FunctionType):
-        return list(getattr(function, "__dict__", {}).values())
-    names, cells = function.__code__.co_names, function.__closure__ or ()
-    found = [function.__globals__.get(name) for name in names] + [*(function.__kwdefaults__ or {}).values()]
-    for cell in cells:
-        # A variable that has no value yet has an empty cell.
-        with suppress(ValueError):
-            found.append(cell.cell_contents)
     return found

@@ -1,0 +1,75 @@
+"""Find what a function or an object refers to, without running code of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from inspect import getattr_static
+from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
+from typing import Any
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, also those in slots, but no properties.
+
+    Args:
+        value: The object.
+    """
+    found: dict[str, Any] = {}
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items():
+            # A slot without a value has no attribute.
+            with suppress(AttributeError):
+                if type(slot) is MemberDescriptorType and name != "__dict__":
+                    found[name] = slot.__get__(value)
+    held = getattr_static(value, "__dict__", None)
+    if type(held) in (GetSetDescriptorType, MemberDescriptorType):
+        own = held.__get__(value)
+        # A copy, because other threads may add attributes.
+        found.update(list(dict.items(own)) if isinstance(own, dict) else ())
+    return found
+
+
+def references(value: Any) -> list[object]:
+    """Return the objects that a function, a method, a partial or a callable object refers to directly.
+
+    Args:
+        value: The function or object.
+    """
+    if type(value) is partial:
+        return [*references(value.func), *value.args, *value.keywords.values()]
+    if type(value) is MethodType:
+        return [*references(value.__func__), *attributes(value.__self__).values()]
+    if type(value) is FunctionType:
+        return [each for _, each in of_function(value)]
+    return [*attributes(value).values()]
+
+
+def of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a function's closure, of its defaults, and of the global variables that it names.
+
+    Args:
+        function: The function, of which functions inside of it are a part.
+
+    Yields:
+        Names of variables and their values. Variables without a value are left out.
+    """
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        # A variable that has no value yet has an empty cell.
+        with suppress(ValueError):
+            yield name, cell.cell_contents
+    for name in dict.fromkeys(_names(function.__code__)):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    arguments, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
+    yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names in the code of a function and of the functions inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if type(constant) is CodeType:
+            yield from _names(constant)
