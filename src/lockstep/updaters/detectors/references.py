@@ -11,18 +11,18 @@ from typing import Any
 
 
 def attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, also those in slots, but no properties.
+    """Return the attributes of an object, also those that have no place in its dict, but no properties.
 
     Args:
         value: The object.
     """
     found: dict[str, Any] = {}
     for base in type(value).__mro__:
-        for name, slot in vars(base).items():
-            # A slot without a value has no attribute.
+        for name, member in vars(base).items():
+            # A member without a value is no attribute.
             with suppress(AttributeError):
-                if type(slot) is MemberDescriptorType and name != "__dict__":
-                    found[name] = slot.__get__(value)
+                if type(member) is MemberDescriptorType and name != "__dict__":
+                    found[name] = member.__get__(value)
     held = getattr_static(value, "__dict__", None)
     if type(held) in (GetSetDescriptorType, MemberDescriptorType):
         own = held.__get__(value)
