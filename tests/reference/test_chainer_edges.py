@@ -1,14 +1,13 @@
 """Rare uses of Chainer, recorded for this project: what agrees, and what differs by a rule.
 
-The files below ``recordings`` have the form of the reference traces (see their README.md). They were recorded in
-November 2026 with Python 3.8.18, chainer 7.8.1 and numpy 1.23.5 on a CPU, and chosen from some 5,000 random cases:
-those in which lockstep differs from Chainer in a way that the reference traces do not show.
+The files below ``recorded/chainer-edges`` have the form of the reference traces (see their README.md). They were
+recorded in November 2026 with Python 3.8.18, chainer 7.8.1 and numpy 1.23.5 on a CPU, and chosen from some 5,000 random
+cases: those in which lockstep differs from Chainer in a way that the reference traces do not show.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,7 @@ import test_optimizers
 import test_parallel_updater
 import test_triggers
 from differences import for_replay, read_differences
-from traces import Case, read
-
-RECORDINGS = Path(__file__).with_name("recordings")
+from traces import RECORDED, Case, read
 
 
 def name(content: Mapping[str, Any]) -> str:
@@ -30,7 +27,7 @@ def name(content: Mapping[str, Any]) -> str:
 
 def recorded(file: str, num_cases: int, given: Sequence[str]) -> list[Case]:
     listed = for_replay(read_differences(), "core")
-    return read(RECORDINGS, file, num_cases, given=given, key="cases", name=name, differences=listed)
+    return read(RECORDED, file, num_cases, given=given, key="cases", name=name, differences=listed)
 
 
 @pytest.mark.parametrize("case", recorded("chainer-edges/optimizers.json", 2, test_optimizers.GIVEN))

@@ -25,8 +25,9 @@ The reference folder is found by the environment variable LOCKSTEP_REFERENCE, or
 for traces of the same kind, of another variant: those may have another number of cases and other names, so
 that `where` tells them apart. What ours comes to at a listed place is not known there: it is passed over.
 
-A few more cases lie in ``recorded``, in the form of the traces: they were recorded by running MXNet 1.9.1 and NNabla
-1.39.0 (each file says by what) with random input, and lockstep or its replay had them wrong. They are always replayed.
+A few more cases lie in ``recorded``, in the form of the traces: they were recorded by running Chainer 7.8.1, MXNet
+1.9.1 and NNabla 1.39.0 with random input, and lockstep, its replay or its list of differences had them wrong. They are
+always replayed.
 """
 
 from __future__ import annotations
