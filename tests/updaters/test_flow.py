@@ -26,7 +26,7 @@ BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
     "ReplicaGroup.forward and backward, 2 devices": (250, None, None),
 }
 FRAMES_TO_THE_LOSS = 9
-LINES_OF_CODE = 26_290
+LINES_OF_CODE = 26_500
 """The aim is 14,700. 15,932 before updates were made readable, since when some 450 have come with corrections, and
 some 200 with the `__init__` files of sub-packages, which list what others may import; some 190 with checks of what a
 run is given; and 290 with those that ranks are given the same batches, that models are not wrapped, of forks, and of
@@ -44,7 +44,7 @@ state by two threads, with losses that every version of Python adds up alike, 30
 others found: lists beside tensors are cut, replicas follow what attributes hold, means over counted targets, generators
 of a loss function; and with snapshots that are copied while what to copy is found out. 250 have come with which
 parameters are frozen, options of modules in recipes, averages in half precision, and models that write to their
-parameters."""
+parameters; and 210 with what a loss function changes outside of the model."""
 LINES_OF_A_BODY = 60
 LINES_OF_A_FILE = 400
 
