@@ -94,7 +94,7 @@ def places_of(entries: list[Entry]) -> str:
     for entry in entries:
         only = f", {THROUGH[entry['through']]}" if "through" in entry else ""
         fields.setdefault(cases_of(entry), []).append(f"`{entry['field']}`{only}")
-    return "; ".join(f"{cases}: {', '.join(dict.fromkeys(named))}" for cases, named in fields.items())
+    return "; ".join(f"{cases or 'all cases'}: {', '.join(dict.fromkeys(named))}" for cases, named in fields.items())
 
 
 def cases_of(entry: Entry) -> str:
