@@ -26,7 +26,7 @@ BOUNDS: dict[str, tuple[int, int | None, int | None]] = {
     "ReplicaGroup.forward and backward, 2 devices": (250, None, None),
 }
 FRAMES_TO_THE_LOSS = 9
-LINES_OF_CODE = 26_500
+LINES_OF_CODE = 26_510
 """The aim is 14,700. 15,932 before updates were made readable, since when some 450 have come with corrections, and
 some 200 with the `__init__` files of sub-packages, which list what others may import; some 190 with checks of what a
 run is given; and 290 with those that ranks are given the same batches, that models are not wrapped, of forks, and of

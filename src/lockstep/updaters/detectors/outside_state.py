@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.errors import DeterminismWarning
 from lockstep.updaters.batch_loss import BatchLoss
-from lockstep.updaters.detectors.references import attributes, of_function
+from lockstep.updaters.detectors.references import attributes, listed, of_function
 from lockstep.updaters.loss import Supervised
 from lockstep.updaters.setup import NamedLoss
 
@@ -180,9 +180,9 @@ class OutsideState:
         """Record the parameters, buffers and attributes of a module and of its submodules."""
         own = attributes(module)
         for registry in ("_parameters", "_buffers"):
-            for name, tensor in list(own.get(registry, {}).items()):
+            for name, tensor in listed(own.get(registry, {}).items):
                 self._record(f"{path}.{name}", tensor, registered=True)
-        for name, submodule in list(own.get("_modules", {}).items()):
+        for name, submodule in listed(own.get("_modules", {}).items):
             self._visit(f"{path}.{name}", submodule, levels)
         for name, value in own.items():
             if name not in OF_MODULES:
@@ -229,11 +229,11 @@ def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"args[{index}]", each) for index, each in enumerate(value.args))
         yield from value.keywords.items()
     elif issubclass(kind, dict):
-        for index, (key, each) in enumerate(list(dict.items(value))):
+        for index, (key, each) in enumerate(listed(lambda: dict.items(value))):
             yield f"{path}[{key!r}]" if type(key) in (str, int) else f"{path}[{index}]", each
     elif issubclass(kind, SEQUENCES):
         base = next(each for each in SEQUENCES if issubclass(kind, each))
-        yield from ((f"{path}[{index}]", each) for index, each in enumerate(list(base.__iter__(value))))
+        yield from ((f"{path}[{index}]", each) for index, each in enumerate(listed(lambda: base.__iter__(value))))
     else:
         yield from ((f"{path}.{name}", each) for name, each in attributes(value).items())
         call = next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from inspect import getattr_static
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
-from typing import Any
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+MOST_TRIES: Final = 100
+"""The number of times that a container is read which other threads change meanwhile."""
+
+
+def listed(read: Callable[[], Iterable[T]]) -> list[T]:
+    """Return what a container holds, or nothing if other threads change it whenever it is read.
+
+    Args:
+        read: Returns a new iterable over the container.
+    """
+    for _ in range(MOST_TRIES):
+        # Raised if the size has changed in the meantime.
+        with suppress(RuntimeError):
+            return list(read())
+    return []
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -26,8 +44,7 @@ def attributes(value: Any) -> dict[str, Any]:
     held = getattr_static(value, "__dict__", None)
     if type(held) in (GetSetDescriptorType, MemberDescriptorType):
         own = held.__get__(value)
-        # A copy, because other threads may add attributes.
-        found.update(list(dict.items(own)) if isinstance(own, dict) else ())
+        found.update(listed(lambda: dict.items(own)) if isinstance(own, dict) else ())
     return found
 
 
