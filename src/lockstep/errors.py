@@ -176,9 +176,10 @@ class RandomStreamWarning(UserWarning):
 
 
 class DeterminismWarning(UserWarning):
-    """The result of a run may not be, or is not, that of an uninterrupted run on equal kernels.
+    """The result of a run may depend on more than its recipe.
 
-    Or it depends on where shards are computed, because a value outside of the model changed meanwhile.
+    It may not be that of an uninterrupted run on equal kernels, or it depends on where shards are computed, because a
+    value outside of the model changed meanwhile.
     """
 
 

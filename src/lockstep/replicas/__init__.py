@@ -16,6 +16,7 @@ from lockstep.replicas.buffers import (
     BufferRule as BufferRule,
     BufferSum as BufferSum,
     ReplicaBuffers as ReplicaBuffers,
+    as_bits as as_bits,
     as_real as as_real,
     buffer_refs as buffer_refs,
     check_no_trained_buffers as check_no_trained_buffers,

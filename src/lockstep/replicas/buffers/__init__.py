@@ -5,7 +5,7 @@ from lockstep.replicas.buffers.buffer_refs import (
     all_buffer_refs as all_buffer_refs,
     buffer_refs as buffer_refs,
 )
-from lockstep.replicas.buffers.buffer_sums import BufferSum as BufferSum, as_real as as_real
+from lockstep.replicas.buffers.buffer_sums import BufferSum as BufferSum, as_bits as as_bits, as_real as as_real
 from lockstep.replicas.buffers.replica_buffers import (
     AnyBufferSum as AnyBufferSum,
     BufferRule as BufferRule,

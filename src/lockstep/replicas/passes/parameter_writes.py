@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 import torch
 from torch import nn
 
-from lockstep.replicas.pool import ReplicaSet
-
-NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
+from lockstep.replicas.buffers import as_bits
+from lockstep.replicas.pool import NULL_CONTEXT, ReplicaSet
 
 MOST_COPIED: Final = 2**26
 """The number of elements up to which parameters are copied. The bits of more are only summed, which takes no memory."""
-
-BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their number of bytes."""
 
 
 class ParameterWrites:
@@ -40,7 +36,7 @@ class ParameterWrites:
             ValueError: If a parameter has changed, at the end of the context. Unless the model is large, its parameters
                 have their values from before then.
         """
-        return NO_CONTEXT if self._replicas is None else self._comparing(self._replicas)
+        return NULL_CONTEXT if self._replicas is None else self._comparing(self._replicas)
 
     @contextmanager
     def _comparing(self, replicas: ReplicaSet) -> Iterator[None]:
@@ -80,8 +76,8 @@ class ParameterWrites:
             return
         with torch.no_grad():
             for name, parameter in replicas.model.named_parameters():
-                if name in written and read is _copied and _bits(parameter).shape == before[name].shape:
-                    _bits(parameter).copy_(before[name])
+                if name in written and read is _copied and as_bits(parameter.detach()).shape == before[name].shape:
+                    as_bits(parameter.detach()).copy_(before[name])
         # They may have other memory now.
         replicas.release()
         raise ValueError(
@@ -100,15 +96,9 @@ def _same(now: torch.Tensor, before: torch.Tensor) -> bool:
 
 def _copied(parameter: torch.Tensor) -> torch.Tensor:
     """Return a copy of the bits of a parameter."""
-    return _bits(parameter).clone()
+    return as_bits(parameter.detach()).clone()
 
 
 def _summed(parameter: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of a parameter."""
-    return _bits(parameter).sum(dtype=torch.int64)
-
-
-def _bits(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a view of a parameter as integers, because a NaN does not equal itself."""
-    values = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-    return values.view(BITS[values.element_size()])
+    return as_bits(parameter.detach()).sum(dtype=torch.int64)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import DeterminismWarning
+from lockstep.replicas import as_bits
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.detectors.references import attributes, listed, of_function
 from lockstep.updaters.loss import Supervised
@@ -41,9 +42,6 @@ OF_MODULES: Final = frozenset(vars(nn.Module()))
 
 PLAIN: Final = (torch.Tensor, nn.Parameter, nn.Buffer)
 """The types of tensors that are looked at; another type may run code of yours, or have no values yet."""
-
-BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their number of bytes."""
 
 _CURE: Final = (
     "Such a value depends on which device and rank computes which shard, and in which order, changes again when an "
@@ -88,9 +86,9 @@ class StateDetector:
         if names:
             self.has_warned = True
             more = len(names) - MOST_NAMES
-            listed = ", ".join(f"`{name}`" for name in names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+            shown = ", ".join(f"`{name}`" for name in names[:MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
             warnings.warn(
-                f"{listed} changed while shards were computed, and {'is' if len(names) == 1 else 'are'} no part of the "
+                f"{shown} changed while shards were computed, and {'is' if len(names) == 1 else 'are'} no part of the "
                 f"model. {_CURE}",
                 DeterminismWarning,
                 stacklevel=2,
@@ -198,8 +196,7 @@ class OutsideState:
             # A tensor whose memory was freed has no values.
             if is_readable and tensor.numel() <= self._elements and tensor.untyped_storage().nbytes():
                 self._elements -= tensor.numel()
-                integers = tensor.detach().resolve_neg().view(BITS[tensor.element_size()])
-                bits = int(integers.sum(dtype=torch.int64))
+                bits = int(as_bits(tensor.detach()).sum(dtype=torch.int64))
             version = None if tensor.is_inference() else tensor._version
             like = tensor.shape, tensor.dtype, tensor.device
             self.values.setdefault(path, Value(tensor, registered, like, version, bits))

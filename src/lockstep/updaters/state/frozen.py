@@ -31,10 +31,10 @@ def frozen_names(models: Mapping[str, nn.Module]) -> FrozenNames:
     return {name: paths for name, paths in found.items() if paths}
 
 
-def described(names: Sequence[str]) -> Any:
+def frozen_text(names: Sequence[str]) -> Any:
     """Return frozen parameters as the value of a field of the recipe: their names, or their number if they are many.
 
-    >>> described(["0.weight"]), described([f"{index}.weight" for index in range(300)])
+    >>> frozen_text(["0.weight"]), frozen_text([f"{index}.weight" for index in range(300)])
     (['0.weight'], '300 parameters, digest 31d1cc1c')
     """
     return list(names) if len(names) <= LISTED else f"{len(names)} parameters, digest {digest(list(names))[:8]}"
@@ -73,12 +73,12 @@ def restore_frozen(saved: Mapping[str, Sequence[str]], models: Mapping[str, nn.M
         for path, parameter in model.named_parameters():
             if parameter.requires_grad is (path in frozen):
                 parameter.requires_grad_(path not in frozen)
-                changed.append(path)
+                changed.append(path if len(models) == 1 else f"{name}.{path}")
     if changed:
         more = f" and {len(changed) - LISTED} more" if len(changed) > LISTED else ""
         warnings.warn(
             f"Other parameters are frozen than when the state was saved: {', '.join(changed[:LISTED])}{more}. Their "
             "`requires_grad` is now as it was saved. To train others from here on, freeze parameters before you create "
-            "the updater, and resume with accept=('frozen',).",
+            "the updater, and accept the field `frozen` of the recipe when you resume.",
             stacklevel=2,
         )

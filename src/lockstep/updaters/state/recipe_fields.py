@@ -21,7 +21,7 @@ from lockstep.precision import LossScale
 from lockstep.updaters.setup import MAIN, Recipe
 from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.descriptions import code_text, is_of_torch, module_text, name_of
-from lockstep.updaters.state.frozen import described as described_frozen, frozen_names
+from lockstep.updaters.state.frozen import frozen_names, frozen_text
 
 RecipeFields: TypeAlias = dict[str, Any]
 """JSON values by name."""
@@ -73,7 +73,7 @@ def settings_of(
     """
     described = dict(_loss_scale_fields(loss_scale)) | dict(_carried_fields(carried))
     # A run that freezes nothing has the fields that it had before these existed.
-    described |= {_joined(name, "frozen"): described_frozen(paths) for name, paths in frozen_names(models).items()}
+    described |= {_joined(name, "frozen"): frozen_text(paths) for name, paths in frozen_names(models).items()}
     parts: tuple[tuple[str, Mapping[str, Any], Callable[[Any], Iterator[tuple[str, Any]]]], ...] = (
         ("", iterators, _iterator_fields),
         ("optimizer", optimizers, _optimizer_fields),
