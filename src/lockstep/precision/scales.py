@@ -294,8 +294,8 @@ def nnabla_loss_scale(
     """
     if not math.isfinite(interval):
         raise ValueError(
-            f"`interval` must be finite, got {interval} (the `N` of NNabla). Use a `StaticLossScale` for one that never "
-            "grows."
+            f"`interval` must be finite, got {interval} (the `N` of NNabla). Use a `StaticLossScale` for one that "
+            "never grows."
         )
     whole = math.floor(interval)
     uncounted = 1 if whole >= 0 else 0
