@@ -37,9 +37,11 @@ from lockstep.replicas.passes import (
     ShardStreams as ShardStreams,
     TreeSum as TreeSum,
     apply_tensor_hooks as apply_tensor_hooks,
+    check_leaves as check_leaves,
     check_no_accumulate_hooks as check_no_accumulate_hooks,
     check_no_leaked_gradients as check_no_leaked_gradients,
     finish_whole as finish_whole,
+    foreign_leaves as foreign_leaves,
     move_partials as move_partials,
 )
 from lockstep.replicas.pool import (

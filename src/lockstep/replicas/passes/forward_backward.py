@@ -190,7 +190,9 @@ class ForwardBackward:
             # Once per set of replicas is enough, because it depends on the structure of the model.
             if forward.has_graph and not inputs.attached and not self._checked_for_leaks:
                 own = {id(parameter): name for name, parameter in forward.trained_tensors}
-                check_no_leaked_graphs(in_order[0].tensors, own)
+                runs = zip(forward.runners, forward.results, strict=True)
+                replica = next(runner.replica for runner, run in runs if run)
+                check_no_leaked_graphs(in_order[0].tensors, replica, own)
                 self._checked_for_leaks = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
             # Last, after everything that can fail: buffers are the only state of the model that a forward changes.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
-from lockstep.replicas import AnyBufferSum, ShardRunner
+from lockstep.replicas import AnyBufferSum, ShardRunner, foreign_leaves
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.loss import LossFunction, check_loss, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
@@ -75,6 +76,7 @@ class GradientContext:
         has_tensor_weights: Whether the weight of a loss was a tensor, for which the host had to wait.
         carried: Exchanges values with the loss function that are carried from batch to batch; None if there are none.
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
+        foreign_leaves: Receives what beside the parameters of a replica gets a gradient; None if this is not checked.
     """
 
     loss_fn: LossFunction
@@ -89,6 +91,7 @@ class GradientContext:
     has_tensor_weights: bool = False
     carried: CarriedAttempt | None = None
     shard_loss: Callable[[Shard], LossFunction] | None = None
+    foreign_leaves: list[ref[torch.Tensor]] | None = None
 
     def loss_factor(self, weight: float) -> float | torch.Tensor:
         """Return the factor that multiplies the loss of a shard of this weight before backward."""
@@ -172,6 +175,9 @@ class DeviceGradientTask:
         except Exception as error:
             raise runner.error(FORWARD, shard, error) from error
         loss = check_loss(returned)
+        if context.foreign_leaves is not None:
+            # Weakly: what was created for this shard ends with its graph.
+            context.foreign_leaves.extend(map(ref, foreign_leaves([loss.value], runner.replica)))
         if context.carried is not None:
             context.carried.keep(shard.samples, loss.carried)
         weight = loss_weight(loss, len(shard.samples))

@@ -15,6 +15,7 @@ from lockstep.nest import call_arguments
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
+    check_leaves,
     check_no_accumulate_hooks,
     check_no_leaked_gradients,
     check_no_trained_buffers,
@@ -164,6 +165,7 @@ class GradientEngine:
             request.deferred,
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
             shard_loss=request.shard_loss,
+            foreign_leaves=[] if self._is_first_update else None,
         )
 
     def _loss_scale_factor(self, attempt: Attempt) -> float | torch.Tensor:
@@ -249,7 +251,7 @@ class GradientEngine:
         timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         watching = NO_CONTEXT
-        if self.training.iteration < self._first_updates.end:
+        if self._is_first_update:
             watching = self._first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
         with watching:
             self.streams.run(
@@ -284,6 +286,10 @@ class GradientEngine:
                 if parameter.grad is not None:
                     check_no_leaked_gradients(prepared.named_parameters, request.wanted)
                     break
+        if attempt.gradient_context.foreign_leaves:
+            known = attempt.device_shards, [*self.replicas.model.parameters()]
+            used_by = request.loss_fn, [runner.replica for runner in prepared.runners]
+            check_leaves(attempt.gradient_context.foreign_leaves, "loss_fn", used_by, known)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
         self.watch.phase = "reduce"
@@ -354,6 +360,11 @@ class GradientEngine:
             "loss scale": attempt.gradient_context.loss_scale_factor,
             "batch sizes": attempt.sizes,
         }
+
+    @property
+    def _is_first_update(self) -> bool:
+        """Whether this is one of the first updates, in which there are more checks."""
+        return self.training.iteration < self._first_updates.end
 
     @property
     def batches_per_update(self) -> int:
