@@ -11,16 +11,21 @@ from lockstep.replicas.batch import (
     read_outputs as read_outputs,
 )
 from lockstep.replicas.buffers import (
+    EXTREMES as EXTREMES,
     AnyBufferSum as AnyBufferSum,
     BufferRef as BufferRef,
-    BufferRule as BufferRule,
+    BufferRules as BufferRules,
     BufferSum as BufferSum,
     ReplicaBuffers as ReplicaBuffers,
     as_bits as as_bits,
     as_real as as_real,
     buffer_refs as buffer_refs,
+    check_buffers as check_buffers,
     check_no_trained_buffers as check_no_trained_buffers,
+    check_rules as check_rules,
     combine_buffers as combine_buffers,
+    merged_firsts as merged_firsts,
+    rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,
 )
 from lockstep.replicas.group import ReplicaGroup as ReplicaGroup, Updatable as Updatable

@@ -14,7 +14,7 @@ from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
-from lockstep.replicas import BatchDim, BufferRule, Devices, Timeout
+from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, UpdateContext
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.ranks import OnMismatch
@@ -76,7 +76,8 @@ class ParallelUpdater(Updater):
         on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to lower.
         max_skipped: The number of skipped updates in a row, at least 1, that is a `NonFiniteError`; None for no error.
             The first one is named in a `NonFiniteWarning`. The log reads checks that are still on the device.
-        buffers: ``"mean"`` over shards, weighted by their samples, or ``"first"`` for those of the first shard.
+        buffers: How the buffers of shards are combined: ``"mean"`` by samples, ``"sum"`` of changes, ``"min"``,
+            ``"max"`` or ``"first"``, or a dict of these by name or pattern (the first that fits; otherwise ``"mean"``).
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
         epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
@@ -127,7 +128,7 @@ class ParallelUpdater(Updater):
         max_tries: int = 20,
         on_exhausted: recipes.OnExhausted = "skip",
         max_skipped: int | None = 100,
-        buffers: BufferRule = "mean",
+        buffers: BufferRules = "mean",
         scheduler: Schedulers | None = None,
         epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,

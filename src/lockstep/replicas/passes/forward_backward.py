@@ -25,10 +25,11 @@ from lockstep.replicas.batch import BatchDim, Inputs, Outputs, ShardForward, rea
 from lockstep.replicas.buffers import (
     AnyBufferSum,
     BufferRef,
-    BufferRule,
+    BufferRules,
     ReplicaBuffers,
     TrainedBuffer,
     buffer_refs,
+    check_buffers,
     combine_buffers,
     trained_buffers,
 )
@@ -119,9 +120,9 @@ class ForwardBackward:
         buffers: The rule by which the buffers of shards are combined (see `replicas.buffers`).
     """
 
-    def __init__(self, replicas: ReplicaSet, *, buffers: BufferRule = "mean") -> None:
+    def __init__(self, replicas: ReplicaSet, *, buffers: BufferRules = "mean") -> None:
         self._replicas = replicas
-        self._rule: BufferRule = buffers
+        self._rules: BufferRules = buffers
         self._streams = ShardStreams(replicas.devices)
         # Threads of the user take turns. Reentrant, because a hook may run forward or backward again.
         self._lock = threading.RLock()
@@ -267,7 +268,7 @@ class ForwardBackward:
         pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
         self._tree_sum = TreeSum(self._replicas, [parameter.numel() for _, parameter in self._parameters])
-        self._buffer_refs = buffer_refs(model)
+        self._buffer_refs = buffer_refs(model, self._rules)
         self._checked_for_leaks = False
         self._runners = [
             ShardRunner(
@@ -276,7 +277,7 @@ class ForwardBackward:
                 device,
                 replica,
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
-                ReplicaBuffers(model, replica, self._rule),
+                ReplicaBuffers(model, replica, self._rules),
             )
             for place, (device, replica) in enumerate(zip(devices, replicas, strict=True))
         ]
@@ -338,6 +339,7 @@ class ForwardBackward:
     @torch.no_grad()
     def _combine(self, sums: Sequence[AnyBufferSum], weight: float) -> None:
         """Write the combined buffers of the shards to the model."""
+        check_buffers(sums, self._buffer_refs)
         combine_buffers(sums, self._buffer_refs, weight=weight)
 
 

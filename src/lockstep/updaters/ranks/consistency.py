@@ -215,5 +215,7 @@ def _stable_text(value: object) -> str:
         return repr(value)
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_stable_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_stable_text(each)}' for key, each in value.items())}}}"
     # The options of a partial may differ, such as the device of a rank.
     return type(value).__name__ if isinstance(value, partial) else str(code_text(value))

@@ -98,6 +98,7 @@ class RankReduction:
         workloads: Sequence[float],
         like: Sequence[torch.Tensor],
         buffer_refs: Sequence[BufferRef],
+        compares_buffers: bool,
     ) -> None:
         """Exchange reports, and sum what the devices of all ranks have computed.
 
@@ -108,11 +109,13 @@ class RankReduction:
             workloads: The workloads of this rank's devices from the next attempt on.
             like: Tensors with the shapes, dtypes and devices of the gradients.
             buffer_refs: References to the model's buffers.
+            compares_buffers: Whether buffers that have no mean are compared with those of other ranks.
 
         Raises:
             PeerError: If a rank failed.
             DisagreementError: If a rank is at another position.
             PeerInterrupt: If a rank was interrupted.
+            ValueError: If shards of several ranks changed a buffer that has no mean to different values.
         """
         devices, share, timer, main_device = attempt.device_tasks, attempt.share, self._timer, like[0].device
         # Partial sums are merged before the clock stops, because they are part of this rank's work.
@@ -130,6 +133,7 @@ class RankReduction:
             gradients,
             buffers.contribution,
             buffers.weights,
+            buffers.described(buffer_refs) if compares_buffers else {},
             workloads,
             timer.measurement,
         )

@@ -29,6 +29,7 @@ class RankReport:
         gradients: The description of this rank's partial sums of gradients.
         buffers: The description of this rank's partial sums of buffers.
         changed_weights: For each buffer, the total weight of the shards that changed it.
+        firsts: The digests of buffers that have no mean, by their numbers, where they are compared.
         workloads: The relative speeds of the rank's devices from the next attempt on.
         measurement: The times that this rank has measured; None as long as it has too few.
     """
@@ -38,6 +39,7 @@ class RankReport:
     gradients: Contribution
     buffers: Contribution
     changed_weights: Sequence[float]
+    firsts: Mapping[str, str]
     workloads: Sequence[float]
     measurement: RankMeasurement | None
 
@@ -56,6 +58,7 @@ class RankReport:
             "gradients": _encode_contribution(self.gradients),
             "buffers": _encode_contribution(self.buffers),
             "changed_weights": self.changed_weights,
+            "firsts": self.firsts,
             "workloads": self.workloads,
             "measurement": None if measurement is None else [measurement.seconds, measurement.transfer],
         }
@@ -76,6 +79,7 @@ class RankReport:
             _decode_contribution(plain["gradients"]),
             _decode_contribution(plain["buffers"]),
             plain["changed_weights"],
+            plain["firsts"],
             plain["workloads"],
             None if measurement is None else RankMeasurement(*measurement),
         )

@@ -15,6 +15,7 @@ from lockstep.nest import call_arguments
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
+    check_buffers,
     check_leaves,
     check_no_accumulate_hooks,
     check_no_leaked_gradients,
@@ -240,7 +241,7 @@ class GradientEngine:
                 last,
                 prepared.observers[place],
                 ShardSum(first),
-                runner.buffers.start_shards(first, deferred=request.deferred),
+                runner.buffers.start_shards(first, deferred=request.deferred, compares=self._is_first_update),
             )
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, task, self.streams)
@@ -279,20 +280,14 @@ class GradientEngine:
             KeyboardInterrupt: If Ctrl-C was pressed.
             PeerError: If another rank failed.
         """
-        prepared, request = self.prepared, attempt.request
+        prepared = self.prepared
         normalizer = attempt.gradient_context.normalizer
-        if request.inspect_shard is None:
-            for parameter in prepared.parameters:
-                if parameter.grad is not None:
-                    check_no_leaked_gradients(prepared.named_parameters, request.wanted)
-                    break
-        if attempt.gradient_context.foreign_leaves:
-            known = attempt.device_shards, [*self.replicas.model.parameters()]
-            used_by = request.loss_fn, [runner.replica for runner in prepared.runners]
-            check_leaves(attempt.gradient_context.foreign_leaves, "loss_fn", used_by, known)
+        self._check_leaks(attempt)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
         self.watch.phase = "reduce"
+        if prepared.buffer_refs and not left_out:
+            self._check_buffers(attempt)
         if self.ranks is not None:
             self.ranks.reduce(
                 attempt,
@@ -301,6 +296,7 @@ class GradientEngine:
                 workloads=self.replicas.workloads,
                 like=prepared.like,
                 buffer_refs=prepared.buffer_refs,
+                compares_buffers=self._is_first_update,
             )
             if attempt.complete:
                 attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]
@@ -323,6 +319,27 @@ class GradientEngine:
             normalizer(attempt.reports),
             context.settings,
         )
+
+    def _check_leaks(self, attempt: Attempt) -> None:
+        """Check that shards have given gradients to their replicas only."""
+        prepared, request = self.prepared, attempt.request
+        if request.inspect_shard is None:
+            for parameter in prepared.parameters:
+                if parameter.grad is not None:
+                    check_no_leaked_gradients(prepared.named_parameters, request.wanted)
+                    break
+        if attempt.gradient_context.foreign_leaves:
+            known = attempt.device_shards, [*self.replicas.model.parameters()]
+            used_by = request.loss_fn, [runner.replica for runner in prepared.runners]
+            check_leaves(attempt.gradient_context.foreign_leaves, "loss_fn", used_by, known)
+
+    def _check_buffers(self, attempt: Attempt) -> None:
+        """Check that the rules of buffers fit what the shards of this process have changed."""
+        sizes: list[int] = []
+        if self._is_first_update:
+            counted = {report.shard for task in attempt.device_tasks for report in task.reports}
+            sizes = [len(shard.samples) for run in attempt.device_shards for shard, _ in run if shard.index in counted]
+        check_buffers([task.buffer_sum for task in attempt.device_tasks], self.prepared.buffer_refs, sizes)
 
     def check(self, attempt: Attempt) -> None:
         """Check whether the gradient of a complete attempt is finite, or leave the check on the device.
