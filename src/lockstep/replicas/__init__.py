@@ -60,6 +60,7 @@ from lockstep.replicas.pool import (
     ReplicaSet as ReplicaSet,
     ThreadSettings as ThreadSettings,
     Timeout as Timeout,
+    check_no_lookups as check_no_lookups,
     fork_error as fork_error,
     parse_devices as parse_devices,
     usable_cores as usable_cores,

@@ -224,9 +224,9 @@ def check_buffers(sums: Sequence[AnyBufferSum], refs: Sequence[BufferRef], sizes
         if start is None or ref.rule != "mean" or not is_averaged(start) or weight != sum(sizes):
             continue
         expected = as_real(start) * weight + sum(size * size for size in sizes)
-        found = torch.stack([part.to(start.device) for part in partials if part is not None]).sum(0)
+        added = torch.stack([part.to(start.device) for part in partials if part is not None]).sum(0)
         # A few roundings off, where the buffer does not begin with an integer.
-        if expected.itemsize >= torch.float32.itemsize and torch.allclose(found, expected, rtol=1e-6, atol=0):
+        if expected.itemsize >= torch.float32.itemsize and torch.allclose(added, expected, rtol=1e-6, atol=0):
             raise rule_error(ref, "every shard adds its number of samples to it")
 
 

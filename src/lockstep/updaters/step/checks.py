@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final, Literal, get_args
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -13,12 +15,16 @@ from lockstep.communicators import Communicator
 from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
-from lockstep.replicas import check_no_trained_buffers
+from lockstep.replicas import check_no_lookups, check_no_trained_buffers
 from lockstep.updaters.batch_loss import BatchLoss
+from lockstep.updaters.detectors import LOSSES, attributes, names_in, references
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.state import Carried
 from lockstep.updaters.step.fused import check_dense
+
+MOST_FUNCTIONS: Final = 100
+"""The number of functions that are looked at most, of those that a loss function calls."""
 
 
 def check_fit(
@@ -257,6 +263,30 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
                 "Moving the model to this type of device has replaced its parameters: call `model.to(device)` before "
                 "you create the optimizer."
             )
+
+
+def check_lookups(loss_fn: Any, model: nn.Module) -> None:
+    """Check that a loss function, and functions that it calls, look up no parameters or modules by identity.
+
+    Args:
+        loss_fn: The loss function.
+        model: The original model.
+
+    Raises:
+        ValueError: If one of them refers to a container by which it could.
+    """
+    kinds = (FunctionType, MethodType, partial, *LOSSES)
+    functions = [loss_fn if type(loss_fn) in kinds else type(loss_fn).__call__.__get__(loss_fn)]
+    containers: list[Any] = []
+    for function in functions:
+        found = references(function.__func__ if type(function) is MethodType else function)
+        if type(function) is MethodType:
+            own = attributes(function.__self__)
+            found += [own[name] for name in names_in(function.__func__.__code__) if name in own]
+        new = [each for each in found if type(each) in kinds and each not in functions]
+        functions += new[: MOST_FUNCTIONS - len(functions)]
+        containers += [each for each in found if issubclass(type(each), set | frozenset | dict | list | tuple)]
+    check_no_lookups(containers, model, "loss_fn")
 
 
 def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:

@@ -49,7 +49,7 @@ from lockstep.updaters.setup import (
     shard_tensors,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
-from lockstep.updaters.step.checks import check_reached
+from lockstep.updaters.step.checks import check_lookups, check_reached
 from lockstep.updaters.step.next_batches import NextBatches
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
@@ -323,6 +323,8 @@ class GradientEngine:
     def _check_leaks(self, attempt: Attempt) -> None:
         """Check that shards have given gradients to their replicas only."""
         prepared, request = self.prepared, attempt.request
+        if self._is_first_update:
+            check_lookups(request.loss_fn, self.replicas.model)
         if request.inspect_shard is None:
             for parameter in prepared.parameters:
                 if parameter.grad is not None:
