@@ -62,6 +62,7 @@ from lockstep.replicas.pool import (
     Timeout as Timeout,
     check_no_lookups as check_no_lookups,
     fork_error as fork_error,
+    held_tensors as held_tensors,
     parse_devices as parse_devices,
     usable_cores as usable_cores,
     use_deterministic_kernels as use_deterministic_kernels,

@@ -5,6 +5,7 @@ from lockstep.replicas.pool.copies import (
     REQUIRES_GRAD as REQUIRES_GRAD,
     check_no_lookups as check_no_lookups,
     copy_model as copy_model,
+    held_tensors as held_tensors,
     hidden_parameters as hidden_parameters,
 )
 from lockstep.replicas.pool.copy_streams import CopyStreams as CopyStreams

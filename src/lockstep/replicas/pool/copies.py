@@ -342,6 +342,16 @@ def hidden_parameters(model: nn.Module) -> list[nn.Parameter]:
     return _values_of(model).parameters
 
 
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """List the tensors that a model holds besides its parameters and buffers.
+
+    Args:
+        model: The model.
+    """
+    held = _values_of(model)
+    return [*held.parameters, *held.buffers, *held.tensors]
+
+
 def check_no_lookups(containers: Iterable[Any], model: nn.Module, argument: str) -> None:
     """Check that parameters and modules are not looked up by identity, because replicas have other ones.
 

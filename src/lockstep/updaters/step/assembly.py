@@ -141,7 +141,9 @@ def assemble(
     ranks = join_ranks(
         communicator,
         replicas.workloads,
-        RankConsistency(communicator, training, description, every=check_every, differing=differing_models),
+        RankConsistency(
+            communicator, training, description, every=check_every, differing=differing_models, loss_fn=recipe.loss_fn
+        ),
         movable=recipe.num_shards is not None,
         measure=workloads == "auto",
     )

@@ -280,7 +280,7 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
     containers: list[Any] = []
     for function in functions:
         found = references(function.__func__ if type(function) is MethodType else function)
-        if type(function) is MethodType:
+        if type(function) is MethodType and type(function.__func__) is FunctionType:
             own = attributes(function.__self__)
             found += [own[name] for name in names_in(function.__func__.__code__) if name in own]
         new = [each for each in found if type(each) in kinds and each not in functions]
