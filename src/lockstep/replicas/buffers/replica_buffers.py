@@ -259,6 +259,7 @@ def _in_format_of(value: torch.Tensor, ref: BufferRef, start: torch.Tensor) -> t
         raise ValueError(
             f"`model` must keep the shapes of its buffers, got {tuple(value.shape)} for "
             f"{ref.name!r} of a {type(ref.module).__name__}, which was {tuple(start.shape)}. "
-            "Store a tensor without a fixed shape in a plain attribute."
+            "If the first forward gives it its shape, as in observers of torch.ao, run the model on a batch in "
+            "training mode before you create the updater. Store a tensor without a fixed shape in a plain attribute."
         )
     return to_device(value.detach(), start.device).to(start.dtype)

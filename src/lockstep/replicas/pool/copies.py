@@ -232,6 +232,13 @@ class ModelChangeDetector:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in held.buffers]
         self.computed = _computed_weights(model)
         self._recorded = [_shallow_copy(watched) for watched in self._current]
+        # Containers are compared by `==`, for which a parameter of one element equals another one of the same value.
+        self._single = [
+            (module._parameters, name, parameter)
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if not is_lazy(parameter) and parameter is not None and parameter.numel() == 1
+        ]
         self._versions = list(map(VERSION, self._tensors))
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
         self._requires_grad = [parameter.requires_grad for parameter in self._parameters]
@@ -256,7 +263,8 @@ class ModelChangeDetector:
         is_moved = list(map(torch.Tensor.data_ptr, self._parameters)) != self._memory
         if is_moved or list(map(REQUIRES_GRAD, self._parameters)) != self._requires_grad:
             return True
-        if list(map(VERSION, self._tensors)) != self._versions:
+        is_replaced = not all(parameters.get(name) is parameter for parameters, name, parameter in self._single)
+        if is_replaced or list(map(VERSION, self._tensors)) != self._versions:
             return True
         if self._arrays and [array.tobytes() for array in self._arrays] != self._bytes:
             return True

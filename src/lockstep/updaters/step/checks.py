@@ -249,7 +249,8 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
     """Check that every optimizer still holds a parameter of the models.
 
     On CUDA devices `Module.to` keeps the parameters and replaces their memory. On other accelerators it may replace the
-    parameters, and an optimizer that was created before would step the old ones, which train nothing.
+    parameters, as `load_state_dict(assign=True)` does, and an optimizer that was created before would step the old
+    ones, which train nothing.
 
     Raises:
         ValueError: If an optimizer holds none.
@@ -260,8 +261,8 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
         if held and known.isdisjoint(held):
             raise ValueError(
                 f"`optimizer` must hold parameters of `model`, but none of those in {name!r} belongs to it any more. "
-                "Moving the model to this type of device has replaced its parameters: call `model.to(device)` before "
-                "you create the optimizer."
+                "They were replaced, by `load_state_dict(assign=True)`, by another layer, or by moving the model to "
+                "this type of device: do this before you create the optimizer."
             )
 
 
@@ -326,8 +327,9 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
                     raise ValueError(
                         f"{label} must hold parameters of `model` only, got one of {shape} in group {index} "
                         "that does not belong to it. If it belongs to another network, such as a loss with weights of "
-                        "its own, pass all networks as a dict by name. If the model was moved after the optimizer was "
-                        "created, create the optimizer again: on some devices, `Module.to` replaces parameters."
+                        "its own, pass all networks as a dict by name. If it was replaced after the optimizer was "
+                        "created, by `load_state_dict(assign=True)`, by another layer, or on some devices by "
+                        "`Module.to`, create the optimizer again."
                     )
                 if owners.setdefault(id(parameter), owner) != owner:
                     raise ValueError(
