@@ -33,7 +33,7 @@ class GatheredBatch:
     def __init__(self, loss: BatchLoss, model: nn.Module) -> None:
         self._loss = loss
         self._model = model
-        self._parts: dict[int, tuple[range, Any]] = {}
+        self._parts: dict[int, tuple[range, Any, list[bool]]] = {}
         self._gradients: Tensors = []
         self._own_gradients: dict[int, torch.Tensor | None] = {}
         self._value = Loss(torch.zeros(()))
@@ -49,7 +49,9 @@ class GatheredBatch:
             # With a graph, although it is not used: without one, some modules compute by other kernels.
             outputs = self._loss.forward(model, *args, **kwargs)
             _check_outputs(outputs, shard)
-            self._parts[shard.index] = shard.samples, nest.map_tensors(_gatherable, outputs)
+            # What forward detaches, such as the keys of a queue, is detached for the criterion as well.
+            attached = [tensor.requires_grad for tensor in nest.tensors(outputs)]
+            self._parts[shard.index] = shard.samples, nest.map_tensors(_gatherable, outputs), attached
             return Loss(torch.zeros((), requires_grad=True), weight=0)
 
         return loss_fn
@@ -71,11 +73,13 @@ class GatheredBatch:
         parts = self._parts
         if communicator.size > 1:
             own = {
-                index: (samples, nest.map_tensors(torch.Tensor.cpu, each)) for index, (samples, each) in parts.items()
+                index: (samples, nest.map_tensors(torch.Tensor.cpu, each), attached)
+                for index, (samples, each, attached) in parts.items()
             }
             parts = {index: part for rank in communicator.gather_objects(own) for index, part in rank.items()}
         in_order = [parts[index] for index in sorted(parts)]
-        leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in _merged(in_order, device)]
+        merged = _merged([(samples, outputs) for samples, outputs, _ in in_order], device)
+        leaves = [tensor.requires_grad_(is_used) for tensor, is_used in zip(merged, in_order[0][2], strict=True)]
         rest = iter(leaves)
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             loss = check_loss(self._loss.criterion(nest.map_tensors(lambda _: next(rest), in_order[0][1])))

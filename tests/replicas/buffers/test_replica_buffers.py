@@ -424,7 +424,7 @@ def test_a_group_refuses_it_as_well() -> None:
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "an unknown rule": ("median", "must be one of 'mean', 'sum', 'min', 'max', 'first', or a dict"),
+    "an unknown rule": ("median", "must be one of 'mean', 'first', 'sum', 'min', 'max', or a dict"),
     "an unknown rule by name": ({"count": "add"}, "must be one of"),
     "a name that is none": ({"counts": "sum"}, "must name buffers of the model .*got 'counts'"),
     "a sum of booleans": ({"flag": "sum"}, "must not be 'sum' for 'flag', which is torch.bool"),

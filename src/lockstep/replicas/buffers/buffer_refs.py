@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import nn
 
-BufferRule: TypeAlias = Literal["mean", "sum", "min", "max", "first"]
+BufferRule: TypeAlias = Literal["mean", "first", "sum", "min", "max"]
 """The rule by which a buffer of several shards is combined, as the docstring of `replicas.buffers` describes."""
 
 BufferRules: TypeAlias = BufferRule | Mapping[str, BufferRule]

@@ -236,8 +236,8 @@ class ModelChangeDetector:
         self._single = [
             (module._parameters, name, parameter)
             for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if not is_lazy(parameter) and parameter is not None and parameter.numel() == 1
+            for name, parameter in module.named_parameters(recurse=False)
+            if not isinstance(parameter, nn.UninitializedParameter) and parameter.numel() == 1
         ]
         self._versions = list(map(VERSION, self._tensors))
         self._memory = [parameter.data_ptr() for parameter in self._parameters]
