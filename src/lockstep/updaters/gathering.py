@@ -88,9 +88,10 @@ class GatheredBatch:
         foreign = list(map(ref, foreign_leaves([loss.value], self._model)))
         trained = {index: each for index, each in enumerate(self._model.parameters()) if each.requires_grad}
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(loss.value, [*wanted, *trained.values()], allow_unused=True))
-        self._gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
-        self._own_gradients = dict(zip(trained, found, strict=True))
+        every = [*wanted, *trained.values()]
+        found = iter(torch.autograd.grad(loss.value, every, allow_unused=True) if loss.value.requires_grad else ())
+        self._gradients = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
+        self._own_gradients = dict(zip(trained, found, strict=False))
         self._value = Loss(loss.value.detach(), metrics=loss.metrics)
         # What the criterion created ends with its graph.
         del loss

@@ -76,8 +76,7 @@ class ParallelUpdater(Updater):
         on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to lower.
         max_skipped: The number of skipped updates in a row, at least 1, that is a `NonFiniteError`; None for no error.
             The first one is named in a `NonFiniteWarning`. The log reads checks that are still on the device.
-        buffers: How the buffers of shards are combined: ``"mean"`` by samples, ``"sum"`` of changes, ``"min"``,
-            ``"max"`` or ``"first"``, or a dict of these by name or pattern (the first that fits; otherwise ``"mean"``).
+        buffers: ``"mean"`` over shards by samples, ``"sum"`` of changes, ``"min"``, ``"max"``, ``"first"``, or a dict.
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
         epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.

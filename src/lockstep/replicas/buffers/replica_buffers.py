@@ -18,7 +18,7 @@ of another dtype or on another device that a shard assigns to a buffer is conver
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
@@ -28,7 +28,9 @@ from lockstep.precision import to_device
 from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_buffer_refs, buffer_refs
 from lockstep.replicas.buffers.buffer_sums import BufferSum, as_real, combine_known, is_averaged
 from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, Pack, can_be_packed, combine_packed, create_packs
-from lockstep.tree import Tensors
+from lockstep.tree import ShardSum, Tensors
+
+DIFFERING: Final = "shards leave different values there"
 
 AnyBufferSum: TypeAlias = BufferSum | DeferredBufferSum
 """The sum of the changes of one device, whether or not the host knows which buffers were changed."""
@@ -71,7 +73,7 @@ class ReplicaBuffers:
             An empty sum to collect the changes in.
         """
         if not self.entries:
-            return BufferSum.empty(first, [])
+            return BufferSum(ShardSum(first), [], [])
         self._start = [
             None if own is None or (source := ref.get()) is None else source.detach().to(own.device)
             for ref, own in zip(self._sources, self._own, strict=True)
@@ -145,7 +147,8 @@ class ReplicaBuffers:
             into: The sum of this device, which is changed in place.
 
         Raises:
-            ValueError: If the shard assigned a tensor of another shape to a buffer.
+            ValueError: If the shard assigned a tensor of another shape to a buffer, or left another value than an
+                earlier one in a buffer that has no mean.
         """
         left = [ref.get() for ref in self._refs]
         values: Tensors = [
@@ -153,6 +156,8 @@ class ReplicaBuffers:
             for value, ref, start in zip(left, self._refs, self._start, strict=True)
         ]
         changed = into.add(shard, values, self._start, weight)
+        if isinstance(into, BufferSum) and into.differing:
+            raise rule_error(self._sources[min(into.differing)], DIFFERING)
         self._unchanged = [
             not may_differ and value is own for may_differ, value, own in zip(changed, left, self._own, strict=True)
         ]
@@ -216,7 +221,7 @@ def check_buffers(sums: Sequence[AnyBufferSum], refs: Sequence[BufferRef], sizes
         if ref.rule == "mean" and not all(torch.equal(each, found[0]) for each in found):
             differing.add(index)
     if differing:
-        raise rule_error(refs[min(differing)], "shards leave different values there")
+        raise rule_error(refs[min(differing)], DIFFERING)
     # Shards of one sample count it as they would count a step.
     for index, ref in enumerate(refs if any(size > 1 for size in sizes) else ()):
         start, weight = ref.get(), sum(each.weights[index] for each in known)

@@ -81,8 +81,7 @@ class DataParallel(ModuleWrapper):
         parallel_backward: Whether to run backward on all replicas at the same time. If False, autograd runs it in one
             thread. It can then be differentiated again (``create_graph=True``), and its bits depend on the number of
             intra-op threads: with one thread they are the same as with True.
-        buffers: The rule by which buffers are combined over shards, or a dict of rules by name or pattern: ``"mean"``,
-            ``"sum"``, ``"min"``, ``"max"`` or ``"first"``, as for `ParallelUpdater`.
+        buffers: The rules by which buffers are combined over shards, as for `ParallelUpdater`.
         timeout: The number of seconds after which a device that is still at work counts as hung. The first device then
             has a thread of its own too. ``"auto"`` is half an hour for the threads of the other devices, while the
             calling thread is not watched. None waits without limit.

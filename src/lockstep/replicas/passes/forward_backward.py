@@ -30,6 +30,7 @@ from lockstep.replicas.buffers import (
     TrainedBuffer,
     buffer_refs,
     check_buffers,
+    check_rules,
     combine_buffers,
     trained_buffers,
 )
@@ -122,6 +123,7 @@ class ForwardBackward:
 
     def __init__(self, replicas: ReplicaSet, *, buffers: BufferRules = "mean") -> None:
         self._replicas = replicas
+        check_rules(buffers)
         self._rules: BufferRules = buffers
         self._streams = ShardStreams(replicas.devices)
         # Threads of the user take turns. Reentrant, because a hook may run forward or backward again.

@@ -232,7 +232,7 @@ class ModelChangeDetector:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in held.buffers]
         self.computed = _computed_weights(model)
         self._recorded = [_shallow_copy(watched) for watched in self._current]
-        # Containers are compared by `==`, for which a parameter of one element equals another one of the same value.
+        # They equal others of the same value.
         self._single = [
             (module._parameters, name, parameter)
             for module in model.modules()
@@ -260,15 +260,14 @@ class ModelChangeDetector:
 
     def changed(self) -> bool:
         """Return whether the model differs from the record."""
-        is_moved = list(map(torch.Tensor.data_ptr, self._parameters)) != self._memory
-        if is_moved or list(map(REQUIRES_GRAD, self._parameters)) != self._requires_grad:
-            return True
-        is_replaced = not all(parameters.get(name) is parameter for parameters, name, parameter in self._single)
-        if is_replaced or list(map(VERSION, self._tensors)) != self._versions:
-            return True
-        if self._arrays and [array.tobytes() for array in self._arrays] != self._bytes:
-            return True
-        if not all(now.shape == before.shape and torch.equal(now, before) for now, before in self._buffers):
+        if (
+            list(map(torch.Tensor.data_ptr, self._parameters)) != self._memory
+            or list(map(REQUIRES_GRAD, self._parameters)) != self._requires_grad
+            or list(map(VERSION, self._tensors)) != self._versions
+            or (self._arrays and [array.tobytes() for array in self._arrays] != self._bytes)
+            or (self._single and not all(registry.get(name) is each for registry, name, each in self._single))
+            or (self._buffers and not all(now.shape == old.shape and now.equal(old) for now, old in self._buffers))
+        ):
             return True
         try:
             return self._current != self._recorded

@@ -76,7 +76,8 @@ class GradientContext:
         has_tensor_weights: Whether the weight of a loss was a tensor, for which the host had to wait.
         carried: Exchanges values with the loss function that are carried from batch to batch; None if there are none.
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
-        foreign_leaves: Receives what beside the parameters of a replica gets a gradient; None if this is not checked.
+        is_first: Whether this is one of the first updates, in which there are more checks.
+        foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
     """
 
     loss_fn: LossFunction
@@ -91,7 +92,8 @@ class GradientContext:
     has_tensor_weights: bool = False
     carried: CarriedAttempt | None = None
     shard_loss: Callable[[Shard], LossFunction] | None = None
-    foreign_leaves: list[ref[torch.Tensor]] | None = None
+    is_first: bool = False
+    foreign_leaves: list[ref[torch.Tensor]] = field(default_factory=list)
 
     def loss_factor(self, weight: float) -> float | torch.Tensor:
         """Return the factor that multiplies the loss of a shard of this weight before backward."""
@@ -175,7 +177,7 @@ class DeviceGradientTask:
         except Exception as error:
             raise runner.error(FORWARD, shard, error) from error
         loss = check_loss(returned)
-        if context.foreign_leaves is not None:
+        if context.is_first:
             # Weakly: what was created for this shard ends with its graph.
             context.foreign_leaves.extend(map(ref, foreign_leaves([loss.value], runner.replica)))
         if context.carried is not None:

@@ -3,7 +3,6 @@
 from lockstep.updaters.ranks.consistency import (
     OnMismatch as OnMismatch,
     RankConsistency as RankConsistency,
-    describe_run as describe_run,
 )
 from lockstep.updaters.ranks.coordinator import Coordinator as Coordinator, LocalCoordinator as LocalCoordinator
 from lockstep.updaters.ranks.rank_reduction import RankReduction as RankReduction, join_ranks as join_ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, Final, Literal
@@ -43,27 +43,24 @@ class RankConsistency:
     Args:
         communicator: The communicator of the run.
         training: The training state.
-        recipe: Returns the description of the run.
+        recipe: The arguments of the updater.
         every: The number of updates within which all tensors of the state are compared, at least 1.
         differing: What to do with models that differ when a run begins from its first update.
-        loss_fn: The loss function, or None.
     """
 
     def __init__(
         self,
         communicator: Communicator,
         training: TrainingState,
-        recipe: Callable[[], Fields],
+        recipe: Recipe,
         *,
         every: int,
         differing: OnMismatch,
-        loss_fn: object = None,
     ) -> None:
         self._communicator = communicator
         self._training = training
         self._recipe = recipe
         self._differing: OnMismatch = differing
-        self._loss_fn = loss_fn
         self._comparer = StateComparer(training.tensors, every)
         self._is_checked = False
 
@@ -76,7 +73,7 @@ class RankConsistency:
         if self._is_checked:
             return
         check_fields(self._communicator, self._kernels(), what="kernel class", remedy=KERNELS_REMEDY)
-        check_fields(self._communicator, self._recipe(), what="recipe", remedy=CODE_REMEDY)
+        check_fields(self._communicator, describe_run(self._training, self._recipe), what="recipe", remedy=CODE_REMEDY)
         self._compare_state()
         found = compare(self._communicator, _fingerprints(self._outside()))
         if found is not None:
@@ -153,7 +150,7 @@ class RankConsistency:
     def _outside(self) -> dict[str, torch.Tensor]:
         """Return the tensors by name that the model and the loss function hold beside what is trained."""
         model = self._training.replicas.model
-        states = OutsideState(model, ()), OutsideState(self._loss_fn, [model])
+        states = OutsideState(model, ()), OutsideState(self._recipe.loss_fn, [model])
         named = {name: value.held for state in states for name, value in state.values.items()}
         known = {id(each) for each in (*named.values(), *self._training.tensors().values())}
         for index, tensor in enumerate(held_tensors(model)):

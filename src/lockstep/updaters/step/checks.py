@@ -15,8 +15,10 @@ from lockstep.communicators import Communicator
 from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
-from lockstep.replicas import check_no_lookups, check_no_trained_buffers
+from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
+from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.batch_loss import BatchLoss
+from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors import LOSSES, attributes, names_in, references
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
@@ -264,6 +266,26 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
                 "They were replaced, by `load_state_dict(assign=True)`, by another layer, or by moving the model to "
                 "this type of device: do this before you create the optimizer."
             )
+
+
+def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Module) -> None:
+    """Check what the shards of one of the first updates have used and changed, before they are summed.
+
+    Args:
+        attempt: The attempt, whose shards are computed.
+        prepared: The model as it was run.
+        model: The original model.
+
+    Raises:
+        ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit.
+    """
+    loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
+    check_lookups(loss_fn, model)
+    used_by = loss_fn, [runner.replica for runner in prepared.runners]
+    check_leaves(attempt.gradient_context.foreign_leaves, "loss_fn", used_by, (shards, [*model.parameters()]))
+    counted = {report.shard for task in attempt.device_tasks for report in task.reports}
+    sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted]
+    check_buffers([task.buffer_sum for task in attempt.device_tasks], prepared.buffer_refs, sizes)
 
 
 def check_lookups(loss_fn: Any, model: nn.Module) -> None:

@@ -15,8 +15,6 @@ from lockstep.nest import call_arguments
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
-    check_buffers,
-    check_leaves,
     check_no_accumulate_hooks,
     check_no_leaked_gradients,
     check_no_trained_buffers,
@@ -49,7 +47,7 @@ from lockstep.updaters.setup import (
     shard_tensors,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
-from lockstep.updaters.step.checks import check_lookups, check_reached
+from lockstep.updaters.step.checks import check_first_shards, check_reached
 from lockstep.updaters.step.next_batches import NextBatches
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
@@ -166,7 +164,7 @@ class GradientEngine:
             request.deferred,
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
             shard_loss=request.shard_loss,
-            foreign_leaves=[] if self._is_first_update else None,
+            is_first=self.training.iteration < self._first_updates.end,
         )
 
     def _loss_scale_factor(self, attempt: Attempt) -> float | torch.Tensor:
@@ -241,7 +239,9 @@ class GradientEngine:
                 last,
                 prepared.observers[place],
                 ShardSum(first),
-                runner.buffers.start_shards(first, deferred=request.deferred, compares=self._is_first_update),
+                runner.buffers.start_shards(
+                    first, deferred=request.deferred, compares=attempt.gradient_context.is_first
+                ),
             )
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, task, self.streams)
@@ -252,7 +252,7 @@ class GradientEngine:
         timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         watching = NO_CONTEXT
-        if self._is_first_update:
+        if attempt.gradient_context.is_first:
             watching = self._first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
         with watching:
             self.streams.run(
@@ -280,14 +280,18 @@ class GradientEngine:
             KeyboardInterrupt: If Ctrl-C was pressed.
             PeerError: If another rank failed.
         """
-        prepared = self.prepared
+        prepared, request = self.prepared, attempt.request
         normalizer = attempt.gradient_context.normalizer
-        self._check_leaks(attempt)
+        if request.inspect_shard is None:
+            for parameter in prepared.parameters:
+                if parameter.grad is not None:
+                    check_no_leaked_gradients(prepared.named_parameters, request.wanted)
+                    break
+        if attempt.gradient_context.is_first:
+            check_first_shards(attempt, prepared, self.replicas.model)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
         self.watch.phase = "reduce"
-        if prepared.buffer_refs and not left_out:
-            self._check_buffers(attempt)
         if self.ranks is not None:
             self.ranks.reduce(
                 attempt,
@@ -296,7 +300,7 @@ class GradientEngine:
                 workloads=self.replicas.workloads,
                 like=prepared.like,
                 buffer_refs=prepared.buffer_refs,
-                compares_buffers=self._is_first_update,
+                compares_buffers=attempt.gradient_context.is_first,
             )
             if attempt.complete:
                 attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]
@@ -319,29 +323,6 @@ class GradientEngine:
             normalizer(attempt.reports),
             context.settings,
         )
-
-    def _check_leaks(self, attempt: Attempt) -> None:
-        """Check that shards have given gradients to their replicas only."""
-        prepared, request = self.prepared, attempt.request
-        if self._is_first_update:
-            check_lookups(request.loss_fn, self.replicas.model)
-        if request.inspect_shard is None:
-            for parameter in prepared.parameters:
-                if parameter.grad is not None:
-                    check_no_leaked_gradients(prepared.named_parameters, request.wanted)
-                    break
-        if attempt.gradient_context.foreign_leaves:
-            known = attempt.device_shards, [*self.replicas.model.parameters()]
-            used_by = request.loss_fn, [runner.replica for runner in prepared.runners]
-            check_leaves(attempt.gradient_context.foreign_leaves, "loss_fn", used_by, known)
-
-    def _check_buffers(self, attempt: Attempt) -> None:
-        """Check that the rules of buffers fit what the shards of this process have changed."""
-        sizes: list[int] = []
-        if self._is_first_update:
-            counted = {report.shard for task in attempt.device_tasks for report in task.reports}
-            sizes = [len(shard.samples) for run in attempt.device_shards for shard, _ in run if shard.index in counted]
-        check_buffers([task.buffer_sum for task in attempt.device_tasks], self.prepared.buffer_refs, sizes)
 
     def check(self, attempt: Attempt) -> None:
         """Check whether the gradient of a complete attempt is finite, or leave the check on the device.
@@ -379,11 +360,6 @@ class GradientEngine:
             "loss scale": attempt.gradient_context.loss_scale_factor,
             "batch sizes": attempt.sizes,
         }
-
-    @property
-    def _is_first_update(self) -> bool:
-        """Whether this is one of the first updates, in which there are more checks."""
-        return self.training.iteration < self._first_updates.end
 
     @property
     def batches_per_update(self) -> int:
