@@ -49,7 +49,7 @@ class ParallelUpdater(Updater):
         num_shards: The number of shards per batch, at least 1; the result depends on it. With None each device has one
             shard, sized by its workload, and the bits depend on the number of devices.
         workloads: The relative speeds of the devices, by which shards are assigned; equal by default. ``"auto"``
-            measures the speeds of devices and processes during the first updates; it requires `num_shards`.
+            measures the speeds of all devices during the first updates; it requires `num_shards`.
         loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword, and with a dict
             of replicas for several networks. It returns a mean loss or a `Loss`, as the model does by default. A
             `BatchLoss` compares all samples of the batch.

@@ -15,7 +15,6 @@ from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Deferral
-from lockstep.updaters.compute import DeviceTimer, PhaseTimer
 from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, describe_run, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
@@ -64,15 +63,6 @@ class Parts:
     committer: Committer
     deferral: Deferral
     skips: SkippedUpdates
-
-    def time_phases(self) -> PhaseTimer:
-        """Return a timer of the phases of updates, which replaces an earlier one."""
-        self.engine.watch = timer = PhaseTimer(self.communicator.watch, self.engine.replicas.devices)
-        return timer
-
-    def end_timing(self) -> None:
-        """Remove the timer."""
-        self.engine.watch = self.communicator.watch
 
 
 def assemble(
@@ -145,8 +135,8 @@ def assemble(
         movable=recipe.num_shards is not None,
         measure=workloads == "auto",
     )
-    device_timer = DeviceTimer(replicas.devices) if workloads == "auto" and len(replicas.devices) > 1 else None
-    engine = GradientEngine(training, recipe, watch=communicator.watch, device_timer=device_timer, ranks=ranks)
+    measure = workloads == "auto" and (len(replicas.devices) > 1 if ranks is None else ranks.may_move)
+    engine = GradientEngine(training, recipe, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
     # Before master weights are created, which are allocated on the devices of their parameters.
     replicas.model.to(replicas.devices[0])
     check_reached(training.optimizers, training.models)
