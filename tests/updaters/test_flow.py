@@ -1,7 +1,7 @@
 """An update can be read: how much code of ours it goes through, and how long files and functions are.
 
-`python -m tests.support.flow` prints the figures. Up to Python 3.11 comprehensions count as calls; later ones have no frames for most of
-them, so the same bounds are a little wider there.
+`python -m tests.support.flow` prints the figures. Up to Python 3.11 comprehensions count as calls; later ones have no
+frames for most of them, so the same bounds are a little wider there.
 """
 
 from __future__ import annotations
