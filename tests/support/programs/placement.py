@@ -179,7 +179,6 @@ RUNS: dict[str, Run] = {
     "moved about": partial(moved, work=CONVNET, optimizer="adamw"),
     "moved about, strided": partial(moved, work=TRANSFORMER, split="strided", precision="bf16"),
     "above the limit of one thread": partial(trained, work=WIDE, updates=2),
-    "flat": partial(trained, work=CONVNET, flat_gradients=True),
     "sum": partial(trained, reduction="sum"),
     "bf16-true": partial(trained, work=HALF, precision="bf16-true", optimizer="corrected"),
     **{

@@ -70,7 +70,7 @@ def assemble(
     *,
     iterator: Any,
     optimizer: Any,
-    models: tuple[Any, Any],
+    model: Any,
     placement: tuple[Any, Any],
     schedulers: tuple[Any, Any],
     loss_scale: LossScale | float | None,
@@ -88,7 +88,7 @@ def assemble(
         recipe: The arguments that the result depends on.
         iterator: The argument `iterator` of `ParallelUpdater`.
         optimizer: The argument `optimizer`.
-        models: The arguments `model` and `models`, one of which must be None.
+        model: The argument `model`.
         placement: The arguments `devices` and `workloads`.
         schedulers: The arguments `scheduler` and `epoch_scheduler`.
         loss_scale: The argument `loss_scale`; None for the loss scale of the optimizers.
@@ -111,7 +111,7 @@ def assemble(
     _prepare_hooks(optimizers)
     devices, workloads = placement
     check_unnamed(devices, workloads)
-    networks = parse_networks(*models)
+    networks = parse_networks(model)
     # Before replicas are created: nothing of the user's is touched until its arguments are known to fit.
     check_fit(recipe, networks, optimizers, carried, custom_step=custom_step)
     fixed = fixed_workloads(recipe, workloads)

@@ -341,8 +341,6 @@ class GradientEngine:
                     "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got a loss "
                     "that gives none of its parameters a gradient."
                 )
-        if prepared.flat is not None:
-            attempt.gradients = gradients = prepared.flat.store(gradients)
         attempt.overflow_check = check_finite(prepared.named_parameters, gradients, attempt.slices_are_finite)
 
     def first_stream(self, computation: int = 0) -> int:
