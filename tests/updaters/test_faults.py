@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.pool.replica_set import AUTO_TIMEOUT_SECONDS
+from lockstep.replicas.pool.worker import AUTO_TIMEOUT_SECONDS
 from tests.support import gan as several, zygote
 from tests.support.backward import in_backward
 from tests.support.faults import fail, interrupt
