@@ -196,7 +196,7 @@ def test_accuracy_goes_on_from_its_state() -> None:
 )
 def test_accuracy_refuses_shapes_that_do_not_fit(output: torch.Tensor, target: torch.Tensor) -> None:
     accuracy = Accuracy()
-    with pytest.raises(ValueError, match=r"must have the shapes \(N, C, ...\) and \(N, ...\), got"):
+    with pytest.raises(ValueError, match=r"must have the shapes \(N, C, ...\) and \(N, ...\) with at least 2 classes"):
         accuracy.update(output, target)
     assert accuracy.state_dict() == {"correct": 0, "count": 0}
 
