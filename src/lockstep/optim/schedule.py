@@ -186,7 +186,7 @@ def cosine(updates: int, *, final: float = 0.0) -> Factor:
 
 
 def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: float | None = None) -> Factor:
-    """Go from 1 to ``final`` polynomially, and stay there; a power of 1 is a straight line.
+    """Move from 1 to ``final`` polynomially, and stay there; a power of 1 is a straight line.
 
     With the fraction p of the updates that are done: final + (1 - final)·(1 - p)^power. With a power below 0, the
     factor has no end to reach: it grows until it reaches the bound.
