@@ -13,15 +13,12 @@ from lockstep.data import Iterator as LockstepIterator, check_not_split_by_rank
 from lockstep.extensions.evaluation import Evaluation, Recipe
 from lockstep.integers import check_integer
 from lockstep.metrics import (
-    IgniteMetric,
     Metric,
     Observed,
     OwnMetric,
-    ShardMetric,
     TorchMetric,
     flatten_value,
     is_collection,
-    is_ignite,
     is_torchmetric,
 )
 from lockstep.trainer import WRITER, Extension, Trainer
@@ -60,7 +57,7 @@ class Evaluator(Extension):
     as positional or as keyword arguments; any other batch, such as a list of samples, is converted first.
     A tuple is ``(*inputs, target)``, a dict contains the inputs and the target by their names.
 
-    Metrics may be those of `lockstep.metrics`, torchmetrics or ignite, or your own. Each rank updates a metric with its
+    Metrics may be those of `lockstep.metrics` or torchmetrics, or your own. Each rank updates a metric with its
     own shards, and the states are merged: counts as a whole, sums of floating-point numbers and lists of values shard
     by shard. If it is not known how to merge the states of a metric, the outputs and targets of all shards are sent to
     every rank instead, which updates the metric with them in order. In all cases the numbers are the same as with one
@@ -133,7 +130,10 @@ class Evaluator(Extension):
         self.results: dict[str, Any] = {}
         """The values of the last evaluation by name, as the metrics returned them."""
         self._name = name
-        self._shard_metrics = {name: _shard_metric(metric) for name, metric in self.metrics.items()}
+        self._shard_metrics = {
+            name: TorchMetric(metric) if is_torchmetric(metric) else OwnMetric(metric)
+            for name, metric in self.metrics.items()
+        }
         self._own_runner: InferenceRunner | None = None
         self._warned: set[str] = set()
 
@@ -256,10 +256,9 @@ def _check_metrics(metrics: object, loss_fn: object) -> None:
             raise TypeError(f"`metrics` must hold instances, got the class {metric.__name__} as {name!r}.")
         if not isinstance(metric, Metric):
             raise TypeError(f"`metrics` must have update, compute and reset, got {type(metric).__name__} as {name!r}.")
-
-
-def _shard_metric(metric: Metric) -> ShardMetric:
-    """Return what updates a metric with shards, by the library that it comes from."""
-    if is_torchmetric(metric):
-        return TorchMetric(metric)
-    return IgniteMetric(metric) if is_ignite(metric) else OwnMetric(metric)
+        # They have these methods, but `update` takes a pair and `compute` sums over the processes by itself.
+        if any(kind.__module__.startswith("ignite.") for kind in type(metric).__mro__):
+            raise TypeError(
+                f"`metrics` must not hold metrics of PyTorch-Ignite, got {type(metric).__name__} as {name!r}. Pass one "
+                "of `lockstep.metrics` or of torchmetrics, or an object of yours with update, compute and reset."
+            )

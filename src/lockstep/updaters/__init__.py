@@ -1,7 +1,7 @@
 """What one update does, from taking the batch to counting it."""
 
 from lockstep.updaters.batch_loss import BatchLoss as BatchLoss
-from lockstep.updaters.compute import PhaseTimer as PhaseTimer, ShardResult as ShardResult
+from lockstep.updaters.compute import Clock as Clock, ShardResult as ShardResult, Times as Times
 from lockstep.updaters.loss import (
     Loss as Loss,
     LossFunction as LossFunction,

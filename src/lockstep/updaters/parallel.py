@@ -43,13 +43,12 @@ class ParallelUpdater(Updater):
         optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name that share no
             parameter. Without a step function every update steps all of them by the gradient of one loss.
         model: The model, moved to the first device and never run itself: replicas share its memory; or several by name.
-        models: Another name for `model`, for several networks.
         devices: ``"auto"`` for this rank's share of the machine's GPUs, or else of its cores; a number of devices per
             rank; or a list of device names, which may repeat.
         num_shards: The number of shards per batch, at least 1; the result depends on it. With None each device has one
             shard, sized by its workload, and the bits depend on the number of devices.
         workloads: The relative speeds of the devices, by which shards are assigned; equal by default. ``"auto"``
-            measures the speeds of devices and processes during the first updates; it requires `num_shards`.
+            measures the speeds of all devices during the first updates; it requires `num_shards`.
         loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword, and with a dict
             of replicas for several networks. It returns a mean loss or a `Loss`, as the model does by default. A
             `BatchLoss` compares all samples of the batch.
@@ -80,8 +79,6 @@ class ParallelUpdater(Updater):
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
         epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
-        flat_gradients: Whether every ``parameter.grad`` is a view of one tensor, the attribute `flat_gradients`. It
-            costs a copy, and is for one optimizer whose parameters have one dtype.
         timeout: Seconds, above 0, after which a device counts as hung; None for never. ``"auto"`` is half an hour for
             all but the first device.
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
@@ -105,9 +102,8 @@ class ParallelUpdater(Updater):
         self,
         iterator: Iterator | Source | Mapping[str, Iterator | Source],
         optimizer: Optimizer | Mapping[str, Optimizer],
-        model: nn.Module | Mapping[str, nn.Module] | None = None,
+        model: nn.Module | Mapping[str, nn.Module],
         *,
-        models: nn.Module | Mapping[str, nn.Module] | None = None,
         devices: Devices = "auto",
         num_shards: int | None = None,
         workloads: Sequence[float] | Literal["auto"] | None = None,
@@ -131,7 +127,6 @@ class ParallelUpdater(Updater):
         scheduler: Schedulers | None = None,
         epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
-        flat_gradients: bool = False,
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
         check_every: int = 100,
@@ -150,7 +145,6 @@ class ParallelUpdater(Updater):
             max_tries=max_tries,
             on_exhausted=on_exhausted,
             max_skipped=max_skipped,
-            flat_gradients=flat_gradients,
             auto_new_epoch=auto_new_epoch,
             loss_fn=loss_fn,
             step_fn=step_fn,
@@ -169,7 +163,7 @@ class ParallelUpdater(Updater):
             recipe,
             iterator=iterator,
             optimizer=optimizer,
-            models=(model, models),
+            model=model,
             placement=(devices, workloads),
             schedulers=(scheduler, epoch_scheduler),
             loss_scale=loss_scale,
@@ -344,12 +338,6 @@ class ParallelUpdater(Updater):
     def communicator(self) -> Communicator:
         """The communicator of the run."""
         return self._parts.communicator
-
-    @property
-    def flat_gradients(self) -> torch.Tensor | None:
-        """The last gradient of all parameters as one tensor, if requested; None otherwise and before the first."""
-        flat = self._engine.prepared.flat
-        return None if flat is None else flat.tensor
 
     @property
     def why_it_waits(self) -> str | None:
