@@ -16,12 +16,21 @@ from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRule, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, UpdateContext
+from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
 from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
-from lockstep.updaters.step import CopyAhead, CustomStep, Schedulers, assemble, check_run_options, needs_custom_step
+from lockstep.updaters.step import (
+    CopyAhead,
+    CustomStep,
+    InferenceRunner,
+    Schedulers,
+    assemble,
+    check_run_options,
+    needs_custom_step,
+)
 from lockstep.updaters.updater import Updater
 
 
@@ -338,6 +347,33 @@ class ParallelUpdater(Updater):
     def communicator(self) -> Communicator:
         """The communicator of the run."""
         return self._parts.communicator
+
+    @property
+    def shards_per_batch(self) -> int:
+        """The number of shards that a batch is cut into: `num_shards`, or by default the number of all devices."""
+        return self._engine.shards_per_batch
+
+    @property
+    def num_retries(self) -> int:
+        """The number of attempts at a batch that were repeated after an overflow, since the updater was created."""
+        return self._parts.retry.num_retries
+
+    @property
+    def clock(self) -> Clock:
+        """Measures how long the phases of updates take and how long devices compute, between its start and stop."""
+        return self._engine.clock
+
+    def inference_runner(
+        self, *, num_shards: int | None = None, model: nn.Module | None = None, model_name: str = MAIN
+    ) -> InferenceRunner:
+        """Return what runs a model without gradients on the devices and ranks of the updater, in its precision.
+
+        Args:
+            num_shards: The number of shards per batch, at least 1; None for that of updates.
+            model: Another model to run instead of one of the updater's.
+            model_name: The name of the updater's model to run.
+        """
+        return InferenceRunner.of_parts(self._parts, num_shards=num_shards, model=model, model_name=model_name)
 
     @property
     def why_it_waits(self) -> str | None:

@@ -139,7 +139,7 @@ def test_the_load_is_the_share_of_the_time_in_which_a_device_computes(tmp_path: 
     twice = [Throughput(trigger=(3, "iteration")), Throughput(trigger=(2, "iteration")), log]
     with finalized(updater_for(MLP, Placement(2), num_shards=4, loss_fn=loss_fn)) as updater:
         Trainer(updater, (6, "iteration"), tmp_path, extensions=twice).run()
-        assert updater.parts.engine.clock.num_users == 0
+        assert updater.clock.num_users == 0
     for entry in log.log:
         first, second = (entry[f"throughput/load/device{index}"] for index in range(2))
         assert 0.0 < second < first <= 1.0

@@ -20,7 +20,7 @@ from lockstep.extensions.loggers import recipe_digest, replace_file
 from lockstep.integers import check_integer
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Clock, Times
+from lockstep.updaters import Clock, ParallelUpdater, Times
 
 EVERY_ON_ACCELERATORS: Final = 50
 """By default every 50th update is measured on accelerators, since measuring waits for the device at each phase."""
@@ -102,10 +102,10 @@ class RunRecord(Extension):
                 },
             )
         # An updater of another kind has neither phases nor retries.
-        if updater.parts is not None:
-            self._clock = updater.parts.engine.clock
+        if isinstance(updater, ParallelUpdater):
+            self._clock = updater.clock
             self._start = self._clock.start()
-            self._restart(trainer)
+            self._times, self._retries = [], updater.num_retries
 
     def collect(self, trainer: Trainer) -> None:
         """Measure the next update if it is due."""
@@ -119,8 +119,8 @@ class RunRecord(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         """End the interval, and write it. Every rank must call this."""
-        updater, parts = trainer.updater, trainer.updater.parts
-        if self._clock is None:
+        updater = trainer.updater
+        if self._clock is None or not isinstance(updater, ParallelUpdater):
             return
         times = reduce(Times.plus, self._times, self._clock.zero)
         ranks = _gather(trainer, {"seconds": times.seconds, "devices": times.device_seconds})
@@ -131,14 +131,14 @@ class RunRecord(Extension):
                     "update": updater.iteration,
                     "epoch": updater.epoch_detail,
                     "elapsed_time": trainer.elapsed_time,
-                    "loss_scale": parts.training.loss_scale.factor,
-                    "retries": parts.retry.num_retries - self._retries,
-                    "applied": parts.training.applied_updates,
+                    "loss_scale": updater.loss_scale.factor,
+                    "retries": updater.num_retries - self._retries,
+                    "applied": updater.applied_updates,
                     "measured": len(self._times),
                     "ranks": ranks,
                 },
             )
-        self._restart(trainer)
+        self._times, self._retries = [], updater.num_retries
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - the interface
         """Record the error that ends the session."""
@@ -167,10 +167,6 @@ class RunRecord(Extension):
             # Lazy modules have a shape now.
             ending |= {"recipe": recipe, "recipe_digest": recipe_digest(recipe)}
         return {**ending, "digests": {name: digest(model) for name, model in updater.get_all_models().items()}}
-
-    def _restart(self, trainer: Trainer) -> None:
-        """Count from now on."""
-        self._times, self._retries = [], trainer.updater.parts.retry.num_retries
 
     def _open(self, trainer: Trainer) -> None:
         """Keep the whole lines of an earlier session of this run, and no others."""

@@ -11,7 +11,7 @@ from lockstep.metrics import Mean
 from lockstep.replicas import peak_memory, restart_peak_memory
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Clock, Times
+from lockstep.updaters import Clock, ParallelUpdater, Times
 
 
 class Throughput(Extension):
@@ -56,8 +56,8 @@ class Throughput(Extension):
     def initialize(self, trainer: Trainer) -> None:
         """Begin to count."""
         # An updater of another kind has no devices that compute shards.
-        parts = trainer.updater.parts
-        self._load = None if parts is None else _DeviceLoad(parts.engine.clock, trainer.updater.devices)
+        updater = trainer.updater
+        self._load = _DeviceLoad(updater.clock, updater.devices) if isinstance(updater, ParallelUpdater) else None
         self._restart(trainer)
 
     def collect(self, trainer: Trainer) -> None:
