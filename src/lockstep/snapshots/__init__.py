@@ -1,58 +1,37 @@
 """Snapshots of a run: whole, verified, and the same bytes for every placement."""
 
-from lockstep.snapshots.format import (
-    Content as Content,
-    Limits as Limits,
-    Manifest as Manifest,
-    Parent as Parent,
-    folder_name as folder_name,
-    training_of as training_of,
-)
-from lockstep.snapshots.interchange import (
-    Matches as Matches,
-    export_hf as export_hf,
-    export_torch as export_torch,
-    import_accelerate as import_accelerate,
-    import_lightning as import_lightning,
-    import_torch as import_torch,
-)
-from lockstep.snapshots.reading import (
-    Found as Found,
-    Snapshot as Snapshot,
-    damaged_manifests as damaged_manifests,
+from lockstep.snapshots.format.content import Content, Parent, folder_name, training_of
+from lockstep.snapshots.format.manifest import Limits, Manifest
+from lockstep.snapshots.interchange.exporting import export_hf, export_torch
+from lockstep.snapshots.interchange.importing import import_accelerate, import_lightning, import_torch
+from lockstep.snapshots.interchange.matching import Matches
+from lockstep.snapshots.reading.snapshot import (
+    Found,
+    Snapshot,
+    damaged_manifests,
     list_snapshots as list,  # noqa: A004 - it is called as `ls.snapshots.list`
-    load as load,
-    newest_whole as newest_whole,
-    verify as verify,
+    load,
+    newest_whole,
+    verify,
 )
-from lockstep.snapshots.run import (
-    Collector as Collector,
-    Comparison as Comparison,
-    DigestLog as DigestLog,
-    Record as Record,
-    RecordingWriter as RecordingWriter,
-    Resumption as Resumption,
-    compare_runs as compare_runs,
-    find as find,
-    first_rank_in_folder as first_rank_in_folder,
-    prepare as prepare,
-    read_digest_log as read_digest_log,
-    record_of as record_of,
-    restore as restore,
-    save as save,
-)
-from lockstep.snapshots.writing import (
-    Disk as Disk,
-    Retention as Retention,
-    SnapshotWriter as SnapshotWriter,
-    write_beside as write_beside,
-)
+from lockstep.snapshots.run.agreement import Agreement
+from lockstep.snapshots.run.collect import Collector, Digester, RecordingWriter, record_of
+from lockstep.snapshots.run.comparing import Comparison, compare_runs
+from lockstep.snapshots.run.digest_log import DigestLog, Record, read_digest_log
+from lockstep.snapshots.run.loops import restore, save
+from lockstep.snapshots.run.restore import fitting
+from lockstep.snapshots.run.resuming import Resumption, find, first_rank_in_folder, prepare
+from lockstep.snapshots.writing.disk import Disk
+from lockstep.snapshots.writing.retention import Retention
+from lockstep.snapshots.writing.writer import SnapshotWriter, write_beside
 
 __all__ = [
+    "Agreement",
     "Collector",
     "Comparison",
     "Content",
     "DigestLog",
+    "Digester",
     "Disk",
     "Found",
     "Limits",
@@ -71,6 +50,7 @@ __all__ = [
     "export_torch",
     "find",
     "first_rank_in_folder",
+    "fitting",
     "folder_name",
     "import_accelerate",
     "import_lightning",

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.errors import SnapshotError, SnapshotWarning
 from lockstep.snapshots import list as list_snapshots, load, newest_whole, verify
-from tests.support.snapshots import assert_holds, small_content, write
+from tests.support.snapshots import assert_holds, of_a_newer_format, small_content, write
 
 VERIFIED = ("model.safetensors", "state.safetensors", "snapshot.json")
 ROWS = 230
@@ -158,7 +158,7 @@ def test_a_folder_with_another_number_is_damaged(tmp_path: Path) -> None:
 def test_what_cannot_be_judged_is_neither_renamed_nor_passed_over(tmp_path: Path) -> None:
     _, newest = write(tmp_path, small_content(1), small_content(2))
     manifest = newest / "snapshot.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'{"format":1,', b'{"format":2,'))
-    with pytest.raises(SnapshotError, match=r"format 2, written by 'lockstep .*Use a newer version"):
+    manifest.write_bytes(of_a_newer_format(manifest.read_bytes()))
+    with pytest.raises(SnapshotError, match=r"format 3, written by 'lockstep .*Use a newer version"):
         newest_whole(tmp_path)
     assert newest.is_dir()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import safetensors.torch
 from lockstep.digest import tensor_digest
 from lockstep.errors import SnapshotError, SnapshotWarning
 from lockstep.snapshots import Limits, Snapshot, SnapshotWriter, load, newest_whole
-from lockstep.snapshots.format import FileEntry, read_manifest
+from lockstep.snapshots.format.manifest import StoredTensor, read_manifest
 from tests.support.crashes import MUTANTS, Call, RecordingDisk, Tree, crash_states, lay_out
 from tests.support.snapshots import RUN, assert_holds, small_content
 
@@ -91,13 +91,13 @@ def vouches_wrongly(out: Path) -> bool:
     return False
 
 
-def is_whole(data: bytes, entry: FileEntry) -> bool:
+def is_whole(data: bytes, entry: Mapping[str, StoredTensor]) -> bool:
     try:
         tensors = safetensors.torch.load(data)
     except safetensors.SafetensorError:
         return False
     return {name: tensor_digest(each) for name, each in tensors.items()} == {
-        name: each.sha256 for name, each in entry.tensors.items()
+        name: each.digest.sha256 for name, each in entry.items()
     }
 
 

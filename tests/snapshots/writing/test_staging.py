@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,7 @@ import torch
 
 import lockstep as ls
 from lockstep.snapshots import Content, SnapshotWriter, load
-from lockstep.snapshots.writing.staging import PART, Buffers, Constants, freeze_content
+from lockstep.snapshots.writing.commit import Buffers, stage
 from tests.support.snapshots import RUN, small_content, write
 
 
@@ -25,26 +22,24 @@ def content_of(**fields: Any) -> Content:
 
 def test_buffers_are_kept_while_the_tensors_are_alike() -> None:
     buffers = Buffers()
-    first = buffers.copy(freeze_content(small_content(1)).memory)
-    addresses = [copy.data_ptr() for copy in first]
-    second = buffers.copy(freeze_content(small_content(2)).memory)
+    addresses = [copy.data_ptr() for copy in buffers.copy(stage(small_content(1), ()).tensors)]
+    tensors = stage(small_content(2), ()).tensors
+    second = buffers.copy(tensors)
     assert [copy.data_ptr() for copy in second] == addresses
-    memory = freeze_content(small_content(2)).memory
-    assert len(memory.tensors) < len(memory.places) == len(second)
-    assert all(torch.equal(a, memory.tensors[place]) for a, place in zip(second, memory.places, strict=True))
-    third = buffers.copy(freeze_content(small_content(3, rows=6)).memory)
+    assert all(map(torch.equal, second, tensors))
+    third = buffers.copy(stage(small_content(3, rows=6), ()).tensors)
     assert [copy.shape for copy in third] != [copy.shape for copy in second]
 
 
 def in_place(change: Callable[[list[torch.Tensor]], object]) -> None:
-    """Copy the same tensors until they are joined, change them, and compare the next copies."""
+    """Copy the same tensors, change them, and compare the next copies."""
     base = torch.arange(12.0)
     tensors = [base[:6].view(2, 3), torch.arange(4.0), torch.arange(6).view(3, 2), torch.tensor(3.0), torch.ones(0)]
     buffers = Buffers()
     for step in range(6):
         if step == 4:
             change(tensors)
-        copies = buffers.copy(freeze_content(content_of(state=tensors)).memory)
+        copies = buffers.copy(stage(content_of(state=tensors), ()).tensors)
         assert [copy.dtype for copy in copies] == [tensor.dtype for tensor in tensors]
         assert all(torch.equal(copy, tensor) for copy, tensor in zip(copies, tensors, strict=True))
         for tensor in tensors:
@@ -80,21 +75,6 @@ def test_whatever_happens_to_tensors_is_noticed(change: Callable[[list[torch.Ten
     in_place(change)
 
 
-def test_many_tensors_are_copied_by_one_call() -> None:
-    buffers = Buffers()
-    momenta = {index: {"step": torch.tensor(1.0), "buffer": torch.ones(9)} for index in range(50)}
-    content = content_of(models={"main": {f"{i}": torch.ones(9) for i in range(50)}}, state={"state": momenta})
-    calls = []
-    for _ in range(4):
-        with torch.profiler.profile() as profile:
-            buffers.copy(freeze_content(content).memory)
-        calls.append({event.key: event.count for event in profile.key_averages()})
-    assert calls[0]["aten::copy_"] == 150
-    assert calls[-1]["aten::cat"] == 1
-    # Single numbers are not joined.
-    assert calls[-1]["aten::copy_"] == 50
-
-
 def test_state_of_many_parameters_is_read_as_it_was(tmp_path: Path) -> None:
     rows = {index: {"step": torch.tensor(float(index)), "exp_avg": torch.full((2,), index)} for index in range(3)}
     trees: list[Any] = [
@@ -117,89 +97,12 @@ def test_state_of_many_parameters_is_read_as_it_was(tmp_path: Path) -> None:
                 writer.save(content_of(state=wrong))
 
 
-@pytest.mark.parametrize("is_free", [True, False])
-def test_a_thread_that_is_free_copies_a_part_of_large_tensors(is_free: bool) -> None:
-    sizes = [3, PART, PART // 4, 0, 5 * PART // 4 + 1, PART // 4 - 1, 7]
-    tensors = [torch.randn(size) for size in sizes] + [torch.arange(PART // 2), torch.arange(3), torch.tensor(2)]
-    content, buffers, calls, rounds = content_of(state=tensors), Buffers(), list[int](), 40
-    held, holds = threading.Event(), threading.Event()
-    with ThreadPoolExecutor(1) as helper:
-        if not is_free:
-            helper.submit(lambda: (holds.set(), held.wait()))
-            holds.wait()
-        for _ in range(rounds):
-            with torch.profiler.profile() as profile:
-                buffers.start(helper)
-                copies = buffers.copy(freeze_content(content).memory)
-            # A profile has the calls of its own thread.
-            calls.append(sum(event.name == "aten::cat" for event in profile.events()))
-            expected = [tensor.clone() for tensor in tensors]
-            for tensor in tensors:
-                tensor.add_(1)  # must not reach the copies
-            assert all(map(torch.equal, copies, expected))
-        held.set()
-    # The first copy fills buffers that are new, tensor by tensor; then 18 parts are copied. The second makes the views.
-    assert calls[1] == 18
-    assert min(calls[2:]) < 18 if is_free else set(calls[2:]) == {18}
-
-
-class LateHelper(Executor):
-    """A helper that takes a part at once, and copies it when it is waited for."""
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Late:  # noqa: ARG002 - the interface
-        return Late(partial(function, deque([args[0].popleft()])))
-
-
-class Late(Future[Any]):
-    def __init__(self, rest: Callable[[], Any]) -> None:
-        super().__init__()
-        self.set_running_or_notify_cancel()
-        self._rest = rest
-
-    def result(self, timeout: float | None = None) -> Any:  # noqa: ARG002 - the interface
-        self._rest()
-
-
-def test_a_copy_is_complete_only_when_the_helper_has_copied_its_part() -> None:
-    tensor, buffers = torch.zeros(3 * PART // 4), Buffers()
-    content = content_of(state=[tensor])
-    for number in range(5):
-        tensor.fill_(number)
-        buffers.start(LateHelper())
-        [copy] = buffers.copy(freeze_content(content).memory)
-        assert torch.equal(copy, tensor)
-
-
-def test_other_tensors_than_those_before_are_copied_by_this_thread() -> None:
-    contents = [content_of(state=[torch.full((3 * PART // 4,), float(number))]) for number in range(3)]
-    buffers = Buffers()
-    # Each of them several times in a row: the helper begins only if there were the same tensors twice before.
-    for content in [each for each in contents for _ in range(4)] * 2:
-        buffers.start(LateHelper())
-        [copy] = buffers.copy(freeze_content(content).memory)
-        # Nothing is left to be copied, over what is there.
-        buffers.stop()
-        assert torch.equal(copy, content.state[0])
-
-
-def test_what_does_not_change_is_copied_once() -> None:
-    constants: Constants = {}
-    first, second = (freeze_content(small_content(number), constants) for number in (1, 1))
-    assert first.plain["recipe"] == second.plain["recipe"] == small_content(1).recipe
-    content = small_content(2)
-    third, fourth = freeze_content(content, constants), freeze_content(content, constants)
-    assert third.plain["recipe"] is fourth.plain["recipe"] is not content.recipe
-    assert third.plain["progress"] is not fourth.plain["progress"]
-    content.recipe["seed"] = 1  # type: ignore[index]  # in place
-    assert freeze_content(content, constants).plain["recipe"] == content.recipe != third.plain["recipe"]
-
-
 def test_a_warm_copy_allocates_no_tensor() -> None:
     buffers, content = Buffers(), small_content(1)
-    found = []
+    found, staged = [], stage(content, ())
     for _ in range(2):
         with torch.profiler.profile(profile_memory=True) as profile:
-            buffers.copy(freeze_content(content).memory)
+            buffers.copy(staged.tensors)
         found.append([event.key for event in profile.key_averages() if event.self_cpu_memory_usage > 0])
     # The first copy shows that the profiler sees what is allocated.
     assert found[0]

@@ -16,8 +16,7 @@ import torch
 from lockstep.errors import OrderError, SnapshotError, SnapshotWarning
 from lockstep.snapshots import Content, Disk, Parent, SnapshotWriter, list as list_snapshots, load, write_beside
 from lockstep.snapshots.writing.lock import FolderLock
-from lockstep.snapshots.writing.staging import PART
-from tests.support.snapshots import RUN, assert_holds, digest_of, filled, small_content, write
+from tests.support.snapshots import RUN, assert_holds, digest_of, filled, of_a_newer_format, small_content, write
 
 
 class HeldDisk(Disk):
@@ -72,8 +71,8 @@ def test_no_snapshot_is_torn_or_stale(memory_path: Path) -> None:
     assert torn_or_stale(memory_path, 40) == []
 
 
-# In parts, some of which the writer's thread copies from the start of a save if it is free: of every other one.
-LARGE = (PART // 2, 7, PART)
+LARGE = (2**20, 7, 5 * 2**20)
+"""The numbers of elements of tensors of which the largest has two blocks."""
 
 
 def test_no_large_snapshot_is_torn_or_stale(memory_path: Path) -> None:
@@ -312,8 +311,8 @@ def test_a_survivor_does_not_take_another_snapshot_for_its_own(tmp_path: Path, o
 def test_a_snapshot_that_cannot_be_judged_is_not_taken_for_damaged(tmp_path: Path) -> None:
     [folder] = write(tmp_path, small_content(3))
     manifest = folder / "snapshot.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'{"format":1,', b'{"format":2,'))
-    with pytest.raises(SnapshotError, match="format 2"):
+    manifest.write_bytes(of_a_newer_format(manifest.read_bytes()))
+    with pytest.raises(SnapshotError, match="format 3"):
         write_beside(tmp_path, small_content(3), reasons=["emergency"])
     assert manifest.exists()
 

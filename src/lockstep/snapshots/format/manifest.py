@@ -1,292 +1,308 @@
-"""The manifest of a snapshot: everything but the bytes of the tensors, for which it has digests."""
+"""The manifest of a snapshot: everything but the bytes of the tensors, for which it has digests.
+
+It is one JSON object, of which the last field is the SHA-256 of the bytes that the object has without it. This holds
+for every format, so that a newer one can be told from a damaged one.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
-from lockstep.digest import TensorDigest, digest
+import torch
+
+from lockstep.digest import TensorDigest, digest, join_blocks
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.format.canonical_json import Limits, dumps, loads
-from lockstep.snapshots.format.content import Parent, without_sources
-from lockstep.snapshots.format.layout import STATE, model_file
-from lockstep.snapshots.format.tensor_file import DTYPES, TensorInfo
+from lockstep.snapshots.format.content import STATE, Parent, model_file, without_sources
+from lockstep.snapshots.format.tensor_file import DTYPES, TensorInfo, header
 from lockstep.snapshots.format.tree import decode, is_list
 
-FORMAT: Final = 1
-"""The number of the format. Readers refuse a higher one and read every lower one."""
+FORMAT: Final = 2
+"""The number of the format. Readers refuse a higher one, and read the one before for one release."""
 
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
+_SEAL: Final = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
+_SEAL_BYTES: Final = 77
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileEntry:
-    """What the manifest says about a tensor file.
+class Limits:
+    """Bounds on what is read, so that a damaged or hostile file costs bounded time and memory.
 
     Attributes:
-        bytes: The size of the file.
-        header: The SHA-256 of its header, with the length before it.
-        tensors: The tensors by name, in the order of their bytes.
+        manifest_bytes: The size of a manifest.
+        depth: The depth of nested values in a tree.
+        nodes: The number of values in a manifest.
+        header_bytes: The size of the header of a tensor file.
+        tensors: The number of tensors in a file.
+        dimensions: The number of dimensions of a tensor.
     """
 
-    bytes: int
-    header: str
-    tensors: Mapping[str, TensorDigest]
+    manifest_bytes: int = 64 << 20
+    depth: int = 64
+    nodes: int = 1_000_000
+    header_bytes: int = 16 << 20
+    tensors: int = 100_000
+    dimensions: int = 64
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelEntry:
-    """What the manifest says about a model.
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """What a manifest says about a tensor, which stands for it in trees.
 
     Attributes:
         file: The name of its file.
-        aliases: For each name that is not in the file, the name of the same tensor in the file.
+        name: Its name in the file.
+        info: Its dtype and shape.
+        hashes: The SHA-256 of each of its blocks. Format 1 has a single one for all of them.
     """
 
     file: str
-    aliases: Mapping[str, str]
+    name: str
+    info: TensorInfo
+    hashes: tuple[str, ...]
+
+    @property
+    def digest(self) -> TensorDigest:
+        """What stands for the tensor in a digest."""
+        return TensorDigest(*self.info, join_blocks(self.hashes))
+
+    def empty(self) -> torch.Tensor:
+        """Return memory for the tensor."""
+        return torch.empty(self.info.shape, dtype=getattr(torch, self.info.dtype))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The fields of a manifest. Trees are as `encode` returns them; see `Content` for their meaning.
+    """The fields of a manifest, with a `StoredTensor` for each tensor; see `Content` for their meaning.
 
     Attributes:
+        raw: The bytes of its file.
         format: The number of the format.
         writer: The name and the version of the library that wrote it.
         run_id: The name of the run.
         parent: The snapshot from which the run was resumed.
         reasons: Why the snapshot was written.
+        update: The number of updates after which it was written.
         progress: How far the run is.
         metrics: Numbers that describe the snapshot.
         recipe: The settings that define what the run computes.
         kernel_class: What the bits of the kernels depend on.
-        models: The models by name.
+        models: The tensors of each model by their names, tied ones included.
         state: The state that the determinism guarantee covers.
         surroundings: The rest of the state.
-        files: The tensor files by name.
-        training: The digest of progress, models and state, without the own states of data loaders.
-        run: The digest of `training` and surroundings.
+        files: The tensors of each file by their names, in the order of their bytes.
     """
 
-    format: int = FORMAT
+    raw: bytes
+    format: int
     writer: str
     run_id: str
     parent: Parent | None
     reasons: tuple[str, ...]
-    progress: Any
-    metrics: Any
-    recipe: Any
-    kernel_class: Any
-    models: Mapping[str, ModelEntry]
+    update: int
+    progress: Mapping[str, Any]
+    metrics: Mapping[str, float]
+    recipe: Mapping[str, Any]
+    kernel_class: Mapping[str, Any]
+    models: Mapping[str, Mapping[str, StoredTensor]]
     state: Any
     surroundings: Any
-    files: Mapping[str, FileEntry]
-    training: str
-    run: str
+    files: Mapping[str, Mapping[str, StoredTensor]]
 
     @property
-    def update(self) -> int:
-        """The number of updates after which the snapshot was written."""
-        update: int = self.progress["update"]
-        return update
+    def bytes(self) -> int:
+        """The size of the tensors."""
+        return sum(tensor.info.bytes for file in self.files.values() for tensor in file.values())
 
-    @property
-    def metric_values(self) -> dict[str, float]:
-        """The metrics as numbers, also those that are not finite."""
-        return dict(decode(self.metrics, _no_tensor))
+    @cached_property
+    def training(self) -> str:
+        """The digest of what the determinism guarantee covers, from those of its tensors."""
+        return digest(self.covered())
 
-    @property
-    def recipe_values(self) -> dict[str, Any]:
-        """The recipe as plain values."""
-        return dict(decode(self.recipe, _no_tensor))
-
-    def tensor_digest(self, reference: Any) -> TensorDigest:
-        """Return what stands for a tensor of a tree.
-
-        Args:
-            reference: The name of the file and that of the tensor.
-
-        Raises:
-            SnapshotError: If there is no such tensor.
-        """
-        if is_list(reference, 2) and all(isinstance(part, str) for part in reference):
-            file, name = reference
-            if file in self.files and name in self.files[file].tensors:
-                return self.files[file].tensors[name]
-        raise SnapshotError(f"The manifest names a tensor that no file holds: {reference!r}.")
-
-    def model_tensors(self, name: str) -> dict[str, list[str]]:
-        """Return the references of the tensors of a model by their names, tied ones included."""
-        model = self.models[name]
-        found = {each: [model.file, each] for each in self.files[model.file].tensors}
-        return found | {alias: [model.file, each] for alias, each in model.aliases.items()}
-
-    def digests(self) -> tuple[str, str]:
-        """Compute the digests `training` and `run` from those of the tensors.
-
-        They are `lockstep.digest` of `covered`, and of a dict with the keys training and surroundings.
-        """
-        training = digest(self.covered())
-        surroundings = decode(self.surroundings, self.tensor_digest)
-        return training, digest({"training": training, "surroundings": surroundings})
+    @cached_property
+    def run(self) -> str:
+        """The digest of `training` and the surroundings."""
+        return digest({"training": self.training, "surroundings": with_tensors(self.surroundings, _digest)})
 
     def covered(self) -> dict[str, Any]:
         """Return what the digest `training` covers, with digests that stand for tensors.
 
         It is a dict with the keys progress, models and state; the state is that of `without_sources`.
         """
-        read = self.tensor_digest
-        models = {name: {each: read(place) for each, place in self.model_tensors(name).items()} for name in self.models}
-        state = without_sources(decode(self.state, read), decode(self.recipe, read))
-        return {"progress": decode(self.progress, read), "models": models, "state": state}
-
-    def to_bytes(self) -> bytes:
-        """Return the bytes of the file, in which the SHA-256 of everything else is the last field."""
-        body = {each.name: getattr(self, each.name) for each in fields(self)}
-        body["models"] = {name: vars(model) for name, model in self.models.items()}
-        body["files"] = {name: vars(file) for name, file in self.files.items()}
-        return dumps({**body, "sha256": hashlib.sha256(dumps(body)).hexdigest()})
+        state = without_sources(self.state, self.recipe)
+        return with_tensors({"progress": self.progress, "models": self.models, "state": state}, _digest)  # type: ignore[no-any-return]
 
 
-def read_manifest(raw: bytes, limits: Limits, *, expected: Manifest | None = None) -> Manifest:
+def with_tensors(tree: Any, tensor: Callable[[StoredTensor], Any]) -> Any:
+    """Return a tree with something else for each `StoredTensor`.
+
+    Args:
+        tree: The tree.
+        tensor: Returns what stands for a tensor.
+    """
+    if isinstance(tree, StoredTensor):
+        return tensor(tree)
+    if isinstance(tree, dict):
+        found = {key: with_tensors(part, tensor) for key, part in tree.items()}
+        return type(tree)(found)
+    if isinstance(tree, list | tuple):
+        return type(tree)([with_tensors(part, tensor) for part in tree])
+    return tree
+
+
+def _digest(tensor: StoredTensor) -> TensorDigest:
+    return tensor.digest
+
+
+def seal(document: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest, with its seal.
+
+    >>> seal({"format": 2})[:26]
+    b'{"format":2,"sha256":"d2b5'
+    """
+    body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
+    return body[:-1] + b',"sha256":"%s"}' % hashlib.sha256(body).hexdigest().encode()
+
+
+def read_manifest(raw: bytes, limits: Limits) -> Manifest:
     """Read a manifest and check everything in it that can be checked without the tensor files.
 
     Args:
         raw: The bytes of the file.
         limits: Bounds on what is read.
-        expected: A manifest whose digests are right. One that is equal to it has the right digests, too, which takes
-            less time to find out than to compute them.
 
     Raises:
         SnapshotError: If it is not whole, was not written by this library, or has a format that is too new.
     """
-    document = loads(raw, limits)
-    if not isinstance(document, dict):
-        raise SnapshotError("The manifest must be a JSON object.")
-    written = document.get("format")
-    if isinstance(written, int) and written > FORMAT:
+    # Every value but the first follows a comma or opens a container, so this bounds the memory before parsing starts.
+    nodes = 1 + raw.count(b",") + raw.count(b"[") + raw.count(b"{")
+    if len(raw) > limits.manifest_bytes or nodes > limits.nodes:
         raise SnapshotError(
-            f"The snapshot has format {written}, written by {document.get('writer')!r}, and this version of lockstep "
-            f"reads formats up to {FORMAT}. Use a newer version.",
-            damaged=False,
+            f"The manifest must have at most {limits.manifest_bytes} bytes and {limits.nodes} values, "
+            f"got {len(raw)} bytes and up to {nodes} values."
         )
-    claimed = document.pop("sha256", None)
-    found = hashlib.sha256(dumps(document)).hexdigest()
-    if found != claimed:
+    sealed = _SEAL.fullmatch(raw[-_SEAL_BYTES:])
+    claimed = sealed[1].decode() if sealed else None
+    found = hashlib.sha256(raw[:-_SEAL_BYTES] + b"}").hexdigest()
+    if claimed != found:
         raise SnapshotError(
-            f"The manifest says that its SHA-256 is {claimed!r}, but it is {found}.",
-            expected=claimed if isinstance(claimed, str) else None,
-            found=found,
+            f"The manifest says that its SHA-256 is {claimed!r}, but it is {found}.", expected=claimed, found=found
         )
-    manifest = _manifest(document, limits)
-    if manifest == expected:
-        return manifest
     try:
-        digests = manifest.digests()
-    except (TypeError, ValueError) as error:
-        raise SnapshotError(f"The state in the manifest has no digest: {error}") from error
-    if digests != (manifest.training, manifest.run):
-        raise SnapshotError("The digests of the whole state in the manifest do not follow from those of its tensors.")
-    return manifest
+        document = json.loads(raw, object_pairs_hook=_object)
+        written = document["format"]
+        if type(written) is int and written > FORMAT:
+            raise SnapshotError(
+                f"The snapshot has format {written}, written by {document.get('writer')!r}, and this version of "
+                f"lockstep reads formats up to {FORMAT}. Use a newer version.",
+                damaged=False,
+            )
+        return _manifest(document, raw, limits)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise SnapshotError(f"The manifest does not have the form of a manifest of this library: {what}.") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    _check(len(found) == len(pairs), "a key occurs twice in an object")
+    return found
 
 
 def _check(condition: object, rule: str) -> None:
     if not condition:
-        raise SnapshotError(f"The manifest does not have the form of format {FORMAT}: {rule}.")
+        raise ValueError(rule)
 
 
-def _object(value: Any, part: Callable[[str, Any], Any], of: str) -> dict[str, Any]:
-    _check(isinstance(value, dict), f"{of} must be an object")
-    return {name: part(name, each) for name, each in value.items()}
+def _manifest(document: dict[str, Any], raw: bytes, limits: Limits) -> Manifest:
+    is_old = document["format"] == 1
+    _check(type(document["format"]) is int and document["format"] in {1, FORMAT}, f"`format` must be {FORMAT}")
+    described = {file: dict(_tensors(file, each, limits, is_old=is_old)) for file, each in document["files"].items()}
+    models = {
+        name: _model(name, each["aliases"] if is_old else each, described) for name, each in document["models"].items()
+    }
+    _check(set(described) == {STATE, *map(model_file, models)}, "`files` must be those of the models and of the state")
 
+    def tensor(reference: Any) -> StoredTensor:
+        _check(is_list(reference, 2), f"{reference!r} must be the name of a file and that of a tensor")
+        return described[reference[0]][reference[1]]
 
-def _keys(value: Any, keys: set[str], of: str) -> Any:
-    _check(isinstance(value, dict) and set(value) == keys, f"{of} must have the keys {', '.join(sorted(keys))}")
-    return value
+    def plain(name: str) -> dict[str, Any]:
+        found = decode(document[name], _no_tensor, limits.depth)
+        _check(type(found) is dict and all(type(key) is str for key in found), f"`{name}` must have names as keys")
+        return found  # type: ignore[no-any-return]
 
-
-def _manifest(document: dict[str, Any], limits: Limits) -> Manifest:
-    _keys(document, {each.name for each in fields(Manifest)}, "a manifest")
-    _check(document["format"] == FORMAT and type(document["format"]) is int, f"`format` must be {FORMAT}")
-    for key in ("writer", "run_id"):
-        _check(isinstance(document[key], str), f"`{key}` must be text")
-    for key in ("training", "run"):
-        _check(_is_hash(document[key]), f"`{key}` must be a SHA-256")
-    reasons = document["reasons"]
-    _check(isinstance(reasons, list) and all(isinstance(each, str) for each in reasons), "`reasons` must be texts")
-    _check(isinstance(document["progress"], dict), "`progress` must be an object")
-    _check(_is_count(document["progress"].get("update")), "`progress` must have the number of updates")
-    files = _object(document["files"], lambda name, each: _file(name, each, limits), "`files`")
-    models = _object(document["models"], lambda name, each: _model(name, each, files), "`models`")
-    named = {STATE, *(model.file for model in models.values())}
-    _check(set(files) == named, "`files` must be those of the models and of the state")
-    manifest = Manifest(
-        **{
-            **document,
-            "parent": _parent(document["parent"]),
-            "reasons": tuple(reasons),
-            "files": files,
-            "models": models,
-        }
+    progress, metrics, parent = plain("progress"), plain("metrics"), document["parent"]
+    _check(_is_count(progress["update"]), "`progress` must have the number of updates")
+    _check(all(type(each) in {int, float} for each in metrics.values()), "`metrics` must be numbers")
+    _check(parent is None or (is_list(parent, 2) and _is_text(parent[0]) and _is_count(parent[1])), "`parent` is wrong")
+    _check(_is_text(document["writer"]) and _is_text(document["run_id"]), "`writer` and `run_id` must be text")
+    _check(isinstance(document["reasons"], list) and all(map(_is_text, document["reasons"])), "`reasons` must be texts")
+    return Manifest(
+        raw=raw,
+        format=document["format"],
+        writer=document["writer"],
+        run_id=document["run_id"],
+        parent=None if parent is None else Parent(*parent),
+        reasons=tuple(document["reasons"]),
+        update=progress["update"],
+        progress=progress,
+        metrics=metrics,
+        recipe=plain("recipe"),
+        kernel_class=plain("kernel_class"),
+        models=models,
+        state=decode(document["state"], tensor, limits.depth),
+        surroundings=decode(document["surroundings"], tensor, limits.depth),
+        files=described,
     )
-    for key in ("progress", "recipe", "kernel_class", "metrics"):
-        _check(isinstance(decode(document[key], _no_tensor), dict), f"`{key}` must be a mapping")
-    return manifest
 
 
-def _no_tensor(reference: Any) -> Any:
-    raise SnapshotError(f"The manifest names a tensor outside of the state: {reference!r}.")
+def _no_tensor(_: Any) -> Any:
+    raise ValueError("there is a tensor outside of the state")
 
 
-def _parent(value: Any) -> Parent | None:
-    if value is None:
-        return None
-    _check(is_list(value, 2), "`parent` must be a run and an update")
-    _check(isinstance(value[0], str) and _is_count(value[1]), "`parent` must be a run and an update")
-    return Parent(*value)
+def _model(name: str, aliases: Any, files: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    stored = files[model_file(name)]
+    _check(not aliases.keys() & stored.keys(), "an alias must not be the name of a tensor")
+    return {**stored, **{alias: stored[each] for alias, each in aliases.items()}}
 
 
-def _model(name: str, value: Any, files: Mapping[str, FileEntry]) -> ModelEntry:
-    _keys(value, {"file", "aliases"}, "a model")
-    try:
-        file = model_file(name)
-    except ValueError as error:
-        raise SnapshotError(str(error)) from None
-    _check(value["file"] == file and file in files, "the file of a model must be named after it")
-    tensors = files[file].tensors
-    aliases = _object(value["aliases"], lambda _, each: each, "`aliases`")
-    for alias, each in aliases.items():
-        _check(isinstance(each, str) and each in tensors and alias not in tensors, "an alias must name a tensor")
-    return ModelEntry(file=file, aliases=aliases)
-
-
-def _file(name: str, value: Any, limits: Limits) -> FileEntry:
-    _keys(value, {"bytes", "header", "tensors"}, f"the file {name!r}")
-    _check(_is_count(value["bytes"]) and _is_hash(value["header"]), "a file must have a size and the hash of a header")
-    tensors = _object(value["tensors"], lambda name, each: _tensor(name, each, limits), "`tensors`")
-    _check(len(tensors) <= limits.tensors, f"a file must have at most {limits.tensors} tensors")
-    return FileEntry(bytes=value["bytes"], header=value["header"], tensors=tensors)
-
-
-def _tensor(name: str, value: Any, limits: Limits) -> TensorDigest:
-    _check(is_list(value, 3), "a tensor must have a dtype, a shape and a hash")
-    dtype, shape, sha256 = value
-    _check(isinstance(dtype, str) and dtype in DTYPES, f"the dtype of {name!r} must be one that a file can hold")
-    _check(isinstance(shape, list) and all(map(_is_count, shape)), f"the shape of {name!r} must consist of sizes")
-    _check(len(shape) <= limits.dimensions, f"a tensor must have at most {limits.dimensions} dimensions")
-    # torch multiplies sizes without a check, so the product of those other than 0 must be a number of its own.
-    _check(TensorInfo(dtype, tuple(size or 1 for size in shape)).bytes < 1 << 63, f"the shape of {name!r} is too large")
-    _check(_is_hash(sha256), f"the hash of {name!r} must be a SHA-256")
-    return TensorDigest(dtype, tuple(shape), sha256)
+def _tensors(file: str, entry: Any, limits: Limits, *, is_old: bool) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the tensors of a file, of which no size is larger than the numbers that torch computes with."""
+    named = entry["tensors"] if is_old else entry
+    _check(len(named) <= limits.tensors, f"a file must have at most {limits.tensors} tensors")
+    _check(
+        "__metadata__" not in named,
+        "no tensor can have the name '__metadata__', under which the header describes the file",
+    )
+    infos = {}
+    for name, (dtype, shape, hashes) in named.items():
+        _check(dtype in DTYPES, f"{dtype!r} of {name!r} must be a dtype that a file can hold")
+        _check(all(map(_is_count, shape)), f"the shape of {name!r} must consist of sizes")
+        _check(len(shape) <= limits.dimensions, f"{name!r} must have at most {limits.dimensions} dimensions")
+        # torch multiplies sizes without a check, so the product of those other than 0 must be a number of its own.
+        _check(
+            TensorInfo(dtype, tuple(size or 1 for size in shape)).bytes < 1 << 63, f"the shape of {name!r} is too large"
+        )
+        infos[name] = TensorInfo(dtype, tuple(shape))
+        found = (hashes,) if is_old else tuple(hashes)
+        _check(all(_is_text(each) and _HEX.fullmatch(each) for each in found), f"{name!r} must have SHA-256s")
+        _check(len(found) == (1 if is_old else infos[name].blocks), f"{name!r} must have a SHA-256 for each block")
+        yield name, StoredTensor(file, name, infos[name], found)
+    _check(
+        len(header(infos)) <= limits.header_bytes, f"the header of {file!r} is longer than {limits.header_bytes} bytes"
+    )
 
 
 def _is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _is_hash(value: Any) -> bool:
-    return isinstance(value, str) and _HEX.fullmatch(value) is not None
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
 import torch
+
+from lockstep.digest import BLOCK, little_endian
 
 DTYPES: Final = {
     # In the order of the library: larger elements first, so that every tensor is aligned.
@@ -58,10 +61,15 @@ class TensorInfo(NamedTuple):
         size: int = getattr(torch, self.dtype).itemsize
         return size * math.prod(self.shape)
 
+    @property
+    def blocks(self) -> int:
+        """The number of blocks that are hashed, at least 1."""
+        return max(1, -(-self.bytes // BLOCK))
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype without "torch."."""
-    return str(dtype).removeprefix("torch.")
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorInfo:
+        """Return the dtype and the shape of a tensor."""
+        return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def file_order(tensors: Mapping[str, TensorInfo]) -> list[str]:
@@ -92,3 +100,38 @@ def header(tensors: Mapping[str, TensorInfo]) -> bytes:
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, in the order of this machine.
+
+    Args:
+        tensor: The tensor. Writing to the result changes it.
+    """
+    # NumPy has no bfloat16, but it has its bytes.
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def swapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the bytes of a file, which are little-endian; the tensor itself on most machines.
+
+    Args:
+        tensor: A contiguous tensor on the CPU, with the bytes of this machine or of a file.
+    """
+    if sys.byteorder == "little":
+        return tensor
+    return little_endian(tensor).view(-1).view(tensor.dtype).view(tensor.shape)
+
+
+def blocks_of(data: memoryview, size: int = BLOCK) -> Iterator[memoryview]:
+    """Yield the blocks of which a manifest has hashes, at least one.
+
+    Args:
+        data: The bytes of a tensor.
+        size: The size of a block.
+
+    >>> [len(block) for block in blocks_of(memoryview(bytes(5)), size=2)], [*blocks_of(memoryview(b""))] != []
+    ([2, 2, 1], True)
+    """
+    for start in range(0, max(1, len(data)), size):
+        yield data[start : start + size]

@@ -1,30 +1,27 @@
-"""Read a snapshot whole, verify it, and show what it holds."""
+"""Find the snapshots of a run, read them whole, verify them, and show what they hold."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+import secrets
+import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-import safetensors
-import safetensors.torch
 import torch
 
-from lockstep.digest import tensor_digest
-from lockstep.errors import SnapshotError
-from lockstep.snapshots.format import (
-    MANIFEST,
-    FileEntry,
-    Limits,
-    Manifest,
-    Parent,
-    TensorInfo,
-    decode,
-    header,
-    read_manifest,
-)
-from lockstep.snapshots.reading.files import Folder
+from lockstep.digest import BLOCK
+from lockstep.errors import SnapshotError, SnapshotWarning
+from lockstep.snapshots.format.content import DAMAGED, MANIFEST, VERIFIED, Parent, update_of
+from lockstep.snapshots.format.manifest import Limits, Manifest, StoredTensor, read_manifest, with_tensors
+from lockstep.snapshots.format.tensor_file import blocks_of, file_order, header, memory_of, swapped
+from lockstep.snapshots.reading.files import opened, read_file, read_into, snapshots_in
+
+_MARK_BYTES: Final = 1000
 
 
 class Snapshot:
@@ -53,17 +50,17 @@ class Snapshot:
     @property
     def progress(self) -> dict[str, Any]:
         """How far the run was."""
-        return self._mapping(self.manifest.progress)
+        return dict(self.manifest.progress)
 
     @property
     def epoch(self) -> Any:
         """The epoch in which the snapshot was written; None if the run has none."""
-        return self.progress.get("epoch")
+        return self.manifest.progress.get("epoch")
 
     @property
     def applied(self) -> Any:
         """The number of updates that changed the weights; None if the run did not count them."""
-        return self.progress.get("applied")
+        return self.manifest.progress.get("applied")
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -83,17 +80,17 @@ class Snapshot:
     @property
     def recipe(self) -> dict[str, Any]:
         """The settings that define what the run computes."""
-        return self._mapping(self.manifest.recipe)
+        return dict(self.manifest.recipe)
 
     @property
     def kernel_class(self) -> dict[str, Any]:
         """What the bits of the kernels depend on."""
-        return self._mapping(self.manifest.kernel_class)
+        return dict(self.manifest.kernel_class)
 
     @property
     def metrics(self) -> dict[str, float]:
         """Numbers that describe the snapshot."""
-        return self._mapping(self.manifest.metrics)
+        return dict(self.manifest.metrics)
 
     @property
     def digest(self) -> str:
@@ -113,7 +110,7 @@ class Snapshot:
         """Return the parameters and persistent buffers of a model by their bare names, tied ones included."""
         if name not in self.manifest.models:
             raise SnapshotError(f"The snapshot {self.path} has the models {list(self.manifest.models)}, got {name!r}.")
-        return {each: self._tensor(place) for each, place in self.manifest.model_tensors(name).items()}
+        return {each: self._tensor(stored) for each, stored in self.manifest.models[name].items()}
 
     def models(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the tensors of all models by the name of the model."""
@@ -121,46 +118,72 @@ class Snapshot:
 
     def state(self) -> Any:
         """Return the tree of the state that the determinism guarantee covers."""
-        return self._tree(self.manifest.state)
+        return with_tensors(self.manifest.state, self._tensor)
 
     def surroundings(self) -> Any:
         """Return the tree of what belongs to the run but not to its result."""
-        return self._tree(self.manifest.surroundings)
+        return with_tensors(self.manifest.surroundings, self._tensor)
 
-    def _mapping(self, tagged: Any) -> dict[str, Any]:
-        return dict(self._tree(tagged))
+    def check(self) -> None:
+        """Check that the tensors are those of the manifest.
 
-    def _tree(self, tagged: Any) -> Any:
-        return decode(tagged, self._tensor)
+        Raises:
+            SnapshotError: If a tensor has other bytes. The message names the tensor and both digests.
+        """
+        for file, named in self.manifest.files.items():
+            for name, stored in named.items():
+                data = memory_of(swapped(self._files[file][name]))
+                # Format 1 has one hash for any size.
+                size = BLOCK if len(stored.hashes) > 1 else max(1, len(data))
+                for block, expected in zip(blocks_of(data, size), stored.hashes, strict=True):
+                    _compare(self.path, file, name, expected, hashlib.sha256(block).hexdigest())
 
-    def _tensor(self, reference: list[str]) -> torch.Tensor:
-        file, name = reference
-        return self._files[file][name]
+    def _tensor(self, stored: StoredTensor) -> torch.Tensor:
+        return self._files[stored.file][stored.name]
+
+
+class Found(NamedTuple):
+    """A folder with the name of a snapshot.
+
+    Attributes:
+        path: The folder.
+        update: The update in its name.
+        manifest: Its manifest, whose files have not been verified; None if the manifest cannot be read.
+        error: Why it cannot be read; None if it can.
+        ranks: The number of ranks that had the same bits; 0 if they have not compared them.
+    """
+
+    path: Path
+    update: int
+    manifest: Manifest | None
+    error: SnapshotError | None
+    ranks: int = 0
 
 
 def load(path: str | Path, *, limits: Limits | None = None) -> Snapshot:
     """Read a snapshot into memory and verify every byte of it.
 
     Args:
-        path: The folder of the snapshot.
+        path: The folder of the snapshot, which must not be a link.
         limits: Bounds on what is read.
 
     Raises:
         SnapshotError: If the snapshot is not whole. The message names the file, and where digests differ also the
             tensor and both digests.
     """
-    bounds = limits or Limits()
-    with Folder(Path(path)) as folder:
-        manifest = read_manifest(folder.read(MANIFEST, at_most=bounds.manifest_bytes), bounds)
-        files = {name: _read_tensors(folder, name, entry, bounds) for name, entry in manifest.files.items()}
-    return Snapshot(Path(path), manifest, files)
+    folder = Path(path)
+    manifest = read_manifest(read_file(folder, MANIFEST, (limits or Limits()).manifest_bytes), limits or Limits())
+    files = {name: _read_tensors(folder, name, entries) for name, entries in manifest.files.items()}
+    snapshot = Snapshot(folder, manifest, files)
+    snapshot.check()
+    return snapshot
 
 
 def verify(path: str | Path, *, limits: Limits | None = None) -> Manifest:
     """Verify every byte of a snapshot, and return its manifest.
 
     Args:
-        path: The folder of the snapshot.
+        path: The folder of the snapshot, which must not be a link.
         limits: Bounds on what is read.
 
     Raises:
@@ -169,44 +192,135 @@ def verify(path: str | Path, *, limits: Limits | None = None) -> Manifest:
     return load(path, limits=limits).manifest
 
 
-def _read_tensors(folder: Folder, name: str, entry: FileEntry, limits: Limits) -> dict[str, torch.Tensor]:
-    """Read a tensor file whole, verify those bytes, and return tensors that were made of them."""
-    infos = {each: TensorInfo(tensor.dtype, tensor.shape) for each, tensor in entry.tensors.items()}
-    try:
-        head = header(infos)
-    except UnicodeEncodeError as error:
-        raise SnapshotError(f"{folder.path / name}: a name is not text.", file=name) from error
-    if "__metadata__" in infos:
-        raise SnapshotError(
-            f"{folder.path / name}: no tensor can have the name '__metadata__', under which the header describes the "
-            "file.",
-            file=name,
-        )
-    if len(head) > limits.header_bytes:
-        raise SnapshotError(
-            f"{folder.path / name}: the header must have at most {limits.header_bytes} bytes, got {len(head)}.",
-            file=name,
-        )
-    if entry.bytes != len(head) + sum(info.bytes for info in infos.values()):
-        raise SnapshotError(f"{folder.path / name}: {entry.bytes} bytes are not those of its tensors.", file=name)
-    data = folder.read(name, exactly=entry.bytes)
-    _compare(folder, name, None, entry.header, hashlib.sha256(data[: len(head)]).hexdigest())
-    if data[: len(head)] != head:
-        raise SnapshotError(f"{folder.path / name}: the header does not follow from the manifest.", file=name)
-    try:
-        tensors = safetensors.torch.load(data)
-    except safetensors.SafetensorError as error:
-        raise SnapshotError(f"{folder.path / name}: {error}", file=name) from error
-    for each, expected in entry.tensors.items():
-        _compare(folder, name, each, expected.sha256, tensor_digest(tensors[each]))
-    return {each: tensors[each] for each in entry.tensors}
+def list_snapshots(out: str | Path, *, limits: Limits | None = None) -> list[Found]:
+    """List the snapshots of a run by their manifests, in ascending order of updates.
+
+    Args:
+        out: The folder of the run.
+        limits: Bounds on what is read.
+
+    Raises:
+        SnapshotError: If the folder of the snapshots is a link.
+    """
+    found = []
+    for update, path in _folders(Path(out)):
+        try:
+            manifest = _manifest(path, limits or Limits())
+            _check_name(manifest, update)
+            found.append(Found(path, update, manifest, None, _ranks(path, manifest)))
+        except SnapshotError as error:
+            found.append(Found(path, update, None, error))
+    return found
 
 
-def _compare(folder: Folder, name: str, tensor: str | None, expected: str, found: str) -> None:
+def newest_whole(out: str | Path, *, limits: Limits | None = None) -> Snapshot | None:
+    """Load the newest snapshot of a run that is whole. Damaged ones are renamed to ``damaged-…``, with a warning.
+
+    Args:
+        out: The folder of the run.
+        limits: Bounds on what is read.
+
+    Returns:
+        The snapshot, or None if the run has none.
+
+    Raises:
+        SnapshotError: If the run has snapshots, but none of them is whole, or if one cannot be read for a reason that
+            is not in the snapshot, such as a missing permission or a format that is too new.
+    """
+    problems: list[str] = []
+    for update, path in reversed(_folders(Path(out))):
+        try:
+            snapshot = load(path, limits=limits)
+            _check_name(snapshot.manifest, update)
+        except SnapshotError as error:
+            if not error.damaged:
+                raise
+            # A link that leads nowhere is damaged; it would be listed again and again.
+            if not os.path.lexists(path):
+                # The run that writes here has removed it, and has written newer ones meanwhile.
+                return newest_whole(out, limits=limits)
+            problems.append(str(error))
+            message = f"The snapshot {path.name} is damaged{_set_aside(path)}; the one before it is used. {error}"
+            warnings.warn(message, SnapshotWarning, stacklevel=2)
+        else:
+            return snapshot
+    if problems:
+        raise SnapshotError(f"No snapshot in {Path(out)} is whole: {' '.join(problems)}")
+    return None
+
+
+def damaged_manifests(out: str | Path) -> list[Manifest]:
+    """Read the manifests of snapshots that were found damaged and renamed, if the manifests themselves are whole.
+
+    Args:
+        out: The folder of the run.
+    """
+    found, folder = list[Manifest](), snapshots_in(Path(out))
+    for path in [] if folder is None else sorted(folder.glob(f"{DAMAGED}*")):
+        with suppress(SnapshotError):
+            found.append(_manifest(path, Limits()))
+    return found
+
+
+def _set_aside(path: Path) -> str:
+    """Rename a damaged snapshot, so that it is not taken for a whole one, and return what happened for the message."""
+    new = path.with_name(f"{DAMAGED}{path.name}-{secrets.token_hex(4)}")
+    try:
+        path.rename(new)
+    except OSError as error:
+        return f" and could not be renamed ({error.strerror})"
+    return f" and is now named {new.name}"
+
+
+def _folders(out: Path) -> list[tuple[int, Path]]:
+    """List the folders with names of snapshots in ascending order of updates."""
+    folder = snapshots_in(out)
+    updates = [] if folder is None else [(update_of(path.name), path) for path in folder.iterdir()]
+    return sorted((update, path) for update, path in updates if update is not None)
+
+
+def _manifest(path: Path, limits: Limits) -> Manifest:
+    return read_manifest(read_file(path, MANIFEST, limits.manifest_bytes), limits)
+
+
+def _check_name(manifest: Manifest, update: int) -> None:
+    if manifest.update != update:
+        raise SnapshotError(f"The folder of update {update} holds the snapshot of update {manifest.update}.")
+
+
+def _ranks(path: Path, manifest: Manifest) -> int:
+    """Return how many ranks have compared a snapshot and agreed. A mark that cannot be read marks nothing."""
+    try:
+        mark = json.loads(read_file(path, VERIFIED, _MARK_BYTES))
+        return mark["ranks"] if mark["digest"] == manifest.training and type(mark["ranks"]) is int else 0
+    except (SnapshotError, LookupError, TypeError, ValueError, RecursionError):
+        return 0
+
+
+def _read_tensors(folder: Path, name: str, entries: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """Read a tensor file into tensors, whose bytes are still to be verified."""
+    infos = {each: stored.info for each, stored in entries.items()}
+    head = header(infos)
+    size = len(head) + sum(info.bytes for info in infos.values())
+    with opened(folder, name) as descriptor:
+        # Before anything is allocated by the word of the manifest.
+        if os.fstat(descriptor).st_size != size:
+            got = os.fstat(descriptor).st_size
+            raise SnapshotError(f"{folder / name} must have {size} bytes, got {got}.", file=name)
+        found = bytearray(len(head))
+        read_into(descriptor, found, str(folder / name))
+        _compare(folder, name, None, hashlib.sha256(head).hexdigest(), hashlib.sha256(found).hexdigest())
+        tensors = {each: stored.empty() for each, stored in entries.items()}
+        for each in file_order(infos):
+            read_into(descriptor, memory_of(tensors[each]), str(folder / name))
+    return {each: swapped(tensor) for each, tensor in tensors.items()}
+
+
+def _compare(path: Path, name: str, tensor: str | None, expected: str, found: str) -> None:
     if expected != found:
         what = "the header" if tensor is None else f"the tensor {tensor!r}"
         raise SnapshotError(
-            f"{folder.path / name}: {what} must have the SHA-256 {expected}, got {found}.",
+            f"{path / name}: {what} must have the SHA-256 {expected}, got {found}.",
             file=name,
             tensor=tensor,
             expected=expected,

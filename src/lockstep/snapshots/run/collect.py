@@ -1,16 +1,21 @@
-"""Collect what a snapshot of an updater holds, without a copy: staging makes the only one."""
+"""Collect what a snapshot of an updater holds, without a copy: the writer makes the only one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from lockstep.communicators import kernel_class
 from lockstep.digest import Entry, combine, entries
-from lockstep.snapshots.format import Content, Manifest, Parent, training_of
+from lockstep.snapshots.format.content import Content, Parent, training_of, update_of
+from lockstep.snapshots.format.manifest import Manifest
 from lockstep.snapshots.run.digest_log import Record
+from lockstep.snapshots.writing.background import BackgroundWriter
+from lockstep.snapshots.writing.commit import Staged, describe
+from lockstep.snapshots.writing.writer import SnapshotWriter
 from lockstep.updaters import Updater
 
 USUAL_METADATA = {"version": 1}
@@ -72,6 +77,58 @@ def record_of(state: Content | Manifest) -> Record:
     named = {_dotted(entry): entry.about[2] for entry in found if entry.kind == "tensor"}
     update = state.update if isinstance(state, Manifest) else state.progress["update"]
     return Record.of(update, digest, dict(sorted(named.items())))
+
+
+class RecordingWriter(SnapshotWriter):
+    """Writes the snapshots of a run, and records their digests.
+
+    Args:
+        **options: The arguments of `SnapshotWriter`.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._records: SimpleQueue[Record] = SimpleQueue()
+        super().__init__(**options)
+
+    @property
+    def newest_update(self) -> int | None:
+        """The update of the snapshot that was written last; None if there is none."""
+        return None if self.newest is None else update_of(self.newest.name)
+
+    def take_records(self) -> list[Record]:
+        """Return the digests of the snapshots that have become durable since the last call."""
+        # Only this thread takes any out, so there are at least as many as the queue says.
+        return [self._records.get() for _ in range(self._records.qsize())]
+
+    def on_durable(self, manifest: Manifest) -> None:
+        """Record the digests in the thread that writes, where this does not delay training."""
+        self._records.put(record_of(manifest))
+
+
+class Digester(BackgroundWriter):
+    """Computes the digests of snapshots on a rank that does not write them, to compare them with those that are.
+
+    Args:
+        run_id: The name of the run.
+
+    Attributes:
+        newest_update: The update of the newest digest; None if there is none.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(run_id)
+        self.newest_update: int | None = None
+        self._records: SimpleQueue[Record] = SimpleQueue()
+
+    def take_records(self) -> list[Record]:
+        """Return the digests that have been computed since the last call."""
+        return [self._records.get() for _ in range(self._records.qsize())]
+
+    def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
+        """Compute the digests of a copy."""
+        self._records.put(record_of(describe(staged, copies)))
+        self.newest_update = staged.update
+        return []
 
 
 def _dotted(entry: Entry) -> str:

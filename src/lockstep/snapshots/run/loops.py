@@ -9,8 +9,10 @@ from pathlib import Path
 
 from lockstep.errors import SnapshotError
 from lockstep.snapshots.run.collect import Collector
+from lockstep.snapshots.run.restore import fitting
 from lockstep.snapshots.run.resuming import Resumption, find, prepare
-from lockstep.snapshots.writing import Disk, SnapshotWriter
+from lockstep.snapshots.writing.disk import Disk
+from lockstep.snapshots.writing.writer import SnapshotWriter
 from lockstep.updaters import Updater
 
 
@@ -87,5 +89,6 @@ def restore(updater: Updater, path: str | Path, accept: Collection[str] = ()) ->
     if snapshot is None:
         raise SnapshotError(f"`path` must be a snapshot, got {path}.")
     resumption = prepare(updater, snapshot, accept)
-    updater.load_state_dict(resumption.updater)
+    with fitting(resumption.path):
+        updater.load_state_dict(resumption.updater)
     return resumption

@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import SnapshotError, SnapshotWarning
-from lockstep.snapshots.format import LOCK
+from lockstep.snapshots.format.content import LOCK
+from lockstep.snapshots.reading.files import kind_of
 
 if sys.platform != "win32":  # where the package can be imported, though not write snapshots
     import fcntl
@@ -29,7 +30,12 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        path = folder / LOCK
+        kind = kind_of(path)
+        # Opening a device may already do something, and what is written into a second name changes the file elsewhere.
+        if kind not in {"", "a file"} or (kind and path.lstat().st_nlink > 1):
+            raise SnapshotError(f"{path} must be a file with this name alone, got {kind}. Remove it.")
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -8,27 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.integers import check_integer
-from lockstep.snapshots.format import Manifest
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What the manifest of a snapshot says for deciding about it.
+    """What is known of a snapshot for deciding about it.
 
     Attributes:
         path: The folder.
         update: The number of updates.
         metrics: Numbers that describe the snapshot.
+        ranks: The number of ranks that had the same bits; 0 if they have not compared them.
     """
 
     path: Path
     update: int
     metrics: Mapping[str, float]
-
-
-def kept(path: Path, manifest: Manifest) -> Kept:
-    """Return what a manifest says for deciding about its snapshot."""
-    return Kept(path, manifest.update, manifest.metric_values)
+    ranks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +47,23 @@ class Retention:
             raise ValueError(f'`mode` must be "max" or "min", got {self.mode!r}.')
 
     def removable(self, found: Sequence[Kept], newest: Kept) -> list[Kept]:
-        """Return the snapshots that are neither among the newest nor the best one.
+        """Return the snapshots that are neither among the newest nor the best one nor the last one ranks agreed on.
 
         Args:
             found: The snapshots of the run.
             newest: The snapshot that was written last, which is kept in any case.
 
-        >>> found = [Kept(Path(str(update)), update, {"a": -update}) for update in range(4)]
-        >>> [each.update for each in Retention(keep=2, best="a").removable(found, found[3])]
-        [1]
+        >>> found = [Kept(Path(str(update)), update, {"a": -update}, int(update == 1)) for update in range(5)]
+        >>> [each.update for each in Retention(keep=2, best="a").removable(found, found[4])]
+        [2]
         """
         ordered = sorted(found, key=lambda each: each.update)
-        staying = {newest.path, *(each.path for each in ordered[-self.keep :])}
+        staying = [newest, *ordered[-self.keep :], *[each for each in ordered if each.ranks][-1:]]
         best: Kept | None = None
         for each in ordered:
             if self.is_better(each.metrics, None if best is None else best.metrics):
                 best = each
-        return [each for each in ordered if each.path not in staying and each is not best]
+        return [each for each in ordered if each not in staying and each is not best]
 
     def is_better(self, metrics: Mapping[str, float], than: Mapping[str, float] | None) -> bool:
         """Return whether one snapshot is better than another; of equal values, the first one stays the best.
