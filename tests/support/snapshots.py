@@ -11,7 +11,7 @@ import torch
 
 import lockstep as ls
 from lockstep.snapshots import Content, Disk, Snapshot, SnapshotWriter
-from lockstep.snapshots.format.manifest import seal
+from lockstep.snapshots.manifest import seal
 
 RUN = "0123456789abcdef"
 

@@ -1,11 +1,37 @@
 """Snapshots of a run: whole, verified, and the same bytes for every placement."""
 
-from lockstep.snapshots.format.content import Content, Parent, folder_name, training_of
-from lockstep.snapshots.format.manifest import Limits, Manifest
-from lockstep.snapshots.interchange.exporting import export_hf, export_torch
-from lockstep.snapshots.interchange.importing import import_accelerate, import_lightning, import_torch
-from lockstep.snapshots.interchange.matching import Matches
-from lockstep.snapshots.reading.snapshot import (
+from lockstep.snapshots.content import Content, Parent, folder_name, training_of
+from lockstep.snapshots.disk import Disk
+from lockstep.snapshots.interchange import (
+    Matches,
+    export_hf,
+    export_torch,
+    import_accelerate,
+    import_lightning,
+    import_torch,
+)
+from lockstep.snapshots.manifest import Limits, Manifest
+from lockstep.snapshots.retention import Retention
+from lockstep.snapshots.run import (
+    Agreement,
+    Collector,
+    Comparison,
+    Digester,
+    DigestLog,
+    Record,
+    RecordingWriter,
+    Resumption,
+    compare_runs,
+    find,
+    first_rank_in_folder,
+    fitting,
+    prepare,
+    read_digest_log,
+    record_of,
+    restore,
+    save,
+)
+from lockstep.snapshots.snapshot import (
     Found,
     Snapshot,
     damaged_manifests,
@@ -14,16 +40,7 @@ from lockstep.snapshots.reading.snapshot import (
     newest_whole,
     verify,
 )
-from lockstep.snapshots.run.agreement import Agreement
-from lockstep.snapshots.run.collect import Collector, Digester, RecordingWriter, record_of
-from lockstep.snapshots.run.comparing import Comparison, compare_runs
-from lockstep.snapshots.run.digest_log import DigestLog, Record, read_digest_log
-from lockstep.snapshots.run.loops import restore, save
-from lockstep.snapshots.run.restore import fitting
-from lockstep.snapshots.run.resuming import Resumption, find, first_rank_in_folder, prepare
-from lockstep.snapshots.writing.disk import Disk
-from lockstep.snapshots.writing.retention import Retention
-from lockstep.snapshots.writing.writer import SnapshotWriter, write_beside
+from lockstep.snapshots.writer import SnapshotWriter, write_beside
 
 __all__ = [
     "Agreement",

@@ -10,10 +10,10 @@ from typing import Any, Final
 import torch
 
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.format.content import model_file
-from lockstep.snapshots.reading.files import snapshots_in
-from lockstep.snapshots.reading.snapshot import Snapshot, load, newest_whole
-from lockstep.snapshots.run.restore import fitting
+from lockstep.snapshots.content import model_file
+from lockstep.snapshots.files import snapshots_in
+from lockstep.snapshots.run import fitting
+from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
 from lockstep.updaters import MAIN
 
 CONFIG: Final = "config.json"

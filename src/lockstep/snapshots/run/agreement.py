@@ -18,7 +18,7 @@ REMEDY = (
 class Agreement:
     """Compares the digests of the snapshots of a run over all ranks.
 
-    Nobody waits for a digest: the ranks ask each other one update after a snapshot, then after two more, four more and
+    No rank waits for a digest: they ask each other one update after a snapshot, then after two more, four more and
     so on, until all of them have computed it.
 
     Args:

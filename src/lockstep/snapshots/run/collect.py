@@ -10,12 +10,12 @@ import torch
 
 from lockstep.communicators import kernel_class
 from lockstep.digest import Entry, combine, entries
-from lockstep.snapshots.format.content import Content, Parent, training_of, update_of
-from lockstep.snapshots.format.manifest import Manifest
+from lockstep.snapshots.background import BackgroundWriter
+from lockstep.snapshots.commit import Staged, describe
+from lockstep.snapshots.content import Content, Parent, training_of, update_of
+from lockstep.snapshots.manifest import Manifest
 from lockstep.snapshots.run.digest_log import Record
-from lockstep.snapshots.writing.background import BackgroundWriter
-from lockstep.snapshots.writing.commit import Staged, describe
-from lockstep.snapshots.writing.writer import SnapshotWriter
+from lockstep.snapshots.writer import SnapshotWriter
 from lockstep.updaters import Updater
 
 USUAL_METADATA = {"version": 1}

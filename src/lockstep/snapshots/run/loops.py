@@ -8,11 +8,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from lockstep.errors import SnapshotError
+from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.run.collect import Collector
-from lockstep.snapshots.run.restore import fitting
+from lockstep.snapshots.run.restoring import fitting
 from lockstep.snapshots.run.resuming import Resumption, find, prepare
-from lockstep.snapshots.writing.disk import Disk
-from lockstep.snapshots.writing.writer import SnapshotWriter
+from lockstep.snapshots.writer import SnapshotWriter
 from lockstep.updaters import Updater
 
 

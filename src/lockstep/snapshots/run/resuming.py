@@ -13,11 +13,11 @@ import torch
 
 from lockstep.communicators import Communicator, kernel_class
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.format.content import DAMAGED, UNVERIFIED, Parent
-from lockstep.snapshots.format.manifest import Limits, read_manifest
-from lockstep.snapshots.reading.files import snapshots_in
-from lockstep.snapshots.reading.snapshot import Snapshot, load, newest_whole
-from lockstep.snapshots.run.restore import check_kernels, check_recipe, fitting, updater_state
+from lockstep.snapshots.content import DAMAGED, UNVERIFIED, Parent
+from lockstep.snapshots.files import snapshots_in
+from lockstep.snapshots.manifest import Limits, read_manifest
+from lockstep.snapshots.run.restoring import check_kernels, check_recipe, fitting, updater_state
+from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
 from lockstep.updaters import Updater
 
 

@@ -14,8 +14,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.errors import DeterminismWarning, LockstepError, StateError, printable
-from lockstep.snapshots.reading.snapshot import Snapshot
 from lockstep.snapshots.run.collect import USUAL_METADATA
+from lockstep.snapshots.snapshot import Snapshot
 from lockstep.strides import laid_out_for
 from lockstep.updaters import CODE, MAIN, UNKNOWN_SHAPE, Updater
 
@@ -128,7 +128,7 @@ def _listed(changes: list[Change]) -> str:
 def fitting(path: Path) -> Iterator[None]:
     """Name the snapshot in errors about a state that is not of the kind that its reader expects.
 
-    A snapshot holds trees, which may have any form. Whoever loads them changes nothing before all of it has been read.
+    A snapshot holds trees, which may have any form. What loads them changes nothing before it has read all of them.
 
     Args:
         path: The folder of the snapshot.

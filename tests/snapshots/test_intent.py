@@ -19,7 +19,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.cli import main
 from lockstep.snapshots import export_torch, list as list_snapshots, load, newest_whole, restore
-from tests.snapshots.reading.test_hostile import NAMES, VALUES, mutate, sealed
+from tests.snapshots.test_hostile import NAMES, VALUES, mutate, sealed
 from tests.support.resuming import vectors
 
 PARTS = ("state", "state", "state", "surroundings", "surroundings", "progress", "recipe", "metrics", "models", "files")

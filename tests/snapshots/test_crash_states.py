@@ -15,7 +15,7 @@ import safetensors.torch
 from lockstep.digest import tensor_digest
 from lockstep.errors import SnapshotError, SnapshotWarning
 from lockstep.snapshots import Limits, Snapshot, SnapshotWriter, load, newest_whole
-from lockstep.snapshots.format.manifest import StoredTensor, read_manifest
+from lockstep.snapshots.manifest import StoredTensor, read_manifest
 from tests.support.crashes import MUTANTS, Call, RecordingDisk, Tree, crash_states, lay_out
 from tests.support.snapshots import RUN, assert_holds, small_content
 

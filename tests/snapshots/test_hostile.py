@@ -18,7 +18,7 @@ import pytest
 
 from lockstep.errors import SnapshotError
 from lockstep.snapshots import Limits, damaged_manifests, load
-from lockstep.snapshots.format.content import MANIFEST
+from lockstep.snapshots.content import MANIFEST
 from tests.support.audit import Audit
 from tests.support.snapshots import small_content, write
 

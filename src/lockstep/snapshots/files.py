@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.format.content import FOLDER
+from lockstep.snapshots.content import FOLDER
 
 _NOT_DAMAGE: Final = frozenset({errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """Errors that say nothing about what is on the disk."""

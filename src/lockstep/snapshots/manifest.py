@@ -18,9 +18,9 @@ import torch
 
 from lockstep.digest import TensorDigest, digest, join_blocks
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.format.content import STATE, Parent, model_file, without_sources
-from lockstep.snapshots.format.tensor_file import DTYPES, TensorInfo, header
-from lockstep.snapshots.format.tree import decode, is_list
+from lockstep.snapshots.content import STATE, Parent, model_file, without_sources
+from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, header
+from lockstep.snapshots.tree import decode, is_list
 
 FORMAT: Final = 2
 """The number of the format. Readers refuse a higher one, and read the one before for one release."""

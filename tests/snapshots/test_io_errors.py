@@ -199,7 +199,7 @@ def newest_on_disks(folder: Path, sizes: Sequence[int]) -> list[str]:
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("a disk of limited size needs the right to mount one")
     command = ["unshare", "-m", sys.executable, "-c", TOO_SMALL, str(folder), *map(str, sizes)]
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": f"{root / 'src'}:{root}"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=500)
     if "unshare" in done.stderr or "mount" in done.stderr:

@@ -15,9 +15,9 @@ from hypothesis import given, settings, strategies as st
 import lockstep as ls
 from lockstep.digest import TensorDigest, tensor_digest
 from lockstep.snapshots import Content, load, training_of, verify
-from lockstep.snapshots.format.content import without_sources
-from lockstep.snapshots.format.tensor_file import DTYPES, TensorInfo, file_order, header
-from lockstep.snapshots.format.tree import decode, encode
+from lockstep.snapshots.content import without_sources
+from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, file_order, header
+from lockstep.snapshots.tree import decode, encode
 from lockstep.updaters.state.recipe_fields import settings_of
 from tests.support.snapshots import RUN, assert_holds, small_content, write
 

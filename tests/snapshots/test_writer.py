@@ -15,7 +15,7 @@ import torch
 
 from lockstep.errors import OrderError, SnapshotError, SnapshotWarning
 from lockstep.snapshots import Content, Disk, Parent, SnapshotWriter, list as list_snapshots, load, write_beside
-from lockstep.snapshots.writing.lock import FolderLock
+from lockstep.snapshots.disk import FolderLock
 from tests.support.snapshots import RUN, assert_holds, digest_of, filled, of_a_newer_format, small_content, write
 
 

@@ -14,21 +14,8 @@ import torch
 
 from lockstep.digest import digest
 from lockstep.errors import SnapshotError, SnapshotWarning
-from lockstep.snapshots.format.content import (
-    FOLDER,
-    TEMPORARY,
-    UNVERIFIED,
-    VERIFIED,
-    Content,
-    Parent,
-    folder_name,
-    training_of,
-)
-from lockstep.snapshots.format.manifest import Manifest
-from lockstep.snapshots.reading.files import kind_of, snapshots_in
-from lockstep.snapshots.reading.snapshot import Found, list_snapshots, verify
-from lockstep.snapshots.writing.background import BackgroundWriter
-from lockstep.snapshots.writing.commit import (
+from lockstep.snapshots.background import BackgroundWriter
+from lockstep.snapshots.commit import (
     Buffers,
     Staged,
     remove,
@@ -38,9 +25,21 @@ from lockstep.snapshots.writing.commit import (
     write_file,
     write_snapshot,
 )
-from lockstep.snapshots.writing.disk import Disk
-from lockstep.snapshots.writing.lock import FolderLock
-from lockstep.snapshots.writing.retention import Kept, Retention
+from lockstep.snapshots.content import (
+    FOLDER,
+    TEMPORARY,
+    UNVERIFIED,
+    VERIFIED,
+    Content,
+    Parent,
+    folder_name,
+    training_of,
+)
+from lockstep.snapshots.disk import Disk, FolderLock
+from lockstep.snapshots.files import kind_of, snapshots_in
+from lockstep.snapshots.manifest import Manifest
+from lockstep.snapshots.retention import Kept, Retention
+from lockstep.snapshots.snapshot import Found, list_snapshots, verify
 
 FAILURES: Final = 3
 """Failed attempts in a row after which a required snapshot raises."""

@@ -12,7 +12,7 @@ import torch
 
 import lockstep as ls
 from lockstep.snapshots import Content, SnapshotWriter, load
-from lockstep.snapshots.writing.commit import Buffers, stage
+from lockstep.snapshots.commit import Buffers, stage
 from tests.support.snapshots import RUN, small_content, write
 
 

@@ -19,7 +19,7 @@ import torch
 
 from lockstep._version import __version__
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.format.content import (
+from lockstep.snapshots.content import (
     ABOUT,
     DAMAGED,
     MANIFEST,
@@ -29,12 +29,12 @@ from lockstep.snapshots.format.content import (
     folder_name,
     model_file,
 )
-from lockstep.snapshots.format.manifest import FORMAT, Limits, Manifest, read_manifest, seal
-from lockstep.snapshots.format.tensor_file import DTYPES, TensorInfo, blocks_of, file_order, header, memory_of, swapped
-from lockstep.snapshots.format.tree import Leaf, encode
-from lockstep.snapshots.reading.files import kind_of
-from lockstep.snapshots.reading.snapshot import verify
-from lockstep.snapshots.writing.disk import Disk
+from lockstep.snapshots.disk import Disk
+from lockstep.snapshots.files import kind_of
+from lockstep.snapshots.manifest import FORMAT, Limits, Manifest, read_manifest, seal
+from lockstep.snapshots.snapshot import verify
+from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, blocks_of, file_order, header, memory_of, swapped
+from lockstep.snapshots.tree import Leaf, encode
 
 PIECE: Final = 4 << 20
 """Smaller pieces are joined, because a call of the system for each of them would take longer than the copy."""
@@ -106,7 +106,7 @@ class _Places:
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._first: dict[Any, int] = {}
+        self._at: dict[int, list[int]] = {}
 
     def index(self, tensor: torch.Tensor) -> int:
         """Return the index of the first tensor that is the same memory."""
@@ -115,21 +115,25 @@ class _Places:
                 f"A snapshot holds dense tensors of {', '.join(DTYPES)}, got {tensor.dtype} of the layout "
                 f"{tensor.layout} and the shape {list(tensor.shape)} on {tensor.device}."
             )
-        index = len(self.tensors)
+        at = self._at.setdefault(tensor.data_ptr(), [])
         # Tensors without elements have no memory that they could share.
-        if tensor.numel():
-            shape = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-            index = self._first.setdefault((tensor.data_ptr(), tensor.device, *shape), index)
-        if index == len(self.tensors):
-            self.tensors.append(tensor)
-        return index
+        for index in at if tensor.numel() else ():
+            if _view(self.tensors[index]) == _view(tensor):
+                return index
+        at.append(len(self.tensors))
+        self.tensors.append(tensor)
+        return at[-1]
+
+
+def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (tensor.device, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
 
 
 def _indices(model: str, tensors: Mapping[str, torch.Tensor], places: _Places) -> dict[str, int]:
     model_file(model)
     for name, tensor in tensors.items():
         # Names in a file of safetensors are UTF-8, and it keeps one for itself.
-        is_name = type(name) is str and name != "__metadata__" and _as_utf8(name) == name
+        is_name = type(name) is str and name != "__metadata__" and (name.isascii() or _as_utf8(name) == name)
         if not (is_name and isinstance(tensor, torch.Tensor)):
             raise TypeError(f"`models` must hold tensors by their names, got {name!r} in {model!r}.")
     return {name: places.index(tensor) for name, tensor in tensors.items()}

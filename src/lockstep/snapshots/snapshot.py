@@ -16,10 +16,10 @@ import torch
 
 from lockstep.digest import BLOCK
 from lockstep.errors import SnapshotError, SnapshotWarning
-from lockstep.snapshots.format.content import DAMAGED, MANIFEST, VERIFIED, Parent, update_of
-from lockstep.snapshots.format.manifest import Limits, Manifest, StoredTensor, read_manifest, with_tensors
-from lockstep.snapshots.format.tensor_file import blocks_of, file_order, header, memory_of, swapped
-from lockstep.snapshots.reading.files import opened, read_file, read_into, snapshots_in
+from lockstep.snapshots.content import DAMAGED, MANIFEST, VERIFIED, Parent, update_of
+from lockstep.snapshots.files import opened, read_file, read_into, snapshots_in
+from lockstep.snapshots.manifest import Limits, Manifest, StoredTensor, read_manifest, with_tensors
+from lockstep.snapshots.tensor_file import blocks_of, file_order, header, memory_of, swapped
 
 _MARK_BYTES: Final = 1000
 

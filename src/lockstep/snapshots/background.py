@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 from lockstep.errors import OrderError, SnapshotWarning
-from lockstep.snapshots.format.content import Content
-from lockstep.snapshots.writing.commit import Buffers, Staged, stage
+from lockstep.snapshots.commit import Buffers, Staged, stage
+from lockstep.snapshots.content import Content
 
 NICENESS: Final = 10
 """By how much the priority of the thread that writes is lower than that of training.

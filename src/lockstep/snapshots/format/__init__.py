@@ -1,1 +1,0 @@
-"""What a snapshot holds, and the bytes that stand for it."""

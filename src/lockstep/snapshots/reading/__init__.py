@@ -1,1 +1,0 @@
-"""Finding, verifying and loading snapshots."""

@@ -1,1 +1,0 @@
-"""Copying the state of a run and making it durable."""
