@@ -19,16 +19,7 @@ import torch
 
 from lockstep._version import __version__
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.content import (
-    ABOUT,
-    DAMAGED,
-    MANIFEST,
-    STATE,
-    TEMPORARY,
-    Content,
-    folder_name,
-    model_file,
-)
+from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, folder_name, model_file
 from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.files import kind_of
 from lockstep.snapshots.manifest import FORMAT, Limits, Manifest, read_manifest, seal
