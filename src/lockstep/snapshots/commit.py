@@ -22,7 +22,7 @@ from lockstep.errors import SnapshotError
 from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, STATE, TEMPORARY, Content, folder_name, model_file
 from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.files import kind_of
-from lockstep.snapshots.manifest import FORMAT, Limits, Manifest, read_manifest, seal
+from lockstep.snapshots.manifest import FORMAT, PLAIN, Limits, Manifest, read_manifest, seal
 from lockstep.snapshots.snapshot import verify
 from lockstep.snapshots.tensor_file import DTYPES, TensorInfo, blocks_of, file_order, header, memory_of, swapped
 from lockstep.snapshots.tree import Leaf, encode
@@ -31,8 +31,6 @@ PIECE: Final = 4 << 20
 """Smaller pieces are joined, because a call of the system for each of them would take longer than the copy."""
 Pieces: TypeAlias = Iterator[memoryview | bytearray]
 _STORED: Final = frozenset(getattr(torch, name) for name in DTYPES)
-_PLAIN: Final = ("progress", "metrics", "recipe", "kernel_class")
-"""The fields of a content that hold no tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +69,9 @@ def stage(content: Content, reasons: Iterable[str]) -> Staged:
         ValueError: If the number of updates is missing or the name of a model cannot name a file.
     """
     leaves: list[Leaf] = []
-    trees = {name: encode(dict(getattr(content, name)), (name,), leaves) for name in _PLAIN}
+    trees = {name: encode(dict(getattr(content, name)), (name,), leaves) for name in PLAIN}
     if leaves:
-        raise TypeError(f"{', '.join(f'`{key}`' for key in _PLAIN)} must hold no tensors.")
+        raise TypeError(f"{', '.join(f'`{key}`' for key in PLAIN)} must hold no tensors.")
     update = content.progress.get("update")
     if type(update) is not int or update < 0:
         raise ValueError(f'`progress` must hold the number of updates under "update", got {update!r}.')

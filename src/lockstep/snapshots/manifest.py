@@ -25,6 +25,8 @@ from lockstep.snapshots.tree import decode, is_list
 FORMAT: Final = 2
 """The number of the format. Readers refuse a higher one, and read the one before for one release."""
 
+PLAIN: Final = ("progress", "metrics", "recipe", "kernel_class")
+"""The fields that hold no tensors."""
 _HEX: Final = re.compile(r"[0-9a-f]{64}")
 _SEAL: Final = re.compile(rb',"sha256":"([0-9a-f]{64})"\}')
 _SEAL_BYTES: Final = 77
@@ -88,7 +90,6 @@ class Manifest:
         run_id: The name of the run.
         parent: The snapshot from which the run was resumed.
         reasons: Why the snapshot was written.
-        update: The number of updates after which it was written.
         progress: How far the run is.
         metrics: Numbers that describe the snapshot.
         recipe: The settings that define what the run computes.
@@ -105,7 +106,6 @@ class Manifest:
     run_id: str
     parent: Parent | None
     reasons: tuple[str, ...]
-    update: int
     progress: Mapping[str, Any]
     metrics: Mapping[str, float]
     recipe: Mapping[str, Any]
@@ -114,6 +114,12 @@ class Manifest:
     state: Any
     surroundings: Any
     files: Mapping[str, Mapping[str, StoredTensor]]
+
+    @property
+    def update(self) -> int:
+        """The number of updates after which the snapshot was written."""
+        update: int = self.progress["update"]
+        return update
 
     @property
     def bytes(self) -> int:
@@ -164,7 +170,7 @@ def seal(document: Mapping[str, Any]) -> bytes:
     """Return the bytes of a manifest, with its seal.
 
     >>> seal({"format": 2})[:26]
-    b'{"format":2,"sha256":"d2b5'
+    b'{"format":2,"sha256":"0b0a'
     """
     body = json.dumps(document, separators=(",", ":"), allow_nan=False).encode("ascii")
     return body[:-1] + b',"sha256":"%s"}' % hashlib.sha256(body).hexdigest().encode()
@@ -233,32 +239,23 @@ def _manifest(document: dict[str, Any], raw: bytes, limits: Limits) -> Manifest:
         _check(is_list(reference, 2), f"{reference!r} must be the name of a file and that of a tensor")
         return described[reference[0]][reference[1]]
 
-    def plain(name: str) -> dict[str, Any]:
-        found = decode(document[name], _no_tensor, limits.depth)
-        _check(type(found) is dict and all(type(key) is str for key in found), f"`{name}` must have names as keys")
-        return found  # type: ignore[no-any-return]
-
-    progress, metrics, parent = plain("progress"), plain("metrics"), document["parent"]
-    _check(_is_count(progress["update"]), "`progress` must have the number of updates")
-    _check(all(type(each) in {int, float} for each in metrics.values()), "`metrics` must be numbers")
+    trees = {name: decode(document[name], _no_tensor, limits.depth) for name in PLAIN}
+    for name, tree in trees.items():
+        _check(type(tree) is dict and all(map(_is_text, tree)), f"`{name}` must have names as keys")
+    _check(_is_count(trees["progress"]["update"]), "`progress` must have the number of updates")
+    _check(all(type(each) in {int, float} for each in trees["metrics"].values()), "`metrics` must be numbers")
+    parent, reasons = document["parent"], document["reasons"]
     _check(parent is None or (is_list(parent, 2) and _is_text(parent[0]) and _is_count(parent[1])), "`parent` is wrong")
     _check(_is_text(document["writer"]) and _is_text(document["run_id"]), "`writer` and `run_id` must be text")
-    _check(isinstance(document["reasons"], list) and all(map(_is_text, document["reasons"])), "`reasons` must be texts")
+    _check(isinstance(reasons, list) and all(map(_is_text, reasons)), "`reasons` must be texts")
     return Manifest(
         raw=raw,
-        format=document["format"],
-        writer=document["writer"],
-        run_id=document["run_id"],
+        **{name: document[name] for name in ("format", "writer", "run_id")},
         parent=None if parent is None else Parent(*parent),
-        reasons=tuple(document["reasons"]),
-        update=progress["update"],
-        progress=progress,
-        metrics=metrics,
-        recipe=plain("recipe"),
-        kernel_class=plain("kernel_class"),
+        reasons=tuple(reasons),
+        **trees,
+        **{name: decode(document[name], tensor, limits.depth) for name in ("state", "surroundings")},
         models=models,
-        state=decode(document["state"], tensor, limits.depth),
-        surroundings=decode(document["surroundings"], tensor, limits.depth),
         files=described,
     )
 
