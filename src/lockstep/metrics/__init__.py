@@ -2,7 +2,6 @@
 
 from lockstep.metrics.accuracy import Accuracy as Accuracy
 from lockstep.metrics.average import Average as Average
-from lockstep.metrics.ignite_states import IgniteMetric as IgniteMetric, is_ignite as is_ignite
 from lockstep.metrics.interval_means import IntervalMeans as IntervalMeans
 from lockstep.metrics.mean import Mean as Mean, merge as merge
 from lockstep.metrics.metric import Mergeable as Mergeable, Metric as Metric
