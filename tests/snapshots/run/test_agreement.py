@@ -138,6 +138,27 @@ def test_ranks_ask_each_other_less_and_less_often() -> None:
     assert run_on_ranks(counting, 2) == [6, 6]
 
 
+def asked(communicator: ls.Communicator, late: int) -> int:
+    """Compare ten snapshots whose digests are late by some updates, and return how often the ranks ask."""
+    agreement = Agreement(communicator, lambda *_: None)
+    before, count = communicator.bytes_sent, 0  # type: ignore[attr-defined]
+    for update in range(1, 201):
+        agreement.compare()
+        count += communicator.bytes_sent > before  # type: ignore[attr-defined]
+        before = communicator.bytes_sent  # type: ignore[attr-defined]
+        if update % 20 == 0:
+            agreement.open(update)
+        if update % 20 == late - 1:
+            agreement.add(Record(update - late + 1, "same", {}))
+    return count
+
+
+@pytest.mark.parametrize(("late", "times"), [(1, 9), (3, 15), (6, 15)])
+def test_ranks_begin_to_ask_as_late_as_they_ended_before(late: int, times: int) -> None:
+    found = run_on_ranks(asked, 2, late)
+    assert found[0] == found[1] <= times
+
+
 def other_counter(communicator: ls.Communicator) -> None:
     agreement = Agreement(communicator, lambda *_: None)
     agreement.open(3)

@@ -19,7 +19,7 @@ class Agreement:
     """Compares the digests of the snapshots of a run over all ranks.
 
     No rank waits for a digest: they ask each other one update after a snapshot, then after two more, four more and
-    so on, until all of them have computed it.
+    so on, until all of them have computed it. After the next snapshot they begin to ask about as late as they ended.
 
     Args:
         communicator: The communicator of the run.
@@ -31,12 +31,16 @@ class Agreement:
         self._verified = verified
         self._records: dict[int, Record] = {}
         self._open: int | None = None
-        self._pause = self._left = 0
+        # In updates: until they ask again, between the last time and the next, since the snapshot, and what that took.
+        self._left = self._pause = self._passed = 0
+        self._took = 1
 
     def open(self, update: int) -> None:
         """Begin to ask for a snapshot, which all ranks have copied after the same update."""
         self._open = update
-        self._pause = self._left = 1
+        # One less each time, because digests that were late once need not be so again.
+        self._took = self._left = max(1, self._took - 1)
+        self._pause, self._passed = 1, 0
 
     @property
     def size(self) -> int:
@@ -58,6 +62,7 @@ class Agreement:
             PeerError: If another rank has failed.
         """
         self._left -= 1
+        self._passed += 1
         if self._open is None or (self._left > 0 and not now):
             return
         self._pause = self._left = 2 * self._pause
@@ -71,7 +76,7 @@ class Agreement:
             self._verified(record, self.size)
             self._records = {number: each for number, each in self._records.items() if number > update}
             if update == self._open:
-                self._open = None
+                self._open, self._took = None, self._passed
 
     def _disagreement(self, record: Record) -> DisagreementError:
         """Find out which rank and which tensor differ. Every rank must call this."""
