@@ -140,6 +140,28 @@ def check(found: Counter[str]) -> None:
     assert found["right"]
 
 
+@pytest.mark.parametrize(("name", "value"), [("iteration", [3]), ("iteration", 4), ("applied_updates", "3")])
+def test_counts_that_are_not_those_of_the_snapshot_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+    trainer(tmp_path).run()
+    [manifest] = (tmp_path / "snapshots").glob("0*/snapshot.json")
+    document = json.loads(manifest.read_bytes())
+    document["state"][name] = value
+    manifest.write_bytes(sealed(document))
+    made = trainer(tmp_path / "other")
+    before = ls.digest(made.updater.state_dict())
+    with pytest.raises(ls.StateError, match=f"`{name}` in the state of .* must be 3, got"):
+        restore(made.updater, manifest.parent)
+    assert ls.digest(made.updater.state_dict()) == before
+
+
+def test_a_report_shows_text_that_has_no_bytes(tmp_path: Path) -> None:
+    trainer(tmp_path).run()
+    [manifest] = (tmp_path / "snapshots").glob("0*/snapshot.json")
+    manifest.write_bytes(sealed({**json.loads(manifest.read_bytes()), "reasons": ["\ud800"]}))
+    assert main(["report", str(tmp_path)]) == 0
+    assert "\\ud800" in (tmp_path / "report.html").read_text()
+
+
 def test_some_manifests_that_were_made_with_intent(memory_path: Path) -> None:
     check(outcomes(memory_path, 0, 300))
 

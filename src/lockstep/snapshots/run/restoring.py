@@ -154,8 +154,15 @@ def updater_state(snapshot: Snapshot, updater: Updater, accepted: list[Change]) 
         snapshot: The snapshot.
         updater: The updater that is to load it. It is not changed.
         accepted: Fields of the recipe for which the updater keeps its own values.
+
+    Raises:
+        StateError: If the state is that of another update than the snapshot.
     """
     state: dict[str, Any] = snapshot.state()
+    counts = {"iteration": snapshot.update, "applied_updates": snapshot.applied}
+    for name, count in counts.items():
+        if name in state and (type(state[name]) is not int or state[name] != count):
+            raise StateError(f"`{name}` in the state of {snapshot.path} must be {count!r}, got {state[name]!r}.")
     metadata = state.pop("metadata")
     models = updater.get_all_models()
     if "models" in state:
