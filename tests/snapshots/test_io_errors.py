@@ -152,7 +152,7 @@ def test_a_durable_snapshot_is_recorded_although_older_ones_cannot_be_removed(tm
             writer.save(CONTENT[update], must=True)
         with pytest.warns(SnapshotWarning, match="Old snapshots in .* could not be removed"):
             writer.wait()
-        assert [each.update for each in writer.take_records()] == [1, 2]
+        assert [each.update for each in writer.take_results()] == [1, 2]
 
 
 def test_failures_that_are_not_in_a_row_only_warn(tmp_path: Path) -> None:

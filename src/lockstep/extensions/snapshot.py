@@ -306,7 +306,7 @@ class Snapshot(Extension):
     def _log_written(self) -> None:
         """Log the digests of the snapshots that have become durable, and keep them to compare them over ranks."""
         if self._writer is not None and self._agreement is not None:
-            for record in self._writer.take_records():
+            for record in self._writer.take_results():
                 self._log_record(record)
                 self._agreement.add(record)
 

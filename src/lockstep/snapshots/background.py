@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from threading import Condition, get_native_id
 from types import TracebackType
 from typing import Any, Final
@@ -56,10 +57,12 @@ class BackgroundWriter(ABC):
 
     Attributes:
         replaced: The number of states that were not processed because a newer or more important one was.
+        results: What the thread has found out about the states that it has processed.
     """
 
     def __init__(self, run_id: str) -> None:
         self.replaced = 0
+        self.results: SimpleQueue[Any] = SimpleQueue()
         self._run_id = run_id
         # Python ends only after the thread of an executor has finished, so a snapshot is durable then.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="lockstep-snapshots", initializer=_lower_priority)
@@ -123,6 +126,11 @@ class BackgroundWriter(ABC):
             self._executor.shutdown()
             self._closed = True
             self.report()
+
+    def take_results(self) -> list[Any]:
+        """Return what has been found out since the last call."""
+        # Only this thread takes any out, so there are at least as many as the queue says.
+        return [self.results.get() for _ in range(self.results.qsize())]
 
     def report(self) -> None:
         """Warn of what went wrong since the last call, and raise what the thread has raised."""

@@ -159,6 +159,24 @@ def test_ranks_begin_to_ask_as_late_as_they_ended_before(late: int, times: int) 
     assert found[0] == found[1] <= times
 
 
+def frequent(communicator: ls.Communicator) -> list[int]:
+    """Compare a snapshot after every update, whose digests are late by two updates."""
+    seen: list[int] = []
+    agreement = Agreement(communicator, lambda record, _: seen.append(record.update))
+    for update in range(1, 101):
+        agreement.compare()
+        agreement.open(update)
+        agreement.add(Record(update - 2, "same", {}))
+    return seen
+
+
+def test_snapshots_that_are_more_frequent_than_digests_are_compared() -> None:
+    found = run_on_ranks(frequent, 2)
+    assert found[0] == found[1]
+    assert found[0][-1] == 97
+    assert len(found[0]) > 90
+
+
 def other_counter(communicator: ls.Communicator) -> None:
     agreement = Agreement(communicator, lambda *_: None)
     agreement.open(3)

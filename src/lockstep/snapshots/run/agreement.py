@@ -37,10 +37,11 @@ class Agreement:
 
     def open(self, update: int) -> None:
         """Begin to ask for a snapshot, which all ranks have copied after the same update."""
+        if self._open is None:
+            # One less each time, because digests that were late once need not be so again.
+            self._took = self._left = max(1, self._took - 1)
+            self._pause, self._passed = 1, 0
         self._open = update
-        # One less each time, because digests that were late once need not be so again.
-        self._took = self._left = max(1, self._took - 1)
-        self._pause, self._passed = 1, 0
 
     @property
     def size(self) -> int:
@@ -75,6 +76,8 @@ class Agreement:
                 raise self._disagreement(record)
             self._verified(record, self.size)
             self._records = {number: each for number, each in self._records.items() if number > update}
+            # Where a newer one is asked for already, they go on as often as before.
+            self._pause = self._left = 1
             if update == self._open:
                 self._open, self._took = None, self._passed
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -80,29 +79,16 @@ def record_of(state: Content | Manifest) -> Record:
 
 
 class RecordingWriter(SnapshotWriter):
-    """Writes the snapshots of a run, and records their digests.
-
-    Args:
-        **options: The arguments of `SnapshotWriter`.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        self._records: SimpleQueue[Record] = SimpleQueue()
-        super().__init__(**options)
+    """Writes the snapshots of a run, and records their digests, which `take_results` returns."""
 
     @property
     def newest_update(self) -> int | None:
         """The update of the snapshot that was written last; None if there is none."""
         return None if self.newest is None else update_of(self.newest.name)
 
-    def take_records(self) -> list[Record]:
-        """Return the digests of the snapshots that have become durable since the last call."""
-        # Only this thread takes any out, so there are at least as many as the queue says.
-        return [self._records.get() for _ in range(self._records.qsize())]
-
     def on_durable(self, manifest: Manifest) -> None:
         """Record the digests in the thread that writes, where this does not delay training."""
-        self._records.put(record_of(manifest))
+        self.results.put(record_of(manifest))
 
 
 class Digester(BackgroundWriter):
@@ -115,18 +101,11 @@ class Digester(BackgroundWriter):
         newest_update: The update of the newest digest; None if there is none.
     """
 
-    def __init__(self, run_id: str) -> None:
-        super().__init__(run_id)
-        self.newest_update: int | None = None
-        self._records: SimpleQueue[Record] = SimpleQueue()
-
-    def take_records(self) -> list[Record]:
-        """Return the digests that have been computed since the last call."""
-        return [self._records.get() for _ in range(self._records.qsize())]
+    newest_update: int | None = None
 
     def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
-        """Compute the digests of a copy."""
-        self._records.put(record_of(describe(staged, copies)))
+        """Compute the digests of a copy, which `take_results` returns."""
+        self.results.put(record_of(describe(staged, copies)))
         self.newest_update = staged.update
         return []
 
