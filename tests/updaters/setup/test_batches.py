@@ -80,6 +80,9 @@ class TestChangedInPlace:
     def test_a_loss_that_changes_its_batch(self, source: Callable[[], Any], devices: int) -> None:
         assert trained(source(), devices, loss_fn=in_place)[0] == out_of_place(source)
 
+    def test_strided_shards(self, source: Callable[[], Any], devices: int) -> None:
+        assert trained(source(), devices, loss_fn=in_place, split="strided")[0] == out_of_place(source, split="strided")
+
     def test_a_retry_finds_the_first_batch(self, source: Callable[[], Any], devices: int) -> None:
         # Rises after the first update, so that a later one overflows too.
         scale = ls.DynamicLossScale(factor=2.0**127, backoff=2.0**-100, growth=2.0**100, interval=4, maximum=2.0**127)

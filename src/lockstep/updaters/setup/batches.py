@@ -359,6 +359,25 @@ class ShardData:
                     "has done so, got a change. Use operations that return new tensors, such as x * 2 for x.mul_(2)."
                 )
 
+    @torch.no_grad()
+    def write_back(self, batch_dim: BatchDim) -> None:
+        """Write to the batches what shards have changed in contiguous copies of their samples.
+
+        Args:
+            batch_dim: The dimension of tensors that counts samples.
+        """
+        for shard, given in (pair for run in self._device_shards for pair in run):
+            batch = self._batches[shard.batch]
+            if type(batch) is Samples:
+                continue
+            part = slice(shard.samples.start, shard.samples.stop, shard.samples.step)
+            _, wholes, dims = _dims(batch, batch_dim)
+            for whole, dim, mine in zip(wholes, dims, nest.tensors(given), strict=True):
+                changed = mine in self.copies and mine._version != self.copies[mine][0]
+                # A loop that copies a batch to another device does not change the batch either.
+                if changed and dim is not None and whole.device == mine.device:
+                    whole[(slice(None),) * dim + (part,)].copy_(mine)
+
     def check_whole(self) -> None:
         """Check that no shard of several has changed a tensor that all of them are given whole.
 
@@ -401,6 +420,16 @@ class KeptBatches:
         for data in reversed(self.unsettled):
             for place in range(data.num_devices):
                 data.restore(place)
+        self.unsettled.clear()
+
+    def settle(self, batch_dim: BatchDim) -> None:
+        """Let what shards have changed in place stay, also where they have contiguous copies of their samples.
+
+        Args:
+            batch_dim: The dimension of tensors that counts samples.
+        """
+        for data in self.unsettled:
+            data.write_back(batch_dim)
         self.unsettled.clear()
 
     def check(self, num_shards: int) -> None:

@@ -196,7 +196,7 @@ class CustomStep:
         self._committer.assign_gradients(attempt)
         if self.state is not None:
             self.state.data += engine.kept.unsettled
-        engine.kept.unsettled.clear()
+        engine.kept.settle(engine.recipe.batch_dim)
         return attempt
 
     def _gather(self, request: GradientRequest, loss: BatchLoss, batch: Any, context: UpdateContext) -> GradientRequest:
