@@ -74,6 +74,7 @@ class GradientEngine:
         ranks: The reduction over ranks; None for a single process.
         watch: Where this process records what it is doing.
         clock: Measures times while something wants to know them, and is the watch then.
+        first_updates: Watches the first updates for what they should not do.
         ahead: Copies the batches of the next update to accelerators; None where batches are not copied ahead.
         conversion: Creates the tensors of shards.
         kept: The tensors of shards that may run again.
@@ -106,12 +107,12 @@ class GradientEngine:
         self._is_stale = True
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
-        self._first_updates = FirstUpdates()
+        self.first_updates = FirstUpdates()
         self.restart_checks()
 
     def restart_checks(self) -> None:
         """Check again for parameters without a shape, and watch again for what shards should not do."""
-        self._first_updates.restart(self.training.iteration)
+        self.first_updates.restart(self.training.iteration)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
@@ -274,8 +275,8 @@ class GradientEngine:
         compute = self.clock.timed(compute_shards) if self.clock.num_users else compute_shards
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         watching = NO_CONTEXT
-        if self.training.iteration < self._first_updates.end:
-            watching = self._first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
+        if self.training.iteration < self.first_updates.end:
+            watching = self.first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
         with watching:
             self.streams.run(
                 partial(self.replicas.run, compute, settings=context.settings),
