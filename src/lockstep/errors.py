@@ -90,6 +90,10 @@ class DisagreementError(LockstepError, RuntimeError):
         self.update = update
 
 
+class WorkerError(LockstepError, RuntimeError):
+    """A process that loads data was killed, or is stopped. The state is that after the last update."""
+
+
 class PeerError(LockstepError, RuntimeError):
     """Another rank failed. The state of this rank is that after the last update.
 

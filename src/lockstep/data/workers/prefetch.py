@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.sample_streams import StreamedDataset
 from lockstep.data.samples import NOT_FETCHED, MapDataset, Samples
+from lockstep.data.workers.watch import watched
 from lockstep.stopping import STOP, shield_worker
 
 # A batch is sent as one buffer: with a shared file per tensor, a process would run out of file descriptors.
@@ -90,6 +91,7 @@ def fetch_ahead(
 
     Raises:
         Exception: Any exception of the dataset, as PyTorch's DataLoader reports it.
+        WorkerError: If a worker was killed or is stopped.
     """
     # The run may have ended when the workers are stopped, and those that it shields still ignore signals.
     shielded = STOP.installed
@@ -106,7 +108,7 @@ def fetch_ahead(
     )
     stream = iter(loader)
     try:
-        yield from map(unpack, stream)
+        yield from map(unpack, watched(stream))
     finally:
         # Otherwise the workers run until the iterator is garbage collected, and an exception may hold a reference
         # to it for a long time.

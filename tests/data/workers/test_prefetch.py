@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from lockstep.data import BatchIterator, Samples, collate
-from lockstep.data.prefetch import fetch_ahead, pack, unpack
+from lockstep.data.workers.prefetch import fetch_ahead, pack, unpack
 from lockstep.stopping import STOP
 
 # On a machine with one core PyTorch advises against two workers.
@@ -237,3 +237,80 @@ def test_packed_tensors_do_not_overlap() -> None:
     for tensor in tensors:
         tensor.zero_()
         assert sum(float(other.sum()) for other in tensors) == sum(map(len, tensors[len(tensor) + 1 :]))
+
+
+class Changing:
+    """A dataset whose samples depend on attributes of several kinds."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.transform: Any = Scale(1)
+        self.offset = torch.zeros(1)
+        self.names = {"a": [0]}
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return float(self.transform(index) + 100 * self.epoch + self.offset.item() + self.names["a"][0])
+
+
+class Scale:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, value: int) -> int:
+        return value * self.factor
+
+
+def change_epoch(dataset: Changing) -> None:
+    dataset.epoch += 1
+
+
+def change_transform(dataset: Changing) -> None:
+    dataset.transform = Scale(dataset.transform.factor + 1)
+
+
+def change_attribute_of_transform(dataset: Changing) -> None:
+    dataset.transform.factor += 1
+
+
+def change_tensor(dataset: Changing) -> None:
+    dataset.offset.add_(0.5)
+
+
+def change_list(dataset: Changing) -> None:
+    dataset.names["a"][0] += 7
+
+
+@pytest.mark.parametrize(
+    "change", [change_epoch, change_transform, change_attribute_of_transform, change_tensor, change_list]
+)
+@pytest.mark.parametrize("wraps", [False, True])
+def test_workers_load_from_a_dataset_that_has_changed(change: Any, wraps: bool) -> None:
+    read = []
+    for num_workers in (0, 2):
+        dataset = Changing()
+        given: Any = torch.utils.data.Subset(dataset, range(8)) if wraps else dataset
+        batches = BatchIterator(given, 2, num_workers=num_workers)
+        found = []
+        for update in range(10):
+            # Between epochs, and in the middle of one.
+            if update in {4, 5, 8}:
+                change(dataset)
+            found.append(list(batches.peek()))
+            batches.advance()
+        batches.finalize()
+        read.append(found)
+    assert read[1] == read[0]
+
+
+def test_workers_go_on_while_the_dataset_stays() -> None:
+    batches = BatchIterator(Changing(), 2, num_workers=1)
+    seen = set()
+    for _ in range(6):
+        batches.peek()
+        seen.add(frozenset(worker.pid for worker in multiprocessing.active_children()))
+        batches.advance()
+    batches.finalize()
+    assert len(seen) == 1
