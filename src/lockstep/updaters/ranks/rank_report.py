@@ -14,7 +14,6 @@ from typing import Any, SupportsFloat
 import torch
 
 from lockstep.communicators import Contribution
-from lockstep.updaters.compute import RankMeasurement
 from lockstep.updaters.result import ShardReport
 
 
@@ -30,8 +29,7 @@ class RankReport:
         buffers: The description of this rank's partial sums of buffers.
         changed_weights: For each buffer, the total weight of the shards that changed it.
         firsts: The digests of buffers that have no mean, by their numbers, where they are compared.
-        workloads: The relative speeds of the rank's devices from the next attempt on.
-        measurement: The times that this rank has measured; None as long as it has too few.
+        speeds: The measured speeds of the rank's devices; None until they are known, or if they are not measured.
     """
 
     shards: Sequence[ShardReport]
@@ -40,8 +38,7 @@ class RankReport:
     buffers: Contribution
     changed_weights: Sequence[float]
     firsts: Mapping[str, str]
-    workloads: Sequence[float]
-    measurement: RankMeasurement | None
+    speeds: Sequence[float] | None
 
     def to_plain(self) -> dict[str, Any]:
         """Convert the report to lists, numbers and text."""
@@ -51,7 +48,6 @@ class RankReport:
             for name, (total, weight) in report.metrics.items():
                 metrics[name] = [_encode_number(total), _encode_number(weight)]
             shards.append([report.shard, report.weight, _encode_number(report.loss.reshape(())), metrics])
-        measurement = self.measurement
         return {
             "shards": shards,
             "buffer_weight": self.buffer_weight,
@@ -59,8 +55,7 @@ class RankReport:
             "buffers": _encode_contribution(self.buffers),
             "changed_weights": self.changed_weights,
             "firsts": self.firsts,
-            "workloads": self.workloads,
-            "measurement": None if measurement is None else [measurement.seconds, measurement.transfer],
+            "speeds": self.speeds,
         }
 
     @classmethod
@@ -72,7 +67,6 @@ class RankReport:
             for name, (total, share) in values.items():
                 metrics[name] = (_decode_number(total), _decode_number(share))
             shards.append(ShardReport(shard, weight, torch.as_tensor(_decode_number(loss)), metrics))
-        measurement = plain["measurement"]
         return cls(
             shards,
             plain["buffer_weight"],
@@ -80,8 +74,7 @@ class RankReport:
             _decode_contribution(plain["buffers"]),
             plain["changed_weights"],
             plain["firsts"],
-            plain["workloads"],
-            None if measurement is None else RankMeasurement(*measurement),
+            plain["speeds"],
         )
 
 
