@@ -169,7 +169,7 @@ class GradientEngine:
         attempt.device_shards = copied or self.conversion.shards(
             attempt.batches, share.shards_by_device, self.replicas.devices, first
         )
-        copies = self.kept.has_changes or self.training.iteration < self._first_updates.end
+        copies = self.kept.has_changes or self.training.iteration < self.first_updates.end
         self.kept.unsettled.append(ShardData(attempt.batches, attempt.device_shards, copied=copies))
         attempt.gradient_context = GradientContext(
             request.loss_fn,
@@ -352,7 +352,7 @@ class GradientEngine:
         """
         if not attempt.complete:
             return
-        if self.training.iteration < self._first_updates.end:
+        if self.training.iteration < self.first_updates.end:
             self.kept.check(attempt.share.num_shards)
         prepared, gradients = self.prepared, attempt.gradients
         for gradient in gradients:
