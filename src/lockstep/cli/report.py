@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 from lockstep.cli.subparsers import Subparsers
+from lockstep.errors import SideFileError
 from lockstep.html_report import LOG, read_run, render
+from lockstep.side_file import SideFile
 
+PAGE = "report.html"
 DESCRIPTION = """
 Write one HTML page about a run, which opens without a network: curves, loss scale and retries, time per phase and
 device, throughput, recipe, kernel class, digests and snapshots. With --compare, it shows two runs together, and marks
@@ -34,7 +37,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def _call(options: argparse.Namespace) -> int:
     """Write the page, and return the exit code."""
-    path = options.output or options.run / "report.html"
+    file = None if options.output else SideFile(options.run, PAGE, required=True)
     try:
         runs = [read_run(each, log=options.log) for each in (options.run, options.compare) if each is not None]
         for run in runs:
@@ -42,9 +45,13 @@ def _call(options: argparse.Namespace) -> int:
                 missing = "" if run.path.is_dir() else " There is no such folder."
                 sys.stderr.write(f"lockstep report: {run.path} has no {options.log} and no snapshots.{missing}\n")
                 return 1
-        path.write_text(render(*runs), encoding="utf-8")
-    except OSError as error:
+        page = render(*runs)
+        if file is not None:
+            file.replace(page.encode())
+        else:
+            options.output.write_text(page, encoding="utf-8")
+    except (OSError, SideFileError) as error:
         sys.stderr.write(f"lockstep report: {error}\n")
         return 1
-    sys.stdout.write(f"{path}\n")
+    sys.stdout.write(f"{options.output or options.run / PAGE}\n")
     return 0

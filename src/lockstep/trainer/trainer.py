@@ -212,7 +212,7 @@ class Trainer(Predicting):
                 or the folder of a snapshot or of a run; or None.
             accept: The names of fields of the recipe that may differ from those of the snapshot.
 
-        For a run that has ended, nothing is called or written. The calling thread computes with one intra-op thread
+        For a run that has ended, nothing is computed or written. The calling thread computes with one intra-op thread
         during the run, including extensions, so that what they compute does not depend on the number of cores.
 
         Raises:
@@ -230,6 +230,8 @@ class Trainer(Predicting):
         if resume is not None and not (resume == "auto" and self._begun):
             self.resumption = resume_from(self, resume, accept) or self.resumption
         self.until.initialize(self._progress)
+        for entry in self._order:
+            entry.extension.prepare(self)
         if self._finished():
             return
         self._stopped = False
@@ -336,6 +338,8 @@ class Trainer(Predicting):
             if not entry.trigger.finished or entry is self._due:
                 entry.extension.initialize(self)
                 self._initialized.append(entry)
+        for entry in self._initialized:
+            entry.extension.begin(self)
         if self.updater.iteration == 0 and not self._begun:
             for entry in self._order:
                 if entry.call_before_training:
