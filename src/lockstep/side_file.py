@@ -311,7 +311,7 @@ def report_unwritten(name: str, error: Exception, *, required: bool) -> None:
     Raises:
         SideFileError: If `required` is set.
     """
-    message = f"{name} could not be written: {error}"
+    message = f"{name} could not be written: {str(error).rstrip('.')}."
     if required:
         raise SideFileError(f"{message} The run ends because `required=True`.") from error
     warnings.warn(f"{message} The run goes on, and the next write tries again.", SideFileWarning, stacklevel=3)

@@ -163,7 +163,7 @@ class RunRecord(Extension):
                 self._timer = None
         file, self._file = self._file, None
         # A start that is refused leaves the record of an earlier run as it is.
-        if file is not None and (self._error is None or trainer.updater.iteration):
+        if file is not None and (self._error is None or self._is_begun):
             file.add(_line("end", self._ending(trainer)))
             file.write(durable=True)
 
