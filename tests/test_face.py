@@ -132,7 +132,7 @@ def test_the_public_names(imported: dict[str, Any]) -> None:
         "precision",
         "prediction",
         "replicas",
-        "side_file",
+        "side_files",
         "state",
         "stopping",
         "streams",

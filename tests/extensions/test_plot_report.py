@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.extensions import LogReport, PlotReport
 from lockstep.extensions.plot_report import _panels, draw
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 from tests.support import zygote
 from tests.support.plain_updaters import CountingUpdater
@@ -91,7 +91,7 @@ def test_importing_the_extensions_imports_no_matplotlib_and_drawing_no_pyplot(tm
 import sys
 from pathlib import Path
 from lockstep.extensions.plot_report import PlotReport, draw
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 assert "matplotlib" not in sys.modules
 draw([{{"epoch_detail": 1.0, "x": 2.0}}], {{"x": ["x"]}}, SideFile(Path({str(tmp_path)!r}), "x.png"), title="x")
 assert "matplotlib.pyplot" not in sys.modules

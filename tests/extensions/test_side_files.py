@@ -135,7 +135,7 @@ def test_a_folder_that_is_gone_comes_back_with_its_files(tmp_path: Path, folders
     assert {name: value for name, value in timeless(out).items() if name in expected} == expected
 
 
-@pytest.mark.parametrize(("make", "lines"), [(LogReport, 3), (CSVLogger, 1 + 3), (RunRecord, 5)])
+@pytest.mark.parametrize(("make", "lines"), [(LogReport, 3), (CSVLogger, 1 + 3), (RunRecord, 4)])
 def test_what_is_required_ends_the_run(tmp_path: Path, make: Any, lines: int) -> None:
     extension = make(trigger=(1, "update"), required=True)
     updater = build(tmp_path / "other").updater
@@ -144,7 +144,7 @@ def test_what_is_required_ends_the_run(tmp_path: Path, make: Any, lines: int) ->
         trainer.run()
     trainer.run()
     name = {LogReport: "log.jsonl", CSVLogger: "metrics.csv", RunRecord: "run.jsonl"}[make]
-    # The first session of the record has neither an interval nor an end.
+    # The record has a session, two intervals and an end: the first session could not be written.
     assert len((tmp_path / name).read_text().splitlines()) == lines
 
 
@@ -223,7 +223,7 @@ def test_the_size_of_a_log_changes_no_snapshot(tmp_path: Path) -> None:
 
 def logged(out: Path) -> list[int]:
     found: list[int] = []
-    ls.side_file.SideFile(out, "log.jsonl").read_lines(lambda entry: found.append(entry["iteration"]))
+    ls.side_files.SideFile(out, "log.jsonl").read_lines(lambda entry: found.append(entry["iteration"]))
     return found
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from lockstep.cli.subparsers import Subparsers
 from lockstep.errors import SideFileError
 from lockstep.html_report import LOG, read_run, render
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 
-PAGE = "report.html"
 DESCRIPTION = """
 Write one HTML page about a run, which opens without a network: curves, loss scale and retries, time per phase and
 device, throughput, recipe, kernel class, digests and snapshots. With --compare, it shows two runs together, and marks
@@ -37,7 +36,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def _call(options: argparse.Namespace) -> int:
     """Write the page, and return the exit code."""
-    file = None if options.output else SideFile(options.run, PAGE, required=True)
+    path = options.output.resolve() if options.output else options.run / "report.html"
     try:
         runs = [read_run(each, log=options.log) for each in (options.run, options.compare) if each is not None]
         for run in runs:
@@ -45,13 +44,9 @@ def _call(options: argparse.Namespace) -> int:
                 missing = "" if run.path.is_dir() else " There is no such folder."
                 sys.stderr.write(f"lockstep report: {run.path} has no {options.log} and no snapshots.{missing}\n")
                 return 1
-        page = render(*runs)
-        if file is not None:
-            file.replace(page.encode())
-        else:
-            options.output.write_text(page, encoding="utf-8")
-    except (OSError, SideFileError) as error:
+        SideFile(path.parent, path.name, required=True).replace(render(*runs).encode())
+    except SideFileError as error:
         sys.stderr.write(f"lockstep report: {error}\n")
         return 1
-    sys.stdout.write(f"{options.output or options.run / PAGE}\n")
+    sys.stdout.write(f"{options.output or path}\n")
     return 0

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from lockstep.errors import SideFileWarning
 from lockstep.metrics import IntervalMeans
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 from lockstep.state import check_keys
 from lockstep.trainer import Extension, Trainer
 from lockstep.triggers import TriggerSpec

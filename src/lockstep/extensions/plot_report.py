@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
 from lockstep.extensions.notebook import InlineImage, in_notebook
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 

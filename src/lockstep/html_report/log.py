@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 
 COUNTERS: Final = ("iteration", "epoch", "epoch_detail", "elapsed_time")
 """The values of an entry that tell its position, see `LogReport`."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from lockstep import snapshots
 from lockstep.html_report.log import Log, read_log
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 from lockstep.snapshots import Found, Manifest
 
 LOG: Final = "log.jsonl"

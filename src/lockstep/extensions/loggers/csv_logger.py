@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.extensions.loggers.logger import Logger
-from lockstep.side_file import DAMAGE, SideFile
+from lockstep.side_files import DAMAGE, SideFile
 from lockstep.trainer import Trainer
 
 UPDATE = "update"

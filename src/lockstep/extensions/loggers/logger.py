@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 
 from lockstep.digest import digest
 from lockstep.metrics import IntervalMeans
-from lockstep.side_file import report_unwritten
+from lockstep.side_files import report_unwritten
 from lockstep.state import check_keys
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec

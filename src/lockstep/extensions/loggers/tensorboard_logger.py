@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lockstep.extensions.loggers.logger import EPOCH, Logger
 from lockstep.extensions.loggers.optional import check_installed, import_optional
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 
 EVENT_FILES: Final = "events.out.tfevents.*"

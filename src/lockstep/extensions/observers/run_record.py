@@ -16,7 +16,7 @@ from lockstep.communicators import kernel_class
 from lockstep.digest import digest
 from lockstep.extensions.loggers import recipe_digest
 from lockstep.integers import check_integer
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 from lockstep.updaters import PhaseTimer

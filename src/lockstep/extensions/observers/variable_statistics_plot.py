@@ -11,7 +11,7 @@ import torch
 from lockstep.extensions.notebook import InlineImage, in_notebook
 from lockstep.extensions.plot_report import MAX_TIME_FRACTION, check_matplotlib, save_figure
 from lockstep.integers import check_integer
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 from lockstep.state import check_keys
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 
 FILENAME: Final = "digests.jsonl"
 DIGITS: Final = 8

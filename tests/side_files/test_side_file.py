@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import SideFileError, SideFileWarning
-from lockstep.side_file import SideFile
+from lockstep.side_files import SideFile
 from tests.support.side_files import KINDS, full_disk, plant
 
 
@@ -66,7 +66,7 @@ def test_a_folder_that_is_gone_comes_back(tmp_path: Path, nested: str, moved: bo
     assert not moved or (tmp_path / "moved" / nested).read_bytes() == b"1\n"
 
 
-@pytest.mark.parametrize("change", [b"", b"1\n", b"1\n2\n3", b"9\n9\n"])
+@pytest.mark.parametrize("change", [b"", b"1\n", b"1\n2\n3"])
 def test_a_file_that_something_else_changed_is_replaced(file: SideFile, change: bytes) -> None:
     file.append(b"1\n2\n")
     file.path.unlink()
