@@ -22,7 +22,15 @@ from lockstep.errors import SideFileError, SideFileWarning
 DAMAGE: Final = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, csv.Error)
 """What parsing a damaged file raises."""
 
-_KINDS: Final = {"l": "a link", "p": "a FIFO", "s": "a socket", "b": "a device", "c": "a device", "d": "a folder"}
+_KINDS: Final = {
+    "l": "a link",
+    "p": "a FIFO",
+    "s": "a socket",
+    "b": "a device",
+    "c": "a device",
+    "d": "a folder",
+    "-": "a file",
+}
 _SHOWN: Final = 60
 """The number of characters of a damaged line in an error."""
 
@@ -48,9 +56,10 @@ class SideFile:
 
     def __init__(self, folder: Path, name: str | Path, *, required: bool = False) -> None:
         self._folder, self._parts = folder, PurePath(name).parts
-        self.path = folder.joinpath(*self._parts)
         if not self._parts or PurePath(name).is_absolute() or ".." in self._parts:
             raise ValueError(f"`filename` must be a path below the folder of the run, got {str(name)!r}.")
+        self.path = folder / name
+        self._new = self.path.with_name(f"{self.path.name}.new")
         self._required = required
         self._content = bytearray()
         self._on_disk: tuple[int, int, int] | None = None
@@ -67,9 +76,8 @@ class SideFile:
         Raises:
             SideFileError: If it is not. The message names it.
         """
-        with self._reading(), self._open_folder() as folder:
-            self._check_regular(folder, self._parts[-1])
-            self._check_regular(folder, self._new)
+        with self._reading():
+            self._check()
 
     def read(self) -> bytes | None:
         """Return what is on the disk; None if there is no file.
@@ -78,11 +86,7 @@ class SideFile:
             SideFileError: If it cannot be read, or is not a regular file.
         """
         self.check()
-        with (
-            self._reading(),
-            self._open_folder() as folder,
-            os.fdopen(self._open(folder, self._parts[-1], os.O_RDONLY), "rb") as file,
-        ):
+        with self._reading(), os.fdopen(_open(self.path, os.O_RDONLY), "rb") as file:
             return file.read()
         return None
 
@@ -179,9 +183,10 @@ class SideFile:
         """
         self._is_begun = True
         try:
-            with self._open_folder(create=True) as folder:
-                if not self._extend(folder, durable):
-                    self._replace(folder)
+            self._check()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not self._extend(durable):
+                self._replace()
         except (OSError, SideFileError) as error:
             report_unwritten(str(self.path), error, required=self._required)
 
@@ -194,10 +199,6 @@ class SideFile:
         if self._is_begun:
             self.write(durable=True)
 
-    @property
-    def _new(self) -> str:
-        return f"{self._parts[-1]}.new"
-
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Name the file in errors of the system, other than that it does not exist."""
@@ -208,52 +209,22 @@ class SideFile:
         except OSError as error:
             raise SideFileError(f"{self.path} cannot be read: {error.strerror}.") from error
 
-    @contextmanager
-    def _open_folder(self, *, create: bool = False) -> Iterator[int]:
-        """Open the folder of the file without following a link below the folder of the run."""
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        if create and not self._folder.is_dir():
-            self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._folder, flags)
-        try:
-            for part in self._parts[:-1]:
-                if create:
-                    with suppress(FileExistsError):
-                        os.mkdir(part, dir_fd=descriptor)
-                mode = os.stat(part, dir_fd=descriptor, follow_symlinks=False).st_mode
-                if not stat.S_ISDIR(mode):
-                    raise self._refused(part, "a folder", mode)
-                inner = os.open(part, flags | os.O_NOFOLLOW, dir_fd=descriptor)
-                os.close(descriptor)
-                descriptor = inner
-            yield descriptor
-        finally:
-            os.close(descriptor)
+    def _check(self) -> None:
+        """Check what exists of the folders below that of the run, of the file, and of the one that will replace it."""
+        folders = [self._folder.joinpath(*self._parts[:depth]) for depth in range(1, len(self._parts))]
+        for path in [*folders, self.path, self._new]:
+            is_file = path in {self.path, self._new}
+            with suppress(FileNotFoundError):
+                mode = path.lstat().st_mode
+                if not (stat.S_ISREG(mode) if is_file else stat.S_ISDIR(mode)):
+                    wanted, found = "a regular file" if is_file else "a folder", _KINDS[stat.filemode(mode)[0]]
+                    raise SideFileError(f"{path} must be {wanted}, got {found}. Move it away.")
 
-    def _check_regular(self, folder: int, name: str) -> None:
-        with suppress(FileNotFoundError):
-            mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-            if not stat.S_ISREG(mode):
-                raise self._refused(name, "a regular file", mode)
-
-    def _refused(self, name: str, wanted: str, mode: int) -> SideFileError:
-        found = _KINDS.get(stat.filemode(mode)[0], "a file")
-        return SideFileError(f"{name} in the folder of {self.path} must be {wanted}, got {found}. Move it away.")
-
-    def _open(self, folder: int, name: str, flags: int) -> int:
-        """Open a regular file. If another process has just replaced it, no link is followed and no FIFO waits."""
-        self._check_regular(folder, name)
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(name, flags, 0o666, dir_fd=folder)
-
-    def _extend(self, folder: int, durable: bool) -> bool:
+    def _extend(self, durable: bool) -> bool:
         """Write behind what is on the disk; return False if that is not what was last written."""
-        if self._on_disk is None:
+        if self._on_disk is None or not self.path.exists():
             return False
-        try:
-            descriptor = self._open(folder, self._parts[-1], os.O_WRONLY)
-        except FileNotFoundError:
-            return False
+        descriptor = _open(self.path, os.O_WRONLY)
         try:
             if _identity(descriptor) != self._on_disk:
                 return False
@@ -264,23 +235,25 @@ class SideFile:
             os.close(descriptor)
         return True
 
-    def _replace(self, folder: int) -> None:
+    def _replace(self) -> None:
         """Replace the file in one step, so that a process that is killed leaves the old one or the new one."""
-        self._check_regular(folder, self._parts[-1])
-        self._check_regular(folder, self._new)
-        with suppress(FileNotFoundError):
-            os.unlink(self._new, dir_fd=folder)
-        descriptor = self._open(folder, self._new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        self._new.unlink(missing_ok=True)
+        descriptor = _open(self._new, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             self._write_from(descriptor, 0)
             os.fsync(descriptor)
         except OSError:
-            os.unlink(self._new, dir_fd=folder)
+            self._new.unlink()
             raise
         finally:
             os.close(descriptor)
-        os.rename(self._new, self._parts[-1], src_dir_fd=folder, dst_dir_fd=folder)
-        os.fsync(folder)
+        self._new.replace(self.path)
+        # Otherwise the name of a new file might be gone after a power failure.
+        folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
     def _write_from(self, descriptor: int, start: int) -> None:
         """Write the content from a position on, whole or not at all."""
@@ -293,6 +266,11 @@ class SideFile:
             os.ftruncate(descriptor, start)
             raise
         self._on_disk = _identity(descriptor)
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open a file that was checked. If it has just been replaced, no link is followed and no FIFO waits."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def _identity(descriptor: int) -> tuple[int, int, int]:

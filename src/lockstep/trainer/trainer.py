@@ -179,6 +179,9 @@ class Trainer(Predicting):
     def name_of(self, extension: Extension) -> str:
         """Return the name under which an extension was added.
 
+        Args:
+            extension: An extension of this trainer.
+
         Raises:
             KeyError: If it is not an extension of this trainer.
         """

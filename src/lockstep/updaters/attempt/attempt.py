@@ -128,6 +128,7 @@ class Attempt:
         complete: Whether no shard was left out, as can happen after an interrupt whose handler returns.
         overflow_check: *Check*: whether the gradient is finite.
         gradients_assigned: Whether the gradients have been stored where optimizers read them.
+        stream_position: How far what draws after the shards has come in its stream; None before it has drawn.
         grad_norm: *Commit*: the norm of the gradients before they were clipped; None if they were not.
     """
 
@@ -155,6 +156,7 @@ class Attempt:
     complete: bool = True
     overflow_check: OverflowCheck = FINITE
     gradients_assigned: bool = False
+    stream_position: list[torch.Tensor] | None = None
     grad_norm: torch.Tensor | None = None
 
     @property

@@ -12,7 +12,6 @@ import torch
 
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
-from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.gathering import GatheredBatch
@@ -112,10 +111,9 @@ class CustomStep:
         context.savepoint = savepoint = training.save()
         self.state = state = CustomStepState(context, Counter({MAIN: 1}))
         try:
-            with DefaultStream(engine.replicas.devices[0]) as stream, self._coordinator.reporting_errors():
-                # The step function itself may draw random numbers. They come from a stream of this update, so that a
-                # repeated update draws the same ones.
-                stream.seed(stream_seed(engine.recipe.seed, substream(STEP) + engine.first_stream()))
+            # The step function itself may draw random numbers. They come from a stream of this update, so that a
+            # repeated update draws the same ones.
+            with self._committer.stream.opened(), self._coordinator.reporting_errors():
                 self._describe(batch, MAIN)
                 core(batch)
                 # Before counting: once the ranks have agreed, none of them may fail or deliver an interrupt.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
@@ -24,16 +24,16 @@ from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.attempt import Attempt, UpdateContext, check_finite
 from lockstep.updaters.compute import (
-    BusyTimer,
+    Clock,
     DeviceGradientTask,
-    DeviceTimer,
     GradientContext,
-    PhaseTimer,
+    MeasuredSpeeds,
     PreparedModel,
     RankShare,
     ShardAssignment,
     share_of,
     without_gradients,
+    workloads_of,
 )
 from lockstep.updaters.detectors import FirstUpdates
 from lockstep.updaters.ranks import RankReduction
@@ -64,12 +64,14 @@ class GradientEngine:
         training: The training state.
         recipe: The recipe of the update.
         watch: Where this process records what it is doing.
-        device_timer: Times the devices; None if workloads are not to be measured.
+        measure_speeds: Whether the speeds of devices are measured, to assign shards by them.
         ranks: The reduction over ranks; None for a single process.
 
     Attributes:
         ranks: The reduction over ranks; None for a single process.
-        busy_timer: Adds up how long each device computes, while something wants to know.
+        watch: Where this process records what it is doing.
+        clock: Measures times while something wants to know them, and is the watch then.
+        first_updates: Watches the first updates for what they should not do.
         ahead: Copies the batches of the next update to accelerators; None where batches are not copied ahead.
     """
 
@@ -79,17 +81,18 @@ class GradientEngine:
         recipe: Recipe,
         *,
         watch: Watch,
-        device_timer: DeviceTimer | None = None,
+        measure_speeds: bool = False,
         ranks: RankReduction | None = None,
     ) -> None:
         self.training = training
         self.recipe = recipe
-        self.watch = watch
         self.replicas = training.replicas
+        self.watch = watch
+        self._plain_watch = watch
+        self.clock = Clock(watch, self.replicas.devices)
         self.ahead: NextBatches | None = None
         self.ranks = ranks
-        self._device_timer = device_timer
-        self.busy_timer = BusyTimer(self.replicas.devices)
+        self._speeds = MeasuredSpeeds(self.clock, len(self.replicas.devices)) if measure_speeds else None
         self._precision = recipe.precision_policy
         self.streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
         self.prepared = PreparedModel(TreeSum(self.replicas, []))
@@ -97,12 +100,12 @@ class GradientEngine:
         self._is_stale = True
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
-        self._first_updates = FirstUpdates()
+        self.first_updates = FirstUpdates()
         self.restart_checks()
 
     def restart_checks(self) -> None:
         """Check again for parameters without a shape, and watch again for what shards should not do."""
-        self._first_updates.restart(self.training.iteration)
+        self.first_updates.restart(self.training.iteration)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
@@ -111,6 +114,8 @@ class GradientEngine:
         Raises:
             StopIteration: If the iterator has ended.
         """
+        # Not the clock where nothing is measured, because phases are set several times per shard.
+        self.watch = self.clock if self.clock.num_users else self._plain_watch
         attempt.batches = attempt.given_batches or self.next_batches(attempt.skipped_batches)
         if not attempt.batches:
             raise StopIteration
@@ -138,6 +143,9 @@ class GradientEngine:
         """
         request, recipe = attempt.request, self.recipe
         self.training.ensure_training_mode()
+        # Over ranks, all adopt the speeds of all in the same exchange.
+        if self._speeds is not None and self._speeds.found is not None and self.ranks is None:
+            (self.replicas.workloads,), self._speeds = workloads_of([self._speeds.found]), None
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
             self._initialise(attempt, context)
@@ -243,24 +251,23 @@ class GradientEngine:
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, task, self.streams)
 
-        timer = self._device_timer
-        timed: Callable[[int], None] = compute_shards if timer is None else timer.timed(compute_shards, device_shards)
-        timed = self.busy_timer.timed(timed) if self.busy_timer.num_users else timed
-        timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
+        if self._speeds is not None:
+            self._speeds.start_computation()
+        compute = self.clock.timed(compute_shards) if self.clock.num_users else compute_shards
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         watching = NO_CONTEXT
-        if self.training.iteration < self._first_updates.end:
-            watching = self._first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
+        if self.training.iteration < self.first_updates.end:
+            watching = self.first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
         with watching:
             self.streams.run(
-                partial(self.replicas.run, timed, settings=context.settings),
+                partial(self.replicas.run, compute, settings=context.settings),
                 seed=self.recipe.seed,
                 first=self.first_stream(request.computation),
                 parallel=self.replicas.wants_threads(device_shards),
             )
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
-        if timer is not None:
-            self.replicas.workloads = timer.next_workloads(self.replicas.workloads)
+        if self._speeds is not None:
+            self._speeds.end_computation(device_shards)
         # Here, because the devices have been given their work, and the host has not waited for it yet.
         if self.ahead is not None and not attempt.given_batches and request.inspect_shard is None:
             self.watch.phase = "data loading"
@@ -292,8 +299,7 @@ class GradientEngine:
                 attempt,
                 position=self._position(attempt),
                 repeat=left_out,
-                workloads=self.replicas.workloads,
-                like=prepared.like,
+                speeds=None if self._speeds is None else self._speeds.found,
                 buffer_refs=prepared.buffer_refs,
             )
             if attempt.complete:
@@ -336,8 +342,6 @@ class GradientEngine:
                     "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got a loss "
                     "that gives none of its parameters a gradient."
                 )
-        if prepared.flat is not None:
-            attempt.gradients = gradients = prepared.flat.store(gradients)
         attempt.overflow_check = check_finite(prepared.named_parameters, gradients, attempt.slices_are_finite)
 
     def first_stream(self, computation: int = 0) -> int:

@@ -28,8 +28,13 @@ from lockstep.updaters.compute import (
     create_runners,
     share_of,
 )
-from lockstep.updaters.setup import Converter, batch_size, shard_tensors
+from lockstep.updaters.setup import MAIN, Converter, batch_size, shard_tensors
 from lockstep.updaters.step.assembly import Parts
+
+
+def _itself(replica: nn.Module) -> nn.Module:
+    return replica
+
 
 SEED_OFFSET = 2**64
 """The distance of the seeds of forwards from those of updates, which makes their random streams different ones."""
@@ -53,6 +58,7 @@ class InferenceRunner:
         num_devices: The number of devices of all ranks.
         share: Returns the shards that this process computes, for batches of the given sizes.
         streams: Opens the random streams.
+        network_of: Returns the network to run, given a replica of the model.
         runners: The runner of each replica, up to date after `prepare`.
         create_runners: Updates the replicas to the model, and returns their runners.
         batch_dim: The dimension of tensors that counts samples.
@@ -69,16 +75,20 @@ class InferenceRunner:
     streams: ShardStreams
     create_runners: Callable[[], Sequence[ShardRunner]]
     batch_dim: BatchDim = 0
+    network_of: Callable[[nn.Module], nn.Module] = _itself
     runners: Sequence[ShardRunner] = ()
 
     @classmethod
-    def of_updater(cls, parts: Parts, *, num_shards: int | None, model: nn.Module | None = None) -> InferenceRunner:
+    def of_parts(
+        cls, parts: Parts, *, num_shards: int | None, model: nn.Module | None = None, model_name: str = MAIN
+    ) -> InferenceRunner:
         """Return a runner that uses the devices, ranks and precision of an updater.
 
         Args:
             parts: The parts of the updater.
             num_shards: The number of shards per batch, at least 1; None for that of updates.
-            model: Another model to run instead of the updater's.
+            model: Another model to run instead of one of the updater's.
+            model_name: The name of the updater's model to run.
         """
         engine, recipe = parts.engine, parts.recipe
         replicas, streams = engine.replicas, engine.streams
@@ -104,6 +114,7 @@ class InferenceRunner:
             streams,
             runners_of_updater if model is None else partial(create_runners, replicas, trained=False),
             recipe.batch_dim,
+            parts.networks.selector(model_name) if model is None else _itself,
         )
 
     @classmethod
