@@ -61,6 +61,7 @@ PUBLIC = [
     "Trainer",
     "UpdateResult",
     "Updater",
+    "WorkerError",
     "collate",
     "data",
     "digest",

@@ -44,7 +44,7 @@ def _call(options: argparse.Namespace) -> int:
                 missing = "" if run.path.is_dir() else " There is no such folder."
                 sys.stderr.write(f"lockstep report: {run.path} has no {options.log} and no snapshots.{missing}\n")
                 return 1
-        SideFile(path.parent, path.name, required=True).replace(render(*runs).encode())
+        SideFile(path.parent, path.name, required=True).replace(render(*runs).encode(errors="backslashreplace"))
     except SideFileError as error:
         sys.stderr.write(f"lockstep report: {error}\n")
         return 1

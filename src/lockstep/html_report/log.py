@@ -106,6 +106,8 @@ def read_log(path: Path) -> Log | None:
     unreadable = SideFile(path.parent, path.name).read_lines(take, strict=False)
     if unreadable is None:
         return None
+    # A repetition may lack a name, of which nothing is left then.
+    series = {name: each for name, each in series.items() if each.updates}
     return Log(series, epochs, times, num_entries, unreadable)
 
 

@@ -63,9 +63,10 @@ class ParallelUpdater(Updater):
             `BatchLoss` compares all samples of the batch.
         step_fn: Called as ``step_fn(updater, batch)``. Gradients and steps it asks the updater for appear in the result
             and are counted by `scheduler`; direct calls such as ``optimizer.step()`` are not.
-        converter: Called as ``converter(samples, device)`` for the samples of one shard.
+        converter: Called as ``converter(samples, device)`` for the samples of one shard, in a random stream of it.
         batch_dim: The dimension of a batch of tensors that counts samples, 1 for time-first ones; or a dict by key or
-            position, with None for an input that every shard gets whole. Not for samples that the converter stacks.
+            position, with None for an input or a list that every shard gets whole. Not for samples that the converter
+            stacks.
         carried: Values carried from batch to batch, such as the hidden state of an LSTM; see `Carried`.
         seed: The seed of the random streams, which are keyed by (seed, update, shard).
         accumulate: The number of batches of one update, at least 1; fewer where the iterator ends. Or one by epoch, see
@@ -222,9 +223,12 @@ class ParallelUpdater(Updater):
             # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the last
             # update, and the batch is still the iterator's next. From here on Ctrl-C is held until the update ends.
             parts.coordinator.hold_interrupts(context.interrupts)
-            return parts.committer.commit(
-                names, attempt, context.settings, consumed={MAIN: attempt.skipped_batches + len(attempt.batches)}
-            )
+            consumed = {MAIN: attempt.skipped_batches + len(attempt.batches)}
+            result = parts.committer.commit(names, attempt, context.settings, consumed=consumed)
+            if engine.kept.has_changes:
+                engine.kept.settle(engine.recipe.batch_dim)
+            engine.kept.unsettled.clear()
+            return result
 
     def update_core(self, batch: Any) -> object:
         """Run the update of a subclass that overrides this method; by default, call `step_fn`. The result is ignored.

@@ -18,6 +18,7 @@ from lockstep.updaters.attempt.deferred import DeferredCheck, FiniteCheck, Overf
 from lockstep.updaters.compute import DeviceGradientTask, GradientContext, RankShare
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import ShardReport, UpdateResult
+from lockstep.updaters.setup import DeviceShards
 
 
 class Described(NamedTuple):
@@ -144,7 +145,7 @@ class Attempt:
     batches: Sequence[Any] = ()
     sizes: Sequence[int] = ()
     share: RankShare = field(init=False)
-    device_shards: Sequence[Sequence[tuple[Shard, Any]]] = ()
+    device_shards: DeviceShards = field(default_factory=list)
     gradient_context: GradientContext = field(init=False)
     device_tasks: Sequence[DeviceGradientTask] = ()
     gradients: Tensors = field(default_factory=list)

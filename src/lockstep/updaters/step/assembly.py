@@ -145,7 +145,7 @@ def assemble(
     # A step function may use batches in any way.
     if replicas.accelerators and copy_ahead and not custom_step:
         always = copy_ahead is True
-        engine.ahead = NextBatches(training.iterator, replicas, recipe, engine.share, always=always)
+        engine.ahead = NextBatches(training.iterator, replicas, engine.conversion, engine.share, always=always)
     if ranks is not None:
         # Each process loads only the samples of its own shards.
         for each in training.iterators.values():

@@ -18,7 +18,7 @@ from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.ranks import describe_batch
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.setup import MAIN, Names, look_up
+from lockstep.updaters.setup import MAIN, Names, ShardData, look_up
 from lockstep.updaters.step.assembly import Parts
 
 
@@ -33,6 +33,7 @@ class CustomStepState:
         computations: The number of gradients computed so far.
         results: What each gradient measured, with the optimizers it was for.
         applied: Whether any optimizer stepped; a tensor where only the device knows.
+        data: The tensors of the shards that have run.
         described: Descriptions of the batches taken from iterators, if there are other ranks to compare them with.
     """
 
@@ -42,6 +43,7 @@ class CustomStepState:
     computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
     applied: bool | torch.Tensor = False
+    data: list[ShardData] = field(default_factory=list)
     described: list[Described] = field(default_factory=list)
 
     def result(self, scale: CurrentScale, optimizers: Collection[str]) -> UpdateResult:
@@ -126,6 +128,8 @@ class CustomStep:
             context.interrupts.hold()
             savepoint.restore()
             training.scale = scale
+            # Restored when a batch is used again, because not all batches can be.
+            engine.kept.unsettled[:0] = state.data
             raise
         finally:
             self.state = None
@@ -188,6 +192,9 @@ class CustomStep:
                 engine.check(attempt)
             attempt = self._retry.next_attempt(attempt)
         self._committer.assign_gradients(attempt)
+        if self.state is not None:
+            self.state.data += engine.kept.unsettled
+        engine.kept.settle(engine.recipe.batch_dim)
         return attempt
 
     def _gather(self, request: GradientRequest, loss: BatchLoss, batch: Any, context: UpdateContext) -> GradientRequest:
@@ -268,6 +275,7 @@ class CustomStep:
                 now = computed.pop()
             else:
                 batch, context = attempt.given_batches[0], state.context
+                self._engine.kept.unsettled.append(state.data.pop())
                 now = self._final_attempt(attempt.request, (name,), batch, context, no_retry=False)
             self._training.scale = now.next_scale(self._training.scale)
             if not bool(now.applied):

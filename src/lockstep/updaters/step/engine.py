@@ -12,6 +12,7 @@ import torch
 
 from lockstep.communicators import Watch
 from lockstep.nest import call_arguments
+from lockstep.plan import Shard
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
@@ -39,12 +40,14 @@ from lockstep.updaters.detectors import FirstUpdates
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.setup import (
     MAIN,
+    Conversion,
+    KeptBatches,
     Recipe,
+    ShardData,
     batch_size,
     batches_per_update,
     most_batches,
     read_batches,
-    shard_tensors,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
 from lockstep.updaters.step.checks import check_reached
@@ -73,6 +76,8 @@ class GradientEngine:
         clock: Measures times while something wants to know them, and is the watch then.
         first_updates: Watches the first updates for what they should not do.
         ahead: Copies the batches of the next update to accelerators; None where batches are not copied ahead.
+        conversion: Creates the tensors of shards.
+        kept: The tensors of shards that may run again.
     """
 
     def __init__(
@@ -91,6 +96,8 @@ class GradientEngine:
         self._plain_watch = watch
         self.clock = Clock(watch, self.replicas.devices)
         self.ahead: NextBatches | None = None
+        self.conversion = Conversion(recipe.converter, recipe.batch_dim, recipe.seed)
+        self.kept = KeptBatches()
         self.ranks = ranks
         self._speeds = MeasuredSpeeds(self.clock, len(self.replicas.devices)) if measure_speeds else None
         self._precision = recipe.precision_policy
@@ -142,6 +149,8 @@ class GradientEngine:
             ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
+        if self.kept.unsettled:
+            self.kept.restore()
         self.training.ensure_training_mode()
         # Over ranks, all adopt the speeds of all in the same exchange.
         if self._speeds is not None and self._speeds.found is not None and self.ranks is None:
@@ -154,12 +163,14 @@ class GradientEngine:
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self.ranks is not None:
             self.ranks.start_attempt(attempt, self.training.iteration)
-        conversion = recipe.converter, recipe.batch_dim
-        copied = None if self.ahead is None else self.ahead.take(attempt.batches, share)
-        attempt.device_shards = copied or [
-            [(shard, shard_tensors(attempt.batches[shard.batch], shard, device, *conversion)) for shard in run]
-            for run, device in zip(share.shards_by_device, self.replicas.devices, strict=True)
-        ]
+        # The same position for all gradients of an update: a loop converts a batch once.
+        first = self.first_stream() if self.conversion.is_own else 0
+        copied = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
+        attempt.device_shards = copied or self.conversion.shards(
+            attempt.batches, share.shards_by_device, self.replicas.devices, first
+        )
+        copies = self.kept.has_changes or self.training.iteration < self.first_updates.end
+        self.kept.unsettled.append(ShardData(attempt.batches, attempt.device_shards, copied=copies))
         attempt.gradient_context = GradientContext(
             request.loss_fn,
             self._precision,
@@ -173,6 +184,12 @@ class GradientEngine:
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
             shard_loss=request.shard_loss,
         )
+
+    def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
+        """Return the shards of a device, which run again, with the tensors that they had first."""
+        self.kept.unsettled[-1].restore(place)
+        shards, device = attempt.share.shards_by_device[place], self.replicas.devices[place]
+        return self.conversion.shards(attempt.batches, [shards], [device], self.first_stream())[0]
 
     def _loss_scale_factor(self, attempt: Attempt) -> float | torch.Tensor:
         """Return the loss scale factor; with a deferred check it stays on the device."""
@@ -203,8 +220,8 @@ class GradientEngine:
         """Initialise parameters without a shape by the first shard of the first batch."""
         replicas, batch = self.replicas, attempt.batches[0]
         shard = self.share([attempt.sizes[0]]).first_shard
-        conversion = self.recipe.converter, self.recipe.batch_dim
-        args, kwargs = call_arguments(shard_tensors(batch, shard, replicas.devices[0], *conversion))
+        shards = self.conversion.shards([batch], [[shard]], replicas.devices[:1], self.first_stream())
+        args, kwargs = call_arguments(shards[0][0][1])
         if self.training.carried is not None:
             kwargs["carried"] = self.training.carried.part(shard.samples, replicas.devices[0])
         lazy.initialise(
@@ -239,7 +256,9 @@ class GradientEngine:
         device_tasks: list[DeviceGradientTask | None] = [None] * len(device_shards)
 
         def compute_shards(place: int) -> None:
-            runner, shards = prepared.runners[place], device_shards[place]
+            # Once more, where the first run has drawn from the default generator.
+            shards = device_shards[place] if device_tasks[place] is None else self._cut_again(attempt, place)
+            runner = prepared.runners[place]
             first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
             device_tasks[place] = task = DeviceGradientTask(
                 attempt.gradient_context,
@@ -271,7 +290,8 @@ class GradientEngine:
         # Here, because the devices have been given their work, and the host has not waited for it yet.
         if self.ahead is not None and not attempt.given_batches and request.inspect_shard is None:
             self.watch.phase = "data loading"
-            self.ahead.copy(attempt.consumed_batches, self.batches_per_update)
+            first = self.first_stream(ahead=1) if self.conversion.is_own else 0
+            self.ahead.copy(attempt.consumed_batches, self.batches_per_update, first)
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -332,6 +352,8 @@ class GradientEngine:
         """
         if not attempt.complete:
             return
+        if self.training.iteration < self.first_updates.end:
+            self.kept.check(attempt.share.num_shards)
         prepared, gradients = self.prepared, attempt.gradients
         for gradient in gradients:
             if gradient is not None:
@@ -344,10 +366,15 @@ class GradientEngine:
                 )
         attempt.overflow_check = check_finite(prepared.named_parameters, gradients, attempt.slices_are_finite)
 
-    def first_stream(self, computation: int = 0) -> int:
-        """Return the position of the first random stream of an update's gradient, after `computation` earlier ones."""
+    def first_stream(self, computation: int = 0, *, ahead: int = 0) -> int:
+        """Return the position of the first random stream of an update's gradient, after `computation` earlier ones.
+
+        Args:
+            computation: The number of gradients of the update before this one.
+            ahead: The number of updates before this one that are not complete.
+        """
         # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
-        first = self.training.iteration * self._most_batches * self.shards_per_batch
+        first = (self.training.iteration + ahead) * self._most_batches * self.shards_per_batch
         return first + computation_substream(computation) if computation else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:
