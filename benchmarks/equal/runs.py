@@ -174,7 +174,7 @@ def by_halves(placement: Placement) -> list[str]:
                     parameter.grad.clamp_(-0.2, 0.2)
             # The gradients of one batch are computed but never applied.
             if step == 2:
-                updater.get_optimizer().zero_grad()
+                updater.get_optimizer("main").zero_grad()
             else:
                 log.record_update(updater, updater.apply_gradients())
     finally:

@@ -294,6 +294,16 @@ def with_closure(model: nn.Module) -> None:
             updater.update()
 
 
+def stepped_by_hand(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with training(model, ls.supervised(mse_loss), optimizer=optimizer) as updater:
+        for _ in range(2):
+            updater.update()
+            optimizer.zero_grad()
+            penalty(model).backward()
+            optimizer.step()
+
+
 USES: list[Callable[[nn.Module], None]] = [
     several_updaters,
     after_an_error,
@@ -301,6 +311,7 @@ USES: list[Callable[[nn.Module], None]] = [
     loaded,
     overflowing,
     with_closure,
+    stepped_by_hand,
 ]
 
 

@@ -313,12 +313,16 @@ USED_VERSION: Final = "_lockstep_used_version"
 updater, because several may train one model in turn."""
 
 
-def check_no_unused_gradients(parameters: Mapping[str, torch.Tensor], wanted: Collection[int] | None) -> None:
+def check_no_unused_gradients(
+    parameters: Mapping[str, torch.Tensor], wanted: Collection[int] | None, used_at: Mapping[int, int]
+) -> None:
     """Refuse gradients that no optimizer has stepped by, before those of an update replace them.
 
     Args:
         parameters: The parameters by name.
         wanted: The ``id`` of the parameters that are about to get a gradient, or None for all.
+        used_at: The version of each parameter after the last update, by its ``id``. If it has another one, you have
+            stepped by a gradient of your own since.
 
     Raises:
         OrderError: If a gradient is neither that of a finished update nor zero.
@@ -326,6 +330,8 @@ def check_no_unused_gradients(parameters: Mapping[str, torch.Tensor], wanted: Co
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is None or (wanted is not None and id(parameter) not in wanted):
+            continue
+        if used_at.get(id(parameter), parameter._version) != parameter._version:
             continue
         if gradient.__dict__.get(USED_VERSION) != gradient._version and bool((gradient.to_dense() != 0).any()):
             raise OrderError(

@@ -94,6 +94,7 @@ class GradientEngine:
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
         self._weighted = False
+        self.used_at: dict[int, int] = {}
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
         self._first_updates = FirstUpdates()
@@ -258,7 +259,7 @@ class GradientEngine:
         """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
         for parameter in self.prepared.parameters:
             if (gradient := parameter.grad) is not None and gradient.__dict__.get(USED_VERSION) != gradient._version:
-                check_no_unused_gradients(self.prepared.named_parameters, wanted)
+                check_no_unused_gradients(self.prepared.named_parameters, wanted, self.used_at)
         for parameter in self.prepared.parameters:
             if wanted is None or id(parameter) in wanted:
                 parameter.grad = None
@@ -324,7 +325,6 @@ class GradientEngine:
         if not attempt.complete:
             return
         if attempt.gradient_context.is_mixed:
-            # The next updates begin like the repeated attempt, because they are likely to be mixed as well.
             self._weighted, attempt.complete = not self._weighted, False
             return
         prepared, gradients = self.prepared, attempt.gradients
