@@ -128,7 +128,7 @@ def test_it_works_in_step_functions_with_several_networks() -> None:
         optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.1) for name, net in nets.items()}
         batches = ls.BatchIterator(MLP.data(), 9, shuffle=True, seed=0)
         updater = ls.ParallelUpdater(
-            batches, optimizers, models=nets, devices=["cpu"] * num_devices, num_shards=3, step_fn=step
+            batches, optimizers, nets, devices=["cpu"] * num_devices, num_shards=3, step_fn=step
         )
         with finalized(updater):
             for _ in range(3):

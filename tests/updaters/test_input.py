@@ -281,6 +281,7 @@ def test_an_update_after_the_end_says_so() -> None:
         assert updater.iteration == 1
 
 
+@pytest.mark.filterwarnings("ignore:The calling thread is inside of")  # the mode that plays the accelerator
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_batch_on_an_accelerator_has_arrived_before_a_cpu_reads_it(accumulate: int) -> None:
     batches = [(MLP.data()[start : start + 7]) for start in (0, 7, 14)]

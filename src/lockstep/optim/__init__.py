@@ -5,6 +5,7 @@ from lockstep.optim.corrected_momentum_sgd import CorrectedMomentumSGD as Correc
 from lockstep.optim.hooked import (
     HookedOptimizer as HookedOptimizer,
     HookList as HookList,
+    StatefulHook as StatefulHook,
     without_pre_hooks as without_pre_hooks,
 )
 from lockstep.optim.hooks import WeightDecay as WeightDecay

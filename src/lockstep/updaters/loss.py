@@ -317,5 +317,6 @@ def metric_pairs(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | to
 def _summand(value: float | torch.Tensor) -> float | torch.Tensor:
     """Return a number in a dtype in which sums over shards neither overflow nor round coarsely."""
     if not isinstance(value, torch.Tensor):
-        return value
+        # A number of NumPy would be summed in its own precision.
+        return value if isinstance(value, int) else float(value)
     return value.detach() if value.dtype in _SUMMABLE else value.detach().double()

@@ -7,6 +7,7 @@ import platform
 import socket
 from collections.abc import Mapping
 from datetime import datetime, timezone
+from functools import reduce
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ from lockstep.extensions.loggers import recipe_digest, replace_file
 from lockstep.integers import check_integer
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import PhaseTimer
+from lockstep.updaters import Clock, ParallelUpdater, Times
 
 EVERY_ON_ACCELERATORS: Final = 50
 """By default every 50th update is measured on accelerators, since measuring waits for the device at each phase."""
@@ -65,9 +66,11 @@ class RunRecord(Extension):
         self.every = every
         self.filename = filename
         self._path = Path(filename)
-        self._timer: PhaseTimer | None = None
+        self._clock: Clock | None = None
+        self._start: Times | None = None
+        self._times: list[Times] = []
         self._every = 1
-        self._measured = self._retries = 0
+        self._retries = 0
         self._recipe: dict[str, object] = {}
         self._error: BaseException | None = None
 
@@ -99,27 +102,28 @@ class RunRecord(Extension):
                 },
             )
         # An updater of another kind has neither phases nor retries.
-        if updater.parts is not None:
-            self._timer = updater.parts.time_phases()
-            self._timer.start()
-            self._restart(trainer)
+        if isinstance(updater, ParallelUpdater):
+            self._clock = updater.clock
+            self._start = self._clock.start()
+            self._times, self._retries = [], updater.num_retries
 
     def collect(self, trainer: Trainer) -> None:
         """Measure the next update if it is due."""
-        if self._timer is None:
+        if self._clock is None:
             return
-        if self._timer.is_timing:
-            self._timer.stop()
-            self._measured += 1
+        if self._start is not None:
+            self._times.append(self._clock.stop(self._start))
+            self._start = None
         if trainer.updater.iteration % self._every == 0:
-            self._timer.start()
+            self._start = self._clock.start()
 
     def __call__(self, trainer: Trainer) -> None:
         """End the interval, and write it. Every rank must call this."""
-        updater, timer, parts = trainer.updater, self._timer, trainer.updater.parts
-        if timer is None:
+        updater = trainer.updater
+        if self._clock is None or not isinstance(updater, ParallelUpdater):
             return
-        ranks = _gather(trainer, {"seconds": timer.seconds, "devices": timer.device_seconds})
+        times = reduce(Times.plus, self._times, self._clock.zero)
+        ranks = _gather(trainer, {"seconds": times.seconds, "devices": times.device_seconds})
         if trainer.is_main:
             self._write(
                 "interval",
@@ -127,14 +131,14 @@ class RunRecord(Extension):
                     "update": updater.iteration,
                     "epoch": updater.epoch_detail,
                     "elapsed_time": trainer.elapsed_time,
-                    "loss_scale": parts.training.loss_scale.factor,
-                    "retries": parts.retry.num_retries - self._retries,
-                    "applied": parts.training.applied_updates,
-                    "measured": self._measured,
+                    "loss_scale": updater.loss_scale.factor,
+                    "retries": updater.num_retries - self._retries,
+                    "applied": updater.applied_updates,
+                    "measured": len(self._times),
                     "ranks": ranks,
                 },
             )
-        self._restart(trainer)
+        self._times, self._retries = [], updater.num_retries
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - the interface
         """Record the error that ends the session."""
@@ -144,12 +148,12 @@ class RunRecord(Extension):
         """End the session, and the last interval unless the run ended with an error."""
         try:
             # After an error, other ranks may not reach this call.
-            if self._error is None and self._measured:
+            if self._error is None and self._times:
                 self(trainer)
         finally:
-            if self._timer is not None:
-                trainer.updater.parts.end_timing()
-                self._timer = None
+            if self._clock is not None and self._start is not None:
+                self._clock.stop(self._start)
+            self._clock = self._start = None
         if trainer.is_main:
             self._write("end", self._ending(trainer))
 
@@ -163,12 +167,6 @@ class RunRecord(Extension):
             # Lazy modules have a shape now.
             ending |= {"recipe": recipe, "recipe_digest": recipe_digest(recipe)}
         return {**ending, "digests": {name: digest(model) for name, model in updater.get_all_models().items()}}
-
-    def _restart(self, trainer: Trainer) -> None:
-        """Count from now on."""
-        if self._timer is not None:
-            self._timer.clear()
-        self._measured, self._retries = 0, trainer.updater.parts.retry.num_retries
 
     def _open(self, trainer: Trainer) -> None:
         """Keep the whole lines of an earlier session of this run, and no others."""

@@ -205,6 +205,11 @@ class HookedOptimizer(ScaledOptimizer):
         self._check_group(group)
         self._hooks.add(describe(hook, name, timing, group))
 
+    @property
+    def hooks(self) -> list[Callable[..., object]]:
+        """The hooks in the order in which they were added."""
+        return self._hooks.functions()
+
     def remove_hook(self, name: str, *, group: int | None = None) -> None:
         """Remove a hook.
 

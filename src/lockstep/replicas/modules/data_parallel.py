@@ -22,7 +22,7 @@ from lockstep.replicas.modules.on_device import ModuleWrapper
 from lockstep.replicas.modules.one_graph import attached_forward
 from lockstep.replicas.monitor import Monitor
 from lockstep.replicas.passes import ForwardBackward
-from lockstep.replicas.pool import Devices, ReplicaSet, Timeout, parse_device
+from lockstep.replicas.pool import CHECKPOINT, Devices, ReplicaSet, Timeout, identity, module_of_hooks, parse_device
 
 
 class ThreadPreparation(threading.local):
@@ -198,10 +198,16 @@ class DataParallel(ModuleWrapper):
             trained = [each for each in self.module.parameters() if each.requires_grad]
             buffers = trained_buffers(self.module)
             forward = attached_forward(
-                running.passes, inputs, trained, buffers, self, output_dim=output_dim, flat=self._flat
+                running.passes,
+                inputs,
+                trained,
+                buffers,
+                num_shards=self.num_shards,
+                output_dim=output_dim,
+                flat=self._flat,
             )
             return forward.outputs.unflatten(forward.outputs.merged(main, attached=True))
-        with _without_saved_tensor_hooks():
+        with _without_checkpoint_hooks():
             forward = running.passes.forward(inputs, num_shards=self.num_shards, output_dim=output_dim)
         named = forward.trained_tensors if forward.has_graph else []
         if not named and not any(inputs.requires_grad):
@@ -332,15 +338,11 @@ class DataParallel(ModuleWrapper):
         return {"output": self.output_dim} if isinstance(self.output_dim, tuple | list) else self.output_dim
 
 
-def _without_saved_tensor_hooks() -> AbstractContextManager[object]:
-    """Return a context manager that removes the calling thread's saved tensor hooks, which other threads do not have.
+def _without_checkpoint_hooks() -> AbstractContextManager[object]:
+    """Return a context manager that removes the calling thread's saved tensor hooks of activation checkpointing.
 
-    Those of activation checkpointing would run the whole forward again in the middle of the backward of one shard.
+    They would run the whole forward again in the middle of the backward of one shard.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # noqa: SLF001 - no other way
+    if module_of_hooks() != CHECKPOINT:
         return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_identity, _identity)
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    return torch.autograd.graph.saved_tensors_hooks(identity, identity)

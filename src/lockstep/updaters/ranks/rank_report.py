@@ -14,7 +14,6 @@ from typing import Any, SupportsFloat
 import torch
 
 from lockstep.communicators import Contribution
-from lockstep.updaters.compute import RankMeasurement
 from lockstep.updaters.result import ShardReport
 
 
@@ -29,8 +28,7 @@ class RankReport:
         gradients: The description of this rank's partial sums of gradients.
         buffers: The description of this rank's partial sums of buffers.
         changed_weights: For each buffer, the total weight of the shards that changed it.
-        workloads: The relative speeds of the rank's devices from the next attempt on.
-        measurement: The times that this rank has measured; None as long as it has too few.
+        speeds: The measured speeds of the rank's devices; None until they are known, or if they are not measured.
     """
 
     shards: Sequence[ShardReport]
@@ -38,8 +36,7 @@ class RankReport:
     gradients: Contribution
     buffers: Contribution
     changed_weights: Sequence[float]
-    workloads: Sequence[float]
-    measurement: RankMeasurement | None
+    speeds: Sequence[float] | None
 
     def to_plain(self) -> dict[str, Any]:
         """Convert the report to lists, numbers and text."""
@@ -50,15 +47,13 @@ class RankReport:
                 metrics[name] = [_encode_number(total), _encode_number(weight)]
             loss = _encode_number(report.loss.reshape(()))
             shards.append([report.shard, report.weight, loss, metrics, report.has_own_weight])
-        measurement = self.measurement
         return {
             "shards": shards,
             "buffer_weight": self.buffer_weight,
             "gradients": _encode_contribution(self.gradients),
             "buffers": _encode_contribution(self.buffers),
             "changed_weights": self.changed_weights,
-            "workloads": self.workloads,
-            "measurement": None if measurement is None else [measurement.seconds, measurement.transfer],
+            "speeds": self.speeds,
         }
 
     @classmethod
@@ -71,15 +66,13 @@ class RankReport:
                 metrics[name] = (_decode_number(total), _decode_number(share))
             value = torch.as_tensor(_decode_number(loss))
             shards.append(ShardReport(shard, weight, value, metrics, has_own_weight))
-        measurement = plain["measurement"]
         return cls(
             shards,
             plain["buffer_weight"],
             _decode_contribution(plain["gradients"]),
             _decode_contribution(plain["buffers"]),
             plain["changed_weights"],
-            plain["workloads"],
-            None if measurement is None else RankMeasurement(*measurement),
+            plain["speeds"],
         )
 
 

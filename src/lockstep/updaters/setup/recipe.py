@@ -48,7 +48,6 @@ class Recipe:
     max_tries: int
     on_exhausted: OnExhausted
     max_skipped: int | None
-    flat_gradients: bool
     auto_new_epoch: bool
     loss_fn: LossFunction | None
     step_fn: StepFunction | None

@@ -56,8 +56,6 @@ def check_fit(
         recipe.check_custom_step()
     elif recipe.loss_fn is None and networks.several:
         raise ValueError("`loss_fn` must be given for several networks, got None.")
-    if recipe.flat_gradients:
-        check_flat(optimizers, custom_step=custom_step)
 
 
 def check_run_options(communicator: object, check_every: object, differing_models: str, copy_ahead: object) -> None:
@@ -223,22 +221,6 @@ def clipping_norms(given: float | Mapping[str, float] | None, optimizers: Mappin
             kind = type(optimizers[name]).__name__
             raise ValueError(f"`clip_grad_norm` must be None for {kind}, whose step computes gradients again.")
     return norms
-
-
-def check_flat(optimizers: Mapping[str, Optimizer], *, custom_step: bool) -> None:
-    """Check that the gradients of all parameters can lie in one tensor.
-
-    Raises:
-        ValueError: If there are several optimizers, a step function, or parameters of several dtypes.
-    """
-    if custom_step or len(optimizers) > 1:
-        raise ValueError(
-            "`flat_gradients` must be False with several optimizers or a step function or LBFGS, got True."
-        )
-    (optimizer,) = optimizers.values()
-    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
-    if len(dtypes) > 1:
-        raise ValueError(f"`flat_gradients` must be False for parameters of several dtypes, got {dtypes}.")
 
 
 def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:

@@ -12,14 +12,13 @@ import torch
 
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
-from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.ranks import describe_batch
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.setup import MAIN, Names, look_up
+from lockstep.updaters.setup import MAIN, Names, ShardData, look_up
 from lockstep.updaters.step.assembly import Parts
 
 
@@ -34,6 +33,7 @@ class CustomStepState:
         computations: The number of gradients computed so far.
         results: What each gradient measured, with the optimizers it was for.
         applied: Whether any optimizer stepped; a tensor where only the device knows.
+        data: The tensors of the shards that have run.
         described: Descriptions of the batches taken from iterators, if there are other ranks to compare them with.
     """
 
@@ -43,6 +43,7 @@ class CustomStepState:
     computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
     applied: bool | torch.Tensor = False
+    data: list[ShardData] = field(default_factory=list)
     described: list[Described] = field(default_factory=list)
 
     def result(self, scale: CurrentScale, optimizers: Collection[str]) -> UpdateResult:
@@ -112,10 +113,9 @@ class CustomStep:
         context.savepoint = savepoint = training.save()
         self.state = state = CustomStepState(context, Counter({MAIN: 1}))
         try:
-            with DefaultStream(engine.replicas.devices[0]) as stream, self._coordinator.reporting_errors():
-                # The step function itself may draw random numbers. They come from a stream of this update, so that a
-                # repeated update draws the same ones.
-                stream.seed(stream_seed(engine.recipe.seed, substream(STEP) + engine.first_stream()))
+            # The step function itself may draw random numbers. They come from a stream of this update, so that a
+            # repeated update draws the same ones.
+            with self._committer.stream.opened(), self._coordinator.reporting_errors():
                 self._describe(batch, MAIN)
                 core(batch)
                 # Before counting: once the ranks have agreed, none of them may fail or deliver an interrupt.
@@ -129,6 +129,8 @@ class CustomStep:
             savepoint.restore()
             self._committer.mark_gradients_used()
             training.scale = scale
+            # Restored when a batch is used again, because not all batches can be.
+            engine.kept.unsettled[:0] = state.data
             raise
         finally:
             self.state = None
@@ -204,6 +206,9 @@ class CustomStep:
                 engine.check(attempt)
             attempt = self._retry.next_attempt(attempt)
         self._committer.assign_gradients(attempt)
+        if self.state is not None:
+            self.state.data += engine.kept.unsettled
+        engine.kept.settle(engine.recipe.batch_dim)
         return attempt
 
     def _gather(self, request: GradientRequest, loss: BatchLoss, batch: Any, context: UpdateContext) -> GradientRequest:
@@ -285,6 +290,7 @@ class CustomStep:
             else:
                 batch, context = attempt.given_batches[0], state.context
                 self._committer.mark_gradients_used()
+                self._engine.kept.unsettled.append(state.data.pop())
                 now = self._final_attempt(attempt.request, (name,), batch, context, no_retry=False)
             self._training.scale = now.next_scale(self._training.scale)
             if not bool(now.applied):
