@@ -40,6 +40,7 @@ from lockstep.replicas.passes import (
     TreeSum as TreeSum,
     apply_tensor_hooks as apply_tensor_hooks,
     check_no_accumulate_hooks as check_no_accumulate_hooks,
+    check_no_inner_backward as check_no_inner_backward,
     check_no_leaked_gradients as check_no_leaked_gradients,
     finish_whole as finish_whole,
     move_partials as move_partials,

@@ -8,6 +8,7 @@ from lockstep.replicas.passes.forward_backward import (
 )
 from lockstep.replicas.passes.leaks import (
     check_no_accumulate_hooks as check_no_accumulate_hooks,
+    check_no_inner_backward as check_no_inner_backward,
     check_no_leaked_gradients as check_no_leaked_gradients,
 )
 from lockstep.replicas.passes.parameter_writes import ParameterWrites as ParameterWrites
