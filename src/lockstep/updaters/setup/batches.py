@@ -32,7 +32,9 @@ from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultStream, restored_gen
 
 CUTTING: Final = (
     "Tuples, lists, dicts and dataclasses of tensors are cut into shards, by default along the first dimension of "
-    "every tensor; `batch_dim` names other dimensions, and None for a tensor that every shard gets whole. For other "
+    "every tensor; `batch_dim` names other dimensions, and None for a tensor that every shard gets whole. Leave out a "
+    "number by which the model divides its loss, such as num_items_in_batch: the loss of a shard is the mean over the "
+    "shard, with weights if necessary, as lockstep.token_mean() or Loss(value, weight=...) compute it. For other "
     "batches, such as graphs or images with boxes, give the samples themselves and collate those of each shard by a "
     "`converter`, which is called with (samples, device). lockstep.BatchIterator(dataset, batch_size) gives samples, "
     "and so does lockstep.IterableBatches(DataLoader(..., collate_fn=list), batches_of='samples')."
@@ -229,10 +231,13 @@ class Conversion:
                 stack.enter_context(DEFAULT_GENERATOR_LOCK)
                 stack.enter_context(restored_generators())
                 stream = stack.enter_context(DefaultStream(*devices))
-            return [
-                [(shard, self._cut(batches[shard.batch], shard, device, first, stream)) for shard in run]
-                for run, device in zip(shards_by_device, devices, strict=True)
-            ]
+            device_shards: DeviceShards = []
+            for run, device in zip(shards_by_device, devices, strict=True):
+                device_shards.append([])
+                for shard in run:
+                    given = self._cut(batches[shard.batch], shard, device, first, stream)
+                    device_shards[-1].append((shard, given))
+            return device_shards
 
     def _cut(self, batch: Any, shard: Shard, device: torch.device, first: int, stream: DefaultStream | None) -> Any:
         """Return the tensors of one shard: views of a batch of tensors, or copies if its samples are not adjacent."""
@@ -423,7 +428,7 @@ class KeptBatches:
         self.unsettled.clear()
 
     def settle(self, batch_dim: BatchDim) -> None:
-        """Let what shards have changed in place stay, also where they have contiguous copies of their samples.
+        """Keep what shards have changed in place, also where they have contiguous copies of their samples.
 
         Args:
             batch_dim: The dimension of tensors that counts samples.
