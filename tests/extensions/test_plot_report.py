@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.extensions import LogReport, PlotReport
 from lockstep.extensions.plot_report import _panels, draw
+from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 from tests.support import zygote
 from tests.support.plain_updaters import CountingUpdater
@@ -71,7 +72,7 @@ def test_skipped_updates_have_a_panel_if_there_are_any() -> None:
 
 def test_each_panel_has_its_own_room(tmp_path: Path) -> None:
     log = [{"epoch_detail": float(n), "main/loss": 1.0 / n, "main/accuracy": n / 10} for n in range(1, 5)]
-    draw(log, _panels(log, None), tmp_path / "two.png", title="two")
+    draw(log, _panels(log, None), SideFile(tmp_path, "two.png"), title="two")
     assert size(tmp_path / "two.png") == (1210, 462)
 
 
@@ -90,8 +91,9 @@ def test_importing_the_extensions_imports_no_matplotlib_and_drawing_no_pyplot(tm
 import sys
 from pathlib import Path
 from lockstep.extensions.plot_report import PlotReport, draw
+from lockstep.side_files import SideFile
 assert "matplotlib" not in sys.modules
-draw([{{"epoch_detail": 1.0, "x": 2.0}}], {{"x": ["x"]}}, Path({str(tmp_path)!r}) / "x.png", title="x")
+draw([{{"epoch_detail": 1.0, "x": 2.0}}], {{"x": ["x"]}}, SideFile(Path({str(tmp_path)!r}), "x.png"), title="x")
 assert "matplotlib.pyplot" not in sys.modules
 """)
     assert (done.returncode, done.stderr) == (0, "")

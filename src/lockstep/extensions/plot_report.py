@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
 from lockstep.extensions.notebook import InlineImage, in_notebook
+from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
@@ -62,8 +63,9 @@ class PlotReport(Extension):
         self._inline: InlineImage | None = None
 
     def initialize(self, trainer: Trainer) -> None:
-        """Check that there is a log."""
+        """Check that there is a log, and the file, if it exists."""
         find_log(trainer, self.log_report, reader=self)
+        SideFile(trainer.out, self.filename).check()
         # One image for each run, below the cell that runs it.
         self._inline = InlineImage() if in_notebook() else None
 
@@ -83,21 +85,21 @@ class PlotReport(Extension):
         log = find_log(trainer, self.log_report, reader=self).log
         panels = _panels(log, self.keys)
         if panels:
-            path = trainer.out / self.filename
-            png = draw(log, panels, path, title=self.title or trainer.out.resolve().name)
+            file = SideFile(trainer.out, self.filename)
+            png = draw(log, panels, file, title=self.title or trainer.out.resolve().name)
             if self._inline is not None:
                 self._inline.show(png())
         end = time.perf_counter()
         self._next = end + (end - start) / MAX_TIME_FRACTION
 
 
-def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, title: str) -> Callable[[], bytes]:
+def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], file: SideFile, *, title: str) -> Callable[[], bytes]:
     """Plot a log to a file, with the panels side by side.
 
     Args:
         log: The entries of the log.
         panels: The names of the curves of each panel, by the name of the panel.
-        path: The file, which is replaced in one step.
+        file: The file, which is replaced in one step.
         title: The title of the figure.
 
     Returns:
@@ -119,15 +121,15 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
         axes.legend()
-    return save_figure(figure, path)
+    return save_figure(figure, file)
 
 
-def save_figure(figure: Figure, path: Path) -> Callable[[], bytes]:
+def save_figure(figure: Figure, file: SideFile) -> Callable[[], bytes]:
     """Write a figure to a file, which is replaced in one step, because you may be viewing the image.
 
     Args:
         figure: The figure.
-        path: The file; its extension determines the format.
+        file: The file; its extension determines the format.
 
     Returns:
         A function that returns the figure as an image in the format PNG.
@@ -135,16 +137,14 @@ def save_figure(figure: Figure, path: Path) -> Callable[[], bytes]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - takes a second
 
     canvas = FigureCanvasAgg(figure)
-    new = path.with_name(f"{path.name}.new")
-    canvas.print_figure(new, format=path.suffix.removeprefix(".") or "png", dpi=110)
-    new.replace(path)
 
-    def png() -> bytes:
-        image = BytesIO()
-        canvas.print_figure(image, format="png")
-        return image.getvalue()
+    def image(suffix: str, dpi: int | None = None) -> bytes:
+        written = BytesIO()
+        canvas.print_figure(written, format=suffix.removeprefix(".") or "png", dpi=dpi)
+        return written.getvalue()
 
-    return png
+    file.replace(image(file.path.suffix, dpi=110))
+    return partial(image, "png")
 
 
 def _panels(log: Sequence[LogEntry], keys: Sequence[str] | None) -> dict[str, list[str]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from lockstep.side_files import SideFile
 
 COUNTERS: Final = ("iteration", "epoch", "epoch_detail", "elapsed_time")
 """The values of an entry that tell its position, see `LogReport`."""
@@ -81,34 +82,30 @@ def read_log(path: Path) -> Log | None:
         The log; None if there is no such file.
 
     Raises:
-        OSError: If the file cannot be read.
+        SideFileError: If the file cannot be read, or is no regular file.
     """
     series: dict[str, Series] = {}
     epochs, times = Series(), Series()
-    num_entries = unreadable = 0
-    try:
-        file = path.open(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    num_entries = 0
+
+    def take(entry: Mapping[str, Any]) -> None:
+        nonlocal num_entries
+        update = float(int(entry["iteration"]))
+        values = {name: float(value) for name, value in entry.items() if name not in COUNTERS}
+        epoch, elapsed = float(entry.get("epoch_detail", "nan")), float(entry.get("elapsed_time", "nan"))
+        num_entries += 1
+        if epochs.updates and update <= epochs.updates[-1]:
+            # What a log repeats replaces what it had.
+            for each in (epochs, times, *series.values()):
+                each.cut(update)
+        epochs.append(update, epoch)
+        times.append(update, elapsed)
+        for name, value in values.items():
+            series.setdefault(name, Series()).append(update, value)
+
+    unreadable = SideFile(path.parent, path.name).read_lines(take, strict=False)
+    if unreadable is None:
         return None
-    with file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-                update = float(int(entry["iteration"]))
-                values = {name: float(value) for name, value in entry.items() if name not in COUNTERS}
-                epoch, elapsed = float(entry.get("epoch_detail", "nan")), float(entry.get("elapsed_time", "nan"))
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                unreadable += 1
-                continue
-            num_entries += 1
-            if epochs.updates and update <= epochs.updates[-1]:
-                # What a log repeats replaces what it had.
-                for each in (epochs, times, *series.values()):
-                    each.cut(update)
-            epochs.append(update, epoch)
-            times.append(update, elapsed)
-            for name, value in values.items():
-                series.setdefault(name, Series()).append(update, value)
     # A repetition may lack a name, of which nothing is left then.
     series = {name: each for name, each in series.items() if each.updates}
     return Log(series, epochs, times, num_entries, unreadable)

@@ -11,6 +11,7 @@ import torch
 from lockstep.extensions.notebook import InlineImage, in_notebook
 from lockstep.extensions.plot_report import MAX_TIME_FRACTION, check_matplotlib, save_figure
 from lockstep.integers import check_integer
+from lockstep.side_files import SideFile
 from lockstep.state import check_keys
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
@@ -146,7 +147,7 @@ class VariableStatisticsPlot(Extension):
                     axes.set_xlabel("update")
                     axes.grid(alpha=0.3)
                     axes.legend(fontsize="x-small")
-            png = save_figure(figure, trainer.out / self.filename)
+            png = save_figure(figure, SideFile(trainer.out, self.filename))
             if self._inline is not None:
                 self._inline.show(png())
         end = time.perf_counter()
