@@ -36,7 +36,8 @@ class MomentumSGD(MomentumOptimizer):
             previous one on the host.
         momentum: The momentum m, in [0, 1).
         weight_decay: The weight decay λ, at least 0. λ·w is added to the gradient before the velocity is
-            updated, as in ``torch.optim.SGD``; `SGDW` keeps the decay out of the velocity.
+            updated, as in ``torch.optim.SGD``; `lockstep.compat.nnabla.SGDW` keeps
+            the decay out of the velocity.
         dampening: The share of each gradient but the first, in [0, 1], that does not enter the velocity; as in
             ``torch.optim.SGD``, it has no effect without momentum.
         nesterov: Whether the weights move along the velocity that the next step would have with the same gradient.

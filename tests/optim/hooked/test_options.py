@@ -12,8 +12,9 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from lockstep.compat import chainer
+from lockstep.compat.nnabla import LAMB, SGDW
 from lockstep.errors import StateError
-from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, UpdateSchedule
+from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, UpdateSchedule
 from lockstep.optim.schedule import warmup
 from tests.support.optimizers import bits, parameters, put_cut_grads
 
