@@ -160,10 +160,10 @@ def test_masters_decay_in_float32() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight_decay": -0.1}, r"`weight_decay` must lie in \[0, 1\), got -0.1"),
+        ({"weight_decay": -0.1}, "`weight_decay` must be finite and at least 0, got -0.1"),
         ({"weight_decay": 1.0}, r"`weight_decay` must lie in \[0, 1\), got 1.0"),
         ({"lr": 0.0}, "`initial_lr` must be finite and above 0, got 0.0"),
-        ({"lr": math.nan}, "`initial_lr` must be finite and above 0, got nan"),
+        ({"lr": math.nan}, "`lr` must be finite and at least 0, got nan"),
         ({"momentum": 1.0}, r"`momentum` must lie in \[0, 1\), got 1.0"),
     ],
 )

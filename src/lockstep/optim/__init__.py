@@ -6,6 +6,7 @@ from lockstep.optim.hooked import (
     HookedOptimizer as HookedOptimizer,
     HookList as HookList,
     StatefulHook as StatefulHook,
+    scalar as scalar,
     without_pre_hooks as without_pre_hooks,
 )
 from lockstep.optim.hooks import WeightDecay as WeightDecay
@@ -16,4 +17,5 @@ from lockstep.optim.momentum import (
     momentum_step as momentum_step,
 )
 from lockstep.optim.momentum_sgd import MomentumSGD as MomentumSGD
+from lockstep.optim.norm import norms as norms
 from lockstep.optim.schedule import UpdateSchedule as UpdateSchedule

@@ -81,18 +81,9 @@ class CorrectedMomentumSGD(MomentumOptimizer):
         frozen: bool = False,
         fused: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "dampening": dampening,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "missing_grad": missing_grad,
-            "frozen": frozen,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dampening": dampening}
+        choices = {"nesterov": nesterov, "maximize": maximize, "missing_grad": missing_grad, "frozen": frozen}
+        super().__init__(params, {**numbers, **choices, "fused": fused})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.

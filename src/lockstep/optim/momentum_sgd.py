@@ -81,18 +81,9 @@ class MomentumSGD(MomentumOptimizer):
         missing_grad: str = "skip",
         frozen: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "dampening": dampening,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "correction": correction,
-            "missing_grad": missing_grad,
-            "frozen": frozen,
-        }
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dampening": dampening}
+        choices = {"nesterov": nesterov, "maximize": maximize, "missing_grad": missing_grad, "frozen": frozen}
+        super().__init__(params, {**numbers, **choices, "correction": correction})
 
     def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
         """Return the keys of a parameter's state: the velocity v and, with correction, the η it contains."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import check_lr_size, scalar
-from lockstep.optim.momentum_sgd import MomentumSGD
+from lockstep.optim import MomentumSGD, scalar
 
 
 class SGDW(MomentumSGD):
@@ -85,16 +84,14 @@ class SGDW(MomentumSGD):
         param_group["initial_lr"] = first.clone() if isinstance(first, Tensor) else first
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        # First the size: comparing a learning rate of several elements below would raise an error of torch's.
-        check_lr_size(options["lr"])
+        super()._check_options(options)
         first = _initial_lr(options)
-        if not 0 <= options["weight_decay"] < 1:
+        if options["weight_decay"] >= 1:
             raise ValueError(f"`weight_decay` must lie in [0, 1), got {options['weight_decay']}.")
         if not 0 < first < math.inf:
             raise ValueError(
                 f"`initial_lr` must be finite and above 0, got {first}. The decay is λ times lr / initial_lr."
             )
-        super()._check_options(options)
 
     def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a state of this optimizer; not one for that of torch's SGD, which has the decay in its buffers."""
