@@ -111,9 +111,9 @@ def snapshots_table(runs: Sequence[RunData]) -> Markup:
                 rows.append([*first, ABSENT, ABSENT, ABSENT, ABSENT, element("mark", f"damaged: {found.error}")])
                 continue
             manifest = found.manifest
-            size = sum(file.bytes for file in manifest.files.values())
+            size = manifest.bytes
             written = datetime.fromtimestamp(found.path.stat().st_mtime, tz=timezone.utc)
-            values = [f"{name} = {number(value)}" for name, value in manifest.metric_values.items()]
+            values = [f"{name} = {number(value)}" for name, value in manifest.metrics.items()]
             rows.append(
                 [
                     *first,
