@@ -1,4 +1,4 @@
-"""Make an environment in `.venv` and run one of the project's tasks in it; needs only Python 3.10+ and git.
+"""Make an environment in `.venv` and run one of the project's tasks in it; needs only Python 3.10 to 3.13 and git.
 
 python3 dev.py digits [options]   the main job, examples/digits.py
 python3 dev.py check              formatter, linter, type checker and contract of imports
@@ -10,8 +10,6 @@ python3 dev.py slow [options]     the tests that are marked slow; options go to 
 python3 dev.py test [options]     the checks and all tests but the slow ones; with options for pytest, in one process
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess
@@ -19,6 +17,13 @@ import sys
 import tempfile
 import venv
 from pathlib import Path
+
+# Before anything that an older Python does not know, and before minutes of downloads that end in a conflict.
+if not (3, 10) <= sys.version_info < (3, 14):
+    sys.exit(
+        "dev.py must be run with Python 3.10, 3.11, 3.12 or 3.13, with which the packages of constraints.txt were "
+        "tried, got {}.{}.{}; for example `python3.12 dev.py digits`.".format(*sys.version_info[:3])
+    )
 
 ROOT = Path(__file__).resolve().parent
 ENVIRONMENT = ROOT / ".venv"
@@ -41,9 +46,14 @@ def prepare(extra: str) -> None:
         run("-m", "pip", "uninstall", "-qq", "--yes", "lockstep")
     else:
         venv.create(ENVIRONMENT, with_pip=True)
-    print(f"installing lockstep-torch[{extra}] into {ENVIRONMENT.name} ...", flush=True)
+    print(
+        f"Installing lockstep-torch[{extra}] into {ENVIRONMENT.name}, which takes about 1.2 GB with a CPU build of "
+        "torch, and 5.3 GB and some minutes with the CUDA build that pip downloads where it finds no other ...",
+        flush=True,
+    )
     constraints = [] if os.environ.get("LOCKSTEP_UNPINNED") else ["-c", "constraints.txt"]
-    run("-m", "pip", "install", "--quiet", *constraints, "-e", f".[{extra}]")
+    # Not quiet: the download takes minutes, and if pip fails, its messages say why.
+    run("-m", "pip", "install", *constraints, "-e", f".[{extra}]")
     stamp.write_text(wanted)
 
 

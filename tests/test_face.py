@@ -59,6 +59,7 @@ PUBLIC = [
     "Trainer",
     "UpdateResult",
     "Updater",
+    "WorkerError",
     "collate",
     "data",
     "digest",

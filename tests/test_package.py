@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import email
 import os
 import re
@@ -10,9 +11,11 @@ import sys
 import tarfile
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from lockstep import __version__
 
@@ -62,11 +65,29 @@ def test_the_metadata_is_complete(built: Path) -> None:
     assert found["Description-Content-Type"] == "text/markdown"
     assert found.get_payload().startswith("# lockstep")
     required = {re.split(r"[>=;\[ ]", each)[0] for each in found.get_all("Requires-Dist", []) if "extra ==" not in each}
-    assert required == {"safetensors", "torch", "tqdm"}
+    assert required == {"numpy", "safetensors", "torch", "tqdm"}
 
 
 def test_the_citation_names_this_version() -> None:
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def link_required(wheel: Path, packages: Path) -> None:
+    """Add to an environment what a wheel requires, and what that requires, from this one; and nothing else."""
+    (name,) = [each for each in zipfile.ZipFile(wheel).namelist() if each.endswith("/METADATA")]
+    metadata_of_wheel = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    waiting = list(metadata_of_wheel.get_all("Requires-Dist", []))
+    found = set()
+    while waiting:
+        requirement = Requirement(waiting.pop())
+        if requirement.name in found or not (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            continue
+        found.add(requirement.name)
+        distribution = metadata.distribution(requirement.name)
+        waiting += distribution.requires or []
+        for top in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(distribution.locate_file(top))
 
 
 def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> None:
@@ -80,22 +101,52 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
         text=True,
     ).stdout.strip()
     (wheel,) = built.glob("*.whl")
+    link_required(wheel, Path(packages))
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, str(wheel)], check=True)
-    # Torch is found where it is already; files that lead to the checkout are not read in a folder named like this.
-    Path(packages, "dependencies.pth").write_text(str(Path(pytest.__file__).parents[1]), encoding="utf-8")
     program = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```\n")[0]
     program += "print(ls.__file__)\n"
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(python), "train.py"], cwd=tmp_path, env=variables, check=True, capture_output=True, text=True
-    )
-    digest, file = done.stdout.splitlines()[-2:]
-    assert re.fullmatch("[0-9a-f]{64}", digest)
-    assert Path(file).is_relative_to(packages)
     command = environment / ("Scripts" if os.name == "nt" else "bin") / "lockstep"
+    starts = [
+        [python, "train.py"],
+        [command, "run", "-n", "2", "train.py"],
+        [python, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
+    ]
+    digests = set()
+    for start in starts:
+        done = subprocess.run(start, cwd=tmp_path, env=variables, check=True, capture_output=True, text=True)
+        digests |= set(re.findall("^[0-9a-f]{64}$", done.stdout, re.MULTILINE))
+        assert "Warning" not in done.stderr
+        assert Path(done.stdout.splitlines()[-1]).is_relative_to(packages)
+    assert len(digests) == 1
     version = subprocess.run(
         [str(command), "--version"], env=variables, check=True, capture_output=True, text=True
     ).stdout
     assert version.strip() == f"lockstep {__version__}"
+
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_each_package_has_one_pin_for_each_python(python: str) -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    here = [pin.name for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
+    assert sorted(here) == sorted({pin.name for pin in pins})
+
+
+@pytest.mark.parametrize("version", [(3, 6, 15), (3, 9, 18), (3, 14, 0)])
+def test_another_python_is_told_at_once_which_ones_are_needed(version: tuple[int, int, int]) -> None:
+    program = (ROOT / "dev.py").read_text(encoding="utf-8")
+    ast.parse(program, feature_version=version[:2])
+    code = f"import sys, venv; sys.version_info = {(*version, 'final', 0)}; exec(sys.argv.pop(1))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, program, "digits"], capture_output=True, text=True, check=False, cwd="/"
+    )
+    assert done.returncode == 1
+    (sentence,) = done.stderr.splitlines()
+    assert f"got {'.'.join(map(str, version))};" in sentence
+    assert all(python in sentence for python in PYTHONS)

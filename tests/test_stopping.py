@@ -19,7 +19,7 @@ import lockstep as ls
 from lockstep.extensions import Snapshot
 from lockstep.stopping import STOP, StopRequest
 
-SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1"]
+SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
 OF_REQUEST = {"install", "uninstall", "_set_handlers", "_restore_handlers"}
 OF_SNAPSHOT = {"initialize", "_open", "finalize", "_release", "_write_last"}
 CODES = {vars(StopRequest)[name].__code__ for name in OF_REQUEST} | {

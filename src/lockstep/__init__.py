@@ -45,6 +45,7 @@ from lockstep.errors import (
     SnapshotError as SnapshotError,
     SnapshotWarning as SnapshotWarning,
     StateError as StateError,
+    WorkerError as WorkerError,
 )
 from lockstep.launch import launch as launch
 from lockstep.metrics import report as report

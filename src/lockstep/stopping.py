@@ -7,6 +7,7 @@ that the interrupted code holds, or weights of which only some have moved.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import signal
@@ -21,8 +22,8 @@ from lockstep.errors import SignalExit
 
 T = TypeVar("T")
 
-SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGUSR1")
-"""The names of the signals that end a run after the current update. Windows has no SIGUSR1."""
+SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+"""The names of the signals that end a run after the current update. Windows has no SIGHUP and no SIGUSR1."""
 
 
 class StopRequest:
@@ -136,6 +137,8 @@ class StopRequest:
         if os.getpid() != self._process:
             self._handle_in_child(number)
             return
+        # A handler of the user may print.
+        leave_closed_terminal()
         if number == signal.SIGINT and self._interrupted:
             _end_by(number)
         self._interrupted |= number == signal.SIGINT
@@ -156,6 +159,13 @@ class StopRequest:
         """
         self.waits = False
         raise SignalExit(self.received or self.agreed)
+
+    def follows(self, error: BaseException) -> bool:
+        """Return whether a signal ends the run in place of an error: one of printing to a closed terminal.
+
+        A process can notice that its terminal has been closed before it gets SIGHUP.
+        """
+        return self.installed and isinstance(error, OSError) and leave_closed_terminal()
 
     def interruptible(self, batches: Iterable[T]) -> Iterator[T]:
         """Yield batches; a signal raises while one of them is waited for.
@@ -184,6 +194,26 @@ class StopRequest:
         """Handle a signal in a forked process: workers that load data ignore it as long as the run needs them."""
         if torch.utils.data.get_worker_info() is None or self._is_over is None or self._is_over[0]:
             _end_by(number)
+
+
+def leave_closed_terminal() -> bool:
+    """Discard from now on what this process prints, if its terminal has been closed.
+
+    Printing raises an error there, which would end a run before its state is written.
+
+    Returns:
+        Whether the terminal has been closed since the last call.
+    """
+    closed = False
+    for descriptor in (1, 2):
+        try:
+            # Of all that may be open there, only a closed terminal refuses to write nothing.
+            os.write(descriptor, b"")
+        except OSError as error:
+            if error.errno == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+                closed = True
+    return closed
 
 
 STOP: Final = StopRequest()

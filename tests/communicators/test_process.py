@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+
 import pytest
 import torch
 
+import lockstep as ls
 from lockstep import Communicator, DisagreementError, LocalCommunicator
 from lockstep.communicators import Contribution
 from lockstep.tree import PartialSum, Tensors, total
@@ -81,3 +85,33 @@ def test_a_process_that_is_alone_is_its_own_sum() -> None:
     local = LocalCommunicator()
     got = local.sum_partials(sums, [Contribution.of(sums)], expected, divisor=2.0)
     assert all(torch.equal(mine, one) for mine, one in zip(got, expected, strict=True))
+
+
+class Unsendable:
+    def __reduce__(self) -> str:
+        raise RuntimeError("no way to send this")
+
+
+def send_what_cannot_be_sent() -> None:
+    communicator = ls.find_communicator()
+    communicator.gather_objects(Unsendable() if communicator.rank == 1 else None)
+
+
+def listen_on_an_interface_that_is_not_there() -> None:
+    if os.environ["RANK"] == "1":
+        os.environ["GLOO_SOCKET_IFNAME"] = "nowhere0"
+    ls.find_communicator()
+
+
+@pytest.mark.usefixtures("spawned_by_forks")
+@pytest.mark.parametrize(
+    ("main", "reason"),
+    [
+        (send_what_cannot_be_sent, "no way to send this"),
+        (listen_on_an_interface_that_is_not_there, ".*Unable to find .*nowhere0"),
+    ],
+)
+def test_a_call_that_a_rank_cannot_make_is_no_failure_of_another_rank(main: Callable[[], None], reason: str) -> None:
+    with pytest.raises(ls.PeerError, match=f"Rank 1 raised RuntimeError: {reason}") as caught:
+        ls.launch(main, 2)
+    assert caught.value.rank == 1

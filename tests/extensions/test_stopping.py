@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import lockstep as ls
+from tests.support import zygote
 from tests.support.interrupting import (
     INTERVAL,
     UPDATES,
@@ -26,8 +27,8 @@ from tests.support.interrupting import (
 from tests.support.processes import children
 from tests.support.waiting import await_true
 
-SIGNALS = ["SIGTERM", "SIGINT", "SIGUSR1"]
-CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGUSR1": 138}
+SIGNALS = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
+CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "SIGUSR1": 138}
 LAST_FINISHED = {"sample": 1, "loss": 1, "step": 1, "batch": 0, "evaluation": 0, "extension": 0}
 """How many updates more than at the point are finished when the run ends; samples are loaded during an update."""
 MOMENTS = [
@@ -37,7 +38,7 @@ MOMENTS = [
     for update in range(1, UPDATES)
     if point != "batch" or update < UPDATES - 1
 ]
-SAMPLE = random.Random(18).sample(MOMENTS, 4)  # noqa: S311 - a choice of tests
+SAMPLE = [("step", 5, "SIGHUP"), *random.Random(18).sample(MOMENTS, 4)]  # noqa: S311 - a choice of tests
 MANY = [each for each in random.Random(1).sample(MOMENTS, 100) if each not in SAMPLE]  # noqa: S311 - as above
 
 
@@ -117,6 +118,60 @@ def test_the_agent_passes_signals_on(tmp_path: Path, name: str) -> None:
     check_ended(tmp_path, resume(tmp_path), resumed_from=update)
 
 
+NOHUP = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("launcher", [[], lockstep_run("-n", "1")[1:]], ids=["alone", "lockstep run"])
+def test_a_hangup_that_is_ignored_ends_nothing(tmp_path: Path, launcher: list[str]) -> None:
+    with start(tmp_path, ["loss:5"], launcher=[sys.executable, "-c", NOHUP, *launcher]) as process:
+        await_points(process)
+        os.killpg(process.pid, signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        code, _, errors = ending(process)
+    assert code == 143, errors
+    assert newest(tmp_path) == (6, ("signal SIGTERM",))
+
+
+PRINTING = """
+import fcntl, sys, termios, torch
+import lockstep as ls
+
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+model = torch.nn.Linear(2, 1)
+data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.zeros(4, 1))
+updater = ls.ParallelUpdater(
+    ls.BatchIterator(data, 4), torch.optim.SGD(model.parameters(), lr=0.1), model, devices=["cpu"], num_shards=1,
+    loss_fn=ls.supervised(torch.nn.functional.mse_loss),
+)
+trainer = ls.Trainer(updater, (10**9, "update"), out=sys.argv[1])
+trainer.extend(ls.extensions.LogReport(), trigger=(1, "update"))
+trainer.extend(ls.extensions.PrintReport(), trigger=(1, "update"))
+trainer.extend(ls.extensions.ProgressBar())
+trainer.extend(ls.extensions.Snapshot(), trigger=(10**9, "update"))
+trainer.run()
+"""
+
+
+def test_a_run_whose_terminal_is_closed_while_it_prints_writes_its_state(tmp_path: Path) -> None:
+    script = tmp_path / "printing.py"
+    script.write_text(PRINTING)
+    ours, theirs = os.openpty()
+    process = zygote.Popen(
+        [sys.executable, script, tmp_path / "run"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
+    os.close(theirs)
+    printed = b""
+    while printed.count(b"\n") < 30:
+        printed += os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(timeout=600) == 129, printed
+    assert newest(tmp_path / "run")[1] == ("signal SIGHUP",)
+
+
 def test_a_killed_agent_leaves_time_to_write(tmp_path: Path) -> None:
     with start(tmp_path, ["rank0.writing:*"], launcher=lockstep_run("-n", "1", "--shutdown-timeout", "60")) as process:
         reached = await_points(process)
@@ -132,7 +187,7 @@ def test_a_killed_agent_leaves_time_to_write(tmp_path: Path) -> None:
 
 def test_exit_codes() -> None:
     exits = [ls.SignalExit(getattr(signal, name)) for name in SIGNALS]
-    assert [each.code for each in exits] == [143, 130, 138]
+    assert [each.code for each in exits] == [143, 130, 129, 138]
     assert [each.name for each in exits] == SIGNALS
     assert str(exits[0]) == "The run was ended by SIGTERM."
 

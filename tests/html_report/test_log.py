@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.html_report import read_run, render
 from lockstep.html_report.log import Log, Series, as_json, first_difference, read_log, thin
 
 
@@ -48,6 +49,11 @@ def test_what_a_log_repeats_replaces_what_it_had(tmp_path: Path) -> None:
     found = read_log(write(tmp_path / "log", *entries))
     assert found is not None
     assert list(found.series["loss"].points()) == [(1, 0), (2, 3), (3, 4)]
+
+
+def test_a_repetition_may_lack_a_name(tmp_path: Path) -> None:
+    write(tmp_path / "log.jsonl", {"iteration": 1, "loss": 2.0}, {"iteration": 1})
+    assert "<h1>" in render(read_run(tmp_path))
 
 
 def test_there_need_not_be_a_log(tmp_path: Path) -> None:

@@ -61,11 +61,16 @@ def _used_inodes() -> set[int]:
 
 def listening(pid: int) -> set[str]:
     """Give the addresses that a process listens on over TCP."""
+    return {address for address, _ in listening_at(pid)}
+
+
+def listening_at(pid: int) -> set[tuple[str, int]]:
+    """Give the addresses and ports that a process listens on over TCP."""
     sockets = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it is closed meanwhile
             sockets.add(str(path.readlink()))
-    addresses = set()
+    places = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             (
@@ -76,8 +81,9 @@ def listening(pid: int) -> set[str]:
                 *_,
             ) = line.split()
             if state == LISTEN and f"socket:[{line.split()[9]}]" in sockets:
-                addresses.add(_address(local.partition(":")[0]))
-    return addresses
+                address, _, port = local.partition(":")
+                places.add((_address(address), int(port, 16)))
+    return places
 
 
 def _address(text: str) -> str:

@@ -16,10 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep import ProcessCommunicator
-from lockstep.communicators import RunEnvironment
+from lockstep.communicators import LOOPBACK, RunEnvironment, listening_store, use_loopback
 from lockstep.communicators.failures.watch import Watch
-from lockstep.launch.processes import LOOPBACK, _loopback_store
-from lockstep.launch.rank import loopback_interface
 from tests.support.rank_pool import POOL, RankPool
 
 TIMEOUT = 120.0
@@ -39,7 +37,7 @@ def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any, pool:
 def _with_communicator(
     rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> Any:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    use_loopback(os.environ)
     store = dist.FileStore(str(Path(folder) / "store"), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT))
     result = function(ProcessCommunicator(watch=Watch()), *arguments)
@@ -52,12 +50,12 @@ def launch_on_ranks(main: Callable[..., Any], size: int, *arguments: Any) -> lis
 
     A rank finds what `lockstep.launch` tells a new process, in the same variables.
     """
-    store = _loopback_store(TIMEOUT)
+    store = listening_store(LOOPBACK, 0, timedelta(seconds=TIMEOUT))
     places = [RunEnvironment(rank, size, rank, size, LOOPBACK, store.port, agent_store=True) for rank in range(size)]
     return POOL.call(_launched, [(place, main, arguments) for place in places])
 
 
 def _launched(place: RunEnvironment, main: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     os.environ.update(place.variables() | {"LOCKSTEP_TIMEOUT": str(TIMEOUT)})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    use_loopback(os.environ)
     return main(*arguments)

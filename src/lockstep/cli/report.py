@@ -42,7 +42,7 @@ def _call(options: argparse.Namespace) -> int:
                 missing = "" if run.path.is_dir() else " There is no such folder."
                 sys.stderr.write(f"lockstep report: {run.path} has no {options.log} and no snapshots.{missing}\n")
                 return 1
-        path.write_text(render(*runs), encoding="utf-8")
+        path.write_text(render(*runs), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         sys.stderr.write(f"lockstep report: {error}\n")
         return 1

@@ -13,12 +13,14 @@ from lockstep.communicators.comparison import (
 )
 from lockstep.communicators.environment import (
     BRIEF_ENV as BRIEF_ENV,
+    LOOPBACK as LOOPBACK,
     SHUTDOWN_ENV as SHUTDOWN_ENV,
     TIMEOUT_ENV as TIMEOUT_ENV,
     RunEnvironment as RunEnvironment,
     read_environment as read_environment,
     shutdown_timeout_for as shutdown_timeout_for,
     timeout_for as timeout_for,
+    use_loopback as use_loopback,
 )
 from lockstep.communicators.failures import (
     AGENT_ENV as AGENT_ENV,
@@ -27,6 +29,7 @@ from lockstep.communicators.failures import (
     end_with_parent as end_with_parent,
     traceback_text as traceback_text,
 )
+from lockstep.communicators.joining import is_ip_address as is_ip_address, listening_store as listening_store
 from lockstep.communicators.kernel_class import kernel_class as kernel_class, self_test as self_test
 from lockstep.communicators.local import LocalCommunicator as LocalCommunicator
 from lockstep.communicators.process import (

@@ -7,10 +7,14 @@ own. A process that finds neither runs alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from math import inf
+from typing import Final
 
+LOOPBACK: Final = "127.0.0.1"
+"""The address at which the ranks of one machine meet, and that no other machine can reach."""
 DEFAULT_TIMEOUT = 60.0
 """Seconds. PyTorch's own default for gloo is 30 minutes, for which a run would hang when a peer has died."""
 TIMEOUT_ENV = "LOCKSTEP_TIMEOUT"
@@ -53,6 +57,11 @@ class RunEnvironment:
     agents: int = 1
     agent_store: bool = False
     own_gpus: bool = False
+
+    @property
+    def on_one_machine(self) -> bool:
+        """Whether it is known that all ranks run on this machine."""
+        return self.local_size == self.size
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that torchrun would set for this process."""
@@ -117,6 +126,18 @@ def _read_torchrun(variables: Mapping[str, str]) -> RunEnvironment:
 def launcher_hosts_store(variables: Mapping[str, str]) -> bool:
     """Return whether torchrun's own process hosts the rendezvous store; if not, rank 0 does."""
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def use_loopback(variables: MutableMapping[str, str]) -> None:
+    """Set the loopback as the interface of gloo and NCCL, unless interfaces are set.
+
+    Args:
+        variables: The environment variables, such as `os.environ`. Changed in place.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in names if name in {"lo", "lo0"}), "lo")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        variables.setdefault(name, loopback)
 
 
 def _is_srun(variables: Mapping[str, str]) -> bool:

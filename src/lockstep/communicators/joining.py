@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -16,12 +17,12 @@ import torch.distributed as dist
 # torch imports it.
 import torch.distributed.nn.functional
 
-from lockstep.communicators.environment import BRIEF_ENV, RunEnvironment, read_environment
-from lockstep.communicators.failures import START, Failure, PeerErrorHook, PeerWatch, Watch
+from lockstep.communicators.environment import BRIEF_ENV, LOOPBACK, RunEnvironment, read_environment, use_loopback
+from lockstep.communicators.failures import START, Failure, PeerErrorHook, PeerWatch, Watch, is_of_transport
 from lockstep.errors import OrderError, PeerError
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Store, TCPStore
 
 
 def join_run(seconds: float) -> Watch:
@@ -49,6 +50,8 @@ def join_run(seconds: float) -> Watch:
             "describes no run. Start the script with `lockstep run`, torchrun or srun, or call "
             "torch.distributed.init_process_group first."
         )
+    if environment.on_one_machine:
+        use_loopback(os.environ)
     if environment.size == 1:
         _initialize(environment, dist.HashStore(), timedelta(seconds=seconds))  # type: ignore[attr-defined]
         return Watch()
@@ -70,7 +73,9 @@ def _join(environment: RunEnvironment, seconds: float) -> Watch:
         watch.close()
         raise
     except RuntimeError as error:
-        explained = watch.explain()
+        explained = watch.explain() if is_of_transport(error) else None
+        if explained is None:
+            watch.report_failure(error)
         watch.close()
         raise (error if explained is None else explained) from error
     if BRIEF_ENV in os.environ:
@@ -110,11 +115,49 @@ def _destroy_group(process: int) -> None:
         dist.destroy_process_group()
 
 
+def listening_store(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """Open a store that listens at one address only.
+
+    Args:
+        address: An IP address of this machine.
+        port: The port; 0 for a free one.
+        timeout: How long calls of the store wait.
+
+    Raises:
+        OSError: If this is no IP address of this machine, or the port is in use.
+    """
+    # TCPStore itself would listen on all interfaces. A socket that listens already also keeps its free port.
+    listener = socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
+        address,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def is_ip_address(host: str) -> bool:
+    """Return whether a host is given by its IP address, not by a name.
+
+    >>> is_ip_address("10.0.0.7"), is_ip_address("::1"), is_ip_address("node0")
+    (True, True, False)
+    """
+    return ":" in host or host.replace(".", "").isdigit()
+
+
 def _open_store(environment: RunEnvironment, timeout: timedelta) -> Store:
     is_host = environment.rank == 0 and not environment.agent_store
+    address = environment.address
+    if environment.on_one_machine and not environment.agent_store:
+        address = LOOPBACK
     try:
+        if is_host and is_ip_address(address):
+            return listening_store(address, environment.port, timeout)
+        # A name may stand for other addresses on other machines, so with a name the store listens on all interfaces.
         return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
-            environment.address,
+            address,
             environment.port,
             environment.size,
             is_master=is_host,
@@ -122,17 +165,18 @@ def _open_store(environment: RunEnvironment, timeout: timedelta) -> Store:
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         # On the rank that hosts the store the cause is local.
         if is_host:
             reason = str(error).partition("\n")[0]
             raise RuntimeError(
-                f"Rank 0 must be able to listen on {environment.address}:{environment.port} (MASTER_ADDR and "
-                f"MASTER_PORT), where the ranks meet, but: {reason} If another run uses the port, set another one on "
-                "all ranks, for example with torchrun's --master-port. `lockstep run` on one machine finds a free one."
+                f"Rank 0 must be able to listen on {address}:{environment.port} (MASTER_ADDR and MASTER_PORT), where "
+                f"the ranks meet, but: {reason} If another run uses the port, set another one on all ranks, for "
+                "example with torchrun's --master-port. `lockstep run` on one machine finds a free one. If the network "
+                "translates the address, set a name instead; the store then listens on all interfaces."
             ) from error
         store_rank = None if environment.agent_store else 0
-        what = f"has opened no store at {environment.address}:{environment.port} within {timeout.total_seconds():g} s"
+        what = f"has opened no store at {address}:{environment.port} within {timeout.total_seconds():g} s"
         raise Failure(store_rank, what, START).error() from error
 
 

@@ -109,6 +109,8 @@ def read_log(path: Path) -> Log | None:
             times.append(update, elapsed)
             for name, value in values.items():
                 series.setdefault(name, Series()).append(update, value)
+    # A repetition may lack a name, of which nothing is left then.
+    series = {name: each for name, each in series.items() if each.updates}
     return Log(series, epochs, times, num_entries, unreadable)
 
 

@@ -116,7 +116,7 @@ class RunData:
             return self.sessions[-1].recipe
         # As JSON, in which the recorder has written it, lists stand for tuples.
         newest = self._newest
-        return {} if newest is None else dict(json.loads(json.dumps(newest.recipe_values, default=str)))
+        return {} if newest is None else dict(json.loads(json.dumps(newest.recipe, default=str)))
 
     @property
     def kernel_class(self) -> dict[str, Any]:

@@ -134,10 +134,10 @@ def _snapshot_row(found: Found) -> list[object]:
     return [
         found.path.name,
         _text(manifest.progress.get("epoch")),
-        f"{sum(file.bytes for file in manifest.files.values()) / 1e6:.1f}",
+        f"{manifest.bytes / 1e6:.1f}",
         f"{written:%Y-%m-%d %H:%M:%S}",
         digest_cell(manifest.training),
-        ", ".join([*manifest.reasons, *(f"{name} = {number(each)}" for name, each in manifest.metric_values.items())]),
+        ", ".join([*manifest.reasons, *(f"{name} = {number(each)}" for name, each in manifest.metrics.items())]),
     ]
 
 

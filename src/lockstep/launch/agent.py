@@ -7,25 +7,32 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from lockstep.communicators import (
     AGENT_ENV,
     BRIEF_ENV,
+    LOOPBACK,
     SHUTDOWN_ENV,
     TIMEOUT_ENV,
+    is_ip_address,
+    listening_store,
     shutdown_timeout_for,
     timeout_for,
+    use_loopback,
 )
-from lockstep.launch.rank import loopback_interface
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-SIGNALS: Final = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+SIGNALS: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """The signals that the agent passes on to its processes. By default torch leaves out SIGUSR1, which schedulers send."""
+LOOPBACK_BACKEND: Final = "lockstep-loopback"
+"""The name under which torch knows `LoopbackRendezvous`."""
 RENDEZVOUS_OPTIONS: Final = "keep_alive_interval=1,keep_alive_max_attempt=3"
 """Options by which a machine that is gone is noticed after seconds; with torch's defaults it takes a minute."""
 LAST_CALL_MARGIN: Final = 3
@@ -80,11 +87,14 @@ class Run:
 
     def command_line(self) -> list[str]:
         """Return the arguments for torchrun."""
-        meeting = ["--standalone"]
+        # torchrun's --standalone would listen on all interfaces for pickles.
+        meeting = ["--rdzv-backend", LOOPBACK_BACKEND, "--rdzv-endpoint", f"{LOOPBACK}:0", "--rdzv-id", self.run_id]
         if self.rendezvous:
             meeting = ["--nnodes", self.nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", self.rendezvous]
-            # torch recognizes its own machine by host name only, and might find no machine to host the store.
-            hosts = ",is_host=1" if is_own_address(self.rendezvous.rpartition(":")[0]) else ""
+            host, _ = self._endpoint()
+            # At an IP address, `open_store` hosts the store. torch recognizes its own machine by host name only, and
+            # might find no machine to host the store.
+            hosts = ",is_host=0" if is_ip_address(host) else ",is_host=1" if is_own_address(host) else ""
             # A machine that is too busy to send heartbeats while it ends its processes, to let another one join, is
             # thought dead. The other must not begin without it: it would be interrupted as soon as this one is back,
             # and if it is as busy then, each would interrupt the other for ever.
@@ -92,9 +102,31 @@ class Run:
             meeting += ["--rdzv-id", self.run_id, "--rdzv-conf", RENDEZVOUS_OPTIONS + last_call + hosts]
             meeting += ["--local-addr", self.address] if self.address else []
         start = ["--nproc-per-node", self.num_processes, "--max-restarts", str(self.max_restarts)]
-        start += ["--signals-to-handle", SIGNALS]
+        # torch would handle ignored signals as well, and end what nohup has started.
+        handled = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]
+        start += ["--signals-to-handle", ",".join(handled)]
         module = ["--module"] if self.as_module else []
         return [*meeting, *start, *module, self.script, *self.arguments]
+
+    def open_store(self) -> TCPStore | None:
+        """Open the store where the machines meet if this one has its IP address, to listen there and nowhere else.
+
+        Returns:
+            The store, which must be kept until the run has ended; None if another machine or another agent hosts it,
+            or torch does: it listens on all interfaces for a name, which may stand for several addresses.
+        """
+        host, port = self._endpoint()
+        if is_ip_address(host):
+            with suppress(OSError):
+                return listening_store(host, port, timedelta(seconds=self.timeout))
+        return None
+
+    def _endpoint(self) -> tuple[str, int]:
+        """Return the host and the port at which the machines meet; the name of the loopback without `rendezvous`."""
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT  # noqa: PLC0415 - as in `run`
+        from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint  # noqa: PLC0415 - as in `run`
+
+        return parse_rendezvous_endpoint(self.rendezvous, DEFAULT_PORT)
 
     def _seconds_to_end(self, variables: Mapping[str, str]) -> int:
         """Return the seconds that the processes have to end after a signal or a failure, before they are killed."""
@@ -118,8 +150,7 @@ class Run:
         # Otherwise gloo and the store print a warning for each broken connection.
         variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if not self.rendezvous:
-            # The ranks of one machine need no interface that other machines can reach.
-            variables.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+            use_loopback(variables)
 
 
 def is_own_address(host: str) -> bool:
@@ -158,8 +189,14 @@ def run(settings: Run) -> int:
     from torch.distributed import run as torchrun  # noqa: PLC0415 - see above
     from torch.distributed.elastic.multiprocessing import SignalException  # noqa: PLC0415 - see above
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: PLC0415 - see above
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry  # noqa: PLC0415 - see above
 
+    from lockstep.launch.rendezvous import LoopbackRendezvous  # noqa: PLC0415 - see above
+
+    rendezvous_handler_registry.register(LOOPBACK_BACKEND, LoopbackRendezvous)
     settings.prepare(os.environ)
+    # It lives as long as this call.
+    _store = settings.open_store()
     try:
         with _time_to_end(shutdown_timeout_for(os.environ)):
             torchrun.run(torchrun.parse_args(settings.command_line()))  # type: ignore[no-untyped-call]

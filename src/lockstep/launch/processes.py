@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,9 +16,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch.distributed as dist
-
-from lockstep.communicators import RunEnvironment, shutdown_timeout_for, timeout_for
+from lockstep.communicators import LOOPBACK, RunEnvironment, listening_store, shutdown_timeout_for, timeout_for
 from lockstep.errors import PeerError
 from lockstep.launch.outcome import Outcome, first_cause
 from lockstep.launch.rank import run_rank
@@ -27,8 +24,6 @@ from lockstep.launch.rank import run_rank
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-LOOPBACK: Final = "127.0.0.1"
-"""The address at which the ranks meet."""
 FAILURE_TIMEOUT: Final = 10.0
 """Seconds that the other ranks have after the first failure to notice it and to end by themselves."""
 KILL_TIMEOUT: Final = 3.0
@@ -110,21 +105,6 @@ def _is_file(script: dict[str, Any]) -> bool:
     return script.get("__spec__") is not None or Path(script.get("__file__") or "<none>").is_file()
 
 
-def _loopback_store(timeout: float) -> TCPStore:
-    """Open the store by which the ranks meet, where other machines cannot reach it."""
-    # TCPStore itself would listen on all interfaces. A socket that listens already also keeps its free port.
-    listener = socket.create_server((LOOPBACK, 0))
-    port = listener.getsockname()[1]
-    return dist.TCPStore(  # type: ignore[attr-defined]  # documented, and not typed
-        LOOPBACK,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-        master_listen_fd=listener.detach(),
-    )
-
-
 class _Ranks:
     """The processes of one call of `launch`, from their start to their end."""
 
@@ -144,7 +124,7 @@ class _Ranks:
         # Starting a process fixes the default start method of this process, and a spawned one has "spawn" as its
         # default. In both it is set to what the user has chosen, or to nothing.
         chosen = get_start_method(allow_none=True)
-        self._store = _loopback_store(self._timeout)
+        self._store = listening_store(LOOPBACK, 0, timedelta(seconds=self._timeout))
         # Only this process holds the writing end. When this process ends, in whatever way, the ranks read the end of
         # the pipe and end as well.
         lifeline, self._alive = context.Pipe(duplex=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import threading
 import traceback
@@ -14,7 +13,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators import TIMEOUT_ENV, RunEnvironment, end_with_parent
+from lockstep.communicators import TIMEOUT_ENV, RunEnvironment, end_with_parent, use_loopback
 from lockstep.errors import PeerError, PeerInterrupt
 from lockstep.launch.outcome import Outcome
 
@@ -41,7 +40,7 @@ def run_rank(
     # call.
     threading.Thread(target=_end_with, args=(lifeline,), name="lockstep lifeline", daemon=True).start()
     os.environ.update(place.variables() | {TIMEOUT_ENV: str(timeout)})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    use_loopback(os.environ)
     # The ranks share the cores of this machine.
     torch.set_num_threads(1)
     outcome, exit_code = _outcome(place.rank, call)
@@ -89,9 +88,3 @@ def _raised(rank: int, error: BaseException) -> Outcome:
         peer=peer,
         phase=phase,
     )
-
-
-def loopback_interface() -> str:
-    """Return the name of the network interface that no other machine can reach."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name in {"lo", "lo0"}), "lo")

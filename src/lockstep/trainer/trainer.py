@@ -120,8 +120,7 @@ class Trainer(Predicting):
     @property
     def elapsed_time(self) -> float:
         """The duration of the run in seconds, including the time before it was resumed."""
-        now = 0.0 if self._started is None else time.perf_counter() - self._started
-        return self._elapsed + now
+        return self._elapsed + (0.0 if self._started is None else time.perf_counter() - self._started)
 
     def extend(
         self,
@@ -377,9 +376,10 @@ class Trainer(Predicting):
         self._due = None
         try:
             entry.extension(self)
-        except BaseException:
-            self._due = entry
-            raise
+        except BaseException as error:
+            if not STOP.follows(error):
+                self._due = entry
+                raise
 
     def _close(self, error: BaseException | None) -> None:
         """Call everything that must be called when a run ends, even if some of it fails; then raise the first error."""

@@ -14,7 +14,7 @@ from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
-from lockstep.replicas import BatchDim, BufferRule, Devices, Timeout
+from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
@@ -63,9 +63,10 @@ class ParallelUpdater(Updater):
             `BatchLoss` compares all samples of the batch.
         step_fn: Called as ``step_fn(updater, batch)``. Gradients and steps it asks the updater for appear in the result
             and are counted by `scheduler`; direct calls such as ``optimizer.step()`` are not.
-        converter: Called as ``converter(samples, device)`` for the samples of one shard.
+        converter: Called as ``converter(samples, device)`` for the samples of one shard, in a random stream of it.
         batch_dim: The dimension of a batch of tensors that counts samples, 1 for time-first ones; or a dict by key or
-            position, with None for an input that every shard gets whole. Not for samples that the converter stacks.
+            position, with None for an input or a list that every shard gets whole. Not for samples that the converter
+            stacks.
         carried: Values carried from batch to batch, such as the hidden state of an LSTM; see `Carried`.
         seed: The seed of the random streams, which are keyed by (seed, update, shard).
         accumulate: The number of batches of one update, at least 1; fewer where the iterator ends. Or one by epoch, see
@@ -84,7 +85,7 @@ class ParallelUpdater(Updater):
         on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to lower.
         max_skipped: The number of skipped updates in a row, at least 1, that is a `NonFiniteError`; None for no error.
             The first one is named in a `NonFiniteWarning`. The log reads checks that are still on the device.
-        buffers: ``"mean"`` over shards, weighted by their samples, or ``"first"`` for those of the first shard.
+        buffers: ``"mean"`` over shards by samples, ``"sum"`` of changes, ``"min"``, ``"max"``, ``"first"``, or a dict.
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
         epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
@@ -132,7 +133,7 @@ class ParallelUpdater(Updater):
         max_tries: int = 20,
         on_exhausted: recipes.OnExhausted = "skip",
         max_skipped: int | None = 100,
-        buffers: BufferRule = "mean",
+        buffers: BufferRules = "mean",
         scheduler: Schedulers | None = None,
         epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
@@ -200,7 +201,7 @@ class ParallelUpdater(Updater):
             NonFiniteError: If the gradient stayed non-finite and `on_exhausted` is ``"raise"``.
             ReplicaError: If user code raised in a shard, or if a device hung.
             ValueError: If the loss is not computed with the model that `loss_fn` receives.
-            OrderError: If a step function calls this method.
+            OrderError: If a step function calls this method, or if there is a gradient that no optimizer has used.
         """
         if self._custom.state is not None:
             raise OrderError("`update` must not be called by a step function.")
@@ -222,9 +223,12 @@ class ParallelUpdater(Updater):
             # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the last
             # update, and the batch is still the iterator's next. From here on Ctrl-C is held until the update ends.
             parts.coordinator.hold_interrupts(context.interrupts)
-            return parts.committer.commit(
-                names, attempt, context.settings, consumed={MAIN: attempt.skipped_batches + len(attempt.batches)}
-            )
+            consumed = {MAIN: attempt.skipped_batches + len(attempt.batches)}
+            result = parts.committer.commit(names, attempt, context.settings, consumed=consumed)
+            if engine.kept.has_changes:
+                engine.kept.settle(engine.recipe.batch_dim)
+            engine.kept.unsettled.clear()
+            return result
 
     def update_core(self, batch: Any) -> object:
         """Run the update of a subclass that overrides this method; by default, call `step_fn`. The result is ignored.

@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
+from lockstep.snapshots import writer
 from lockstep.snapshots.run import resuming
-from lockstep.snapshots.writing import writer
 from lockstep.stopping import STOP
 from tests.support.resuming import Noted, vectors
 

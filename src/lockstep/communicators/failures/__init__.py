@@ -7,7 +7,11 @@ from lockstep.communicators.failures.exits import (
     end_with_agent as end_with_agent,
     end_with_parent as end_with_parent,
 )
-from lockstep.communicators.failures.failure import Failure as Failure, traceback_text as traceback_text
+from lockstep.communicators.failures.failure import (
+    Failure as Failure,
+    is_of_transport as is_of_transport,
+    traceback_text as traceback_text,
+)
 from lockstep.communicators.failures.watch import (
     START as START,
     PeerWatch as PeerWatch,

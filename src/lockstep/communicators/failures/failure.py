@@ -66,6 +66,18 @@ def traceback_text(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_LENGTH:]
 
 
+def is_of_transport(error: RuntimeError) -> bool:
+    """Return whether an error of a collective call may come from another rank, or from the connection to it.
+
+    torch also raises `RuntimeError` for a call that this rank cannot make, which says nothing about the others: without
+    NumPy, for arguments that do not fit, or if there is no such network interface.
+    """
+    message = str(error)
+    # The errors of gloo have no class of their own, but begin with the place in its source.
+    of_gloo = "gloo/transport/" in message and "enforce fail" not in message
+    return of_gloo or isinstance(error, dist.DistError)
+
+
 def abort_group(group: dist.ProcessGroup) -> None:
     """Abort a process group: every call that waits in it raises, and so do later calls.
 

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 import torch
 import torch.distributed as dist
 
-from lockstep.communicators.failures import Watch
+from lockstep.communicators.failures import Watch, is_of_transport
 from lockstep.errors import OrderError, PeerError
 
 PAIR_SIZE: Final = 2
@@ -230,7 +230,13 @@ class Channel:
                 raise self._peer_error(None, error) from error
 
     def _peer_error(self, rank: int | None, error: RuntimeError) -> PeerError:
-        """Return the error for a transfer that failed: by the watch if it knows the cause, else by the transport."""
+        """Return the error for a transfer that failed: by the watch if it knows the cause, else by the transport.
+
+        Raises:
+            RuntimeError: The error itself, if it says nothing about another rank.
+        """
+        if not is_of_transport(error):
+            raise error
         # The transport names the rank at the other end, which may itself have ended because of a third one.
         found = self.watch.explain()
         if found is not None:
