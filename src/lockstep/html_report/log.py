@@ -116,29 +116,20 @@ def first_difference(one: Log, other: Log) -> tuple[float, list[str]] | None:
 
     Only updates and names that both logs have are compared, and no rates or times.
     """
-    found: dict[str, float] = {}
-    for name in one.series.keys() & other.series.keys():
-        if not name.startswith(TIMES):
-            update = _first_difference(one.series[name], other.series[name])
-            if update is not None:
-                found[name] = update
-    if not found:
-        return None
-    first = min(found.values())
-    return first, sorted(name for name, update in found.items() if update == first)
+    found = {
+        name: update
+        for name in one.series.keys() & other.series.keys()
+        if not name.startswith(TIMES)
+        and (update := _first_difference(one.series[name], other.series[name])) is not None
+    }
+    first = min(found.values(), default=None)
+    return None if first is None else (first, sorted(name for name, update in found.items() if update == first))
 
 
 def _first_difference(one: Series, other: Series) -> float | None:
-    index = 0
-    for update, value in one.points():
-        while index < len(other.updates) and other.updates[index] < update:
-            index += 1
-        if index == len(other.updates):
-            return None
-        # The text tells NaN from numbers, and equals itself.
-        if other.updates[index] == update and repr(other.values[index]) != repr(value):
-            return update
-    return None
+    # The text tells NaN from numbers, and equals itself.
+    values = {update: repr(value) for update, value in other.points()}
+    return next((update for update, value in one.points() if values.get(update, repr(value)) != repr(value)), None)
 
 
 def thin(series: Series, bins: int) -> list[Point]:
@@ -164,8 +155,7 @@ def thin(series: Series, bins: int) -> list[Point]:
         end = len(series.updates) if bin_ == bins else bisect_left(series.updates, first + bin_ * width, start)
         kept.update(_extremes(series.values[start:end], start))
         start = end
-    points = list(zip(series.updates, series.values, strict=True))
-    return [Point(*points[index]) for index in sorted(kept)]
+    return [Point(series.updates[index], series.values[index]) for index in sorted(kept)]
 
 
 def _extremes(values: Sequence[float], start: int) -> Iterator[int]:
@@ -175,11 +165,8 @@ def _extremes(values: Sequence[float], start: int) -> Iterator[int]:
         yield min(finite)[1]
         yield max(finite)[1]
     if len(finite) < len(values):
-        seen: dict[str, int] = {}
-        for index, value in enumerate(values, start):
-            if value - value != 0:
-                seen.setdefault(repr(value), index)
-        yield from seen.values()
+        others = [(repr(value), index) for index, value in enumerate(values, start) if value - value != 0]
+        yield from dict(reversed(others)).values()
 
 
 def as_json(points: Sequence[Point]) -> dict[str, list[Any]]:
@@ -190,9 +177,5 @@ def as_json(points: Sequence[Point]) -> dict[str, list[Any]]:
     """
     return {
         "x": [int(point.update) if point.update == int(point.update) else point.update for point in points],
-        "y": [_shown(point.value) for point in points],
+        "y": [float(f"{each:.{DIGITS}g}") if each - each == 0 else str(each) for _, each in points],
     }
-
-
-def _shown(value: float) -> float | str:
-    return float(f"{value:.{DIGITS}g}") if value - value == 0 else str(value)
