@@ -41,6 +41,8 @@ from lockstep.errors import (
     ReplayWarning as ReplayWarning,
     ReplicaError as ReplicaError,
     ReplicaInterrupt as ReplicaInterrupt,
+    SideFileError as SideFileError,
+    SideFileWarning as SideFileWarning,
     SignalExit as SignalExit,
     SnapshotError as SnapshotError,
     SnapshotWarning as SnapshotWarning,

@@ -185,6 +185,14 @@ class SnapshotWarning(UserWarning):
     """A snapshot could not be written or read, and the run goes on with the others."""
 
 
+class SideFileError(LockstepError, RuntimeError):
+    """A file beside the snapshots, such as the log, is damaged or no regular file, or is required but not writable."""
+
+
+class SideFileWarning(UserWarning):
+    """A file beside the snapshots, such as the log, is not complete; the run goes on."""
+
+
 class RandomStreamWarning(UserWarning):
     """Random numbers were drawn from a source that belongs to no shard.
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.optim import LAMB, MomentumSGD, hooks
+from lockstep.compat.nnabla import LAMB
+from lockstep.optim import MomentumSGD, hooks
 
 Options = Mapping[str, Any]
 Groups = list[dict[str, Any]]

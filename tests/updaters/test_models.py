@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep as ls
+from lockstep.compat.nnabla import LAMB
 from lockstep.updaters.step.optimizer_step import PER_PARAMETER, StepProgress, step_whole
 from tests.support.small_updater import mean_of_output, updater_of
 
@@ -218,7 +219,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adafactor": torch.optim.Adafactor,
     "momentum": lambda p: ls.MomentumSGD(p, lr=0.01),
     "corrected fused": lambda p: ls.CorrectedMomentumSGD(p, lr=0.01, fused=True),
-    "lamb": lambda p: ls.optim.LAMB(p, lr=0.01),
+    "lamb": lambda p: LAMB(p, lr=0.01),
 }
 
 

@@ -124,7 +124,6 @@ class Snapshot(Extension):
             return
         found = snapshots.list(trainer.out)
         _check_folder(trainer, found, self._run_id)
-        self._log = self._open_log(trainer, found)
         self._best_metrics = None
         for each in found:
             if each.manifest is not None:
@@ -139,6 +138,8 @@ class Snapshot(Extension):
             required=self.required,
             about=_about(trainer),
         )
+        # While no other run can write to it.
+        self._log = self._open_log(trainer, found)
 
     def collect(self, trainer: Trainer) -> None:
         """Log the digests of what was written meanwhile, and one of this update if it is due."""
@@ -215,6 +216,8 @@ class Snapshot(Extension):
             self._save(trainer, reason, must=True)
             writer.wait()
             self._log_written()
+        if self._log is not None:
+            self._log.close()
 
     def _end(self, trainer: Trainer) -> BaseException | None:
         """Compare the last digests over ranks, and return the error that has ended the run or this comparison.
@@ -338,7 +341,7 @@ class Snapshot(Extension):
         conditions = _digest_of([recipe, content.kernel_class])
         # A run that was interrupted in this process continues its log, too.
         resumed_at = trainer.updater.iteration or None
-        log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at)
+        log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at, required=self.required)
         if source is not None and source.same_kernels and not source.accepted:
             # The digests of snapshots whose tensors are damaged are as good as those of others.
             log.expect(_records(trainer.out, found, self._run_id))

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from lockstep.errors import StateError
+from lockstep.state import check_keys
 
 Factor: TypeAlias = Callable[[int], float]
 
@@ -40,9 +41,7 @@ def linear_scaling(base_lr: float, *, batch_size: int, base_batch_size: int) -> 
     >>> linear_scaling(0.1, batch_size=8192, base_batch_size=256)
     3.2
     """
-    for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
-        if size < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {size}.")
+    _check_finite(1, batch_size=batch_size, base_batch_size=base_batch_size)
     return base_lr * batch_size / base_batch_size
 
 
@@ -61,13 +60,8 @@ def warmup(updates: int, *, start: float = 0.0) -> Factor:
     >>> [warmup(4, start=0.5)(count) for count in range(6)]
     [0.5, 0.625, 0.75, 0.875, 1.0, 1.0]
     """
-    _check_at_least("updates", updates, 0)
-    _check_at_least("start", start, 0)
-
-    def factor(count: int) -> float:
-        return 1.0 if count >= updates else start + (1.0 - start) * count / updates
-
-    return factor
+    _check_finite(0, updates=updates, start=start)
+    return lambda count: 1.0 if count >= updates else start + (1.0 - start) * count / updates
 
 
 def steps(milestones: Sequence[int], *, gamma: float = 0.1) -> Factor:
@@ -85,7 +79,7 @@ def steps(milestones: Sequence[int], *, gamma: float = 0.1) -> Factor:
     """
     if list(milestones) != sorted(milestones):
         raise ValueError(f"`milestones` must be in ascending order, got {list(milestones)}.")
-    _check_at_least("gamma", gamma, 0)
+    _check_finite(0, gamma=gamma)
     return _bounded(lambda count: gamma ** bisect_right(milestones, count), None, rises=gamma > 1)
 
 
@@ -105,9 +99,10 @@ def every(updates: int, *, gamma: float = 0.1, final: float | None = None) -> Fa
     >>> [every(2, gamma=2.0)(count) for count in range(6)]
     [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     """
-    _check_at_least("updates", updates, 1)
-    power = _bounded_power("gamma", gamma, final)
-    return lambda count: power(count // updates)
+    _check_finite(1, updates=updates)
+    _check_finite(0, gamma=gamma)
+    _check_final(final, f"gamma={gamma}", rises=gamma > 1)
+    return _bounded(lambda count: gamma ** (count // updates), final, rises=gamma > 1)
 
 
 def exponential(rate: float, *, final: float | None = None) -> Factor:
@@ -123,14 +118,9 @@ def exponential(rate: float, *, final: float | None = None) -> Factor:
     >>> [exponential(0.5, final=0.2)(count) for count in range(4)]
     [1.0, 0.5, 0.25, 0.2]
     """
-    return _bounded_power("rate", rate, final)
-
-
-def _bounded_power(name: str, base: float, final: float | None) -> Factor:
-    """Return the powers of a number as a factor, clamped at a bound in the direction in which they lead."""
-    _check_at_least(name, base, 0)
-    _check_final(final, name, base, rises=base > 1)
-    return _bounded(lambda count: base**count, final, rises=base > 1)
+    _check_finite(0, rate=rate)
+    _check_final(final, f"rate={rate}", rises=rate > 1)
+    return _bounded(lambda count: rate**count, final, rises=rate > 1)
 
 
 def _bounded(factor: Factor, bound: float | None, *, rises: bool) -> Factor:
@@ -149,14 +139,13 @@ def _bounded(factor: Factor, bound: float | None, *, rises: bool) -> Factor:
     return bounded
 
 
-def _check_final(final: float | None, name: str, value: float, *, rises: bool) -> None:
+def _check_final(final: float | None, cause: str, *, rises: bool) -> None:
     """Check that a bound lies where a factor leads."""
-    if final is None:
-        return
-    _check_finite("final", final)
-    if (final < 1) if rises else (final > 1):
+    bound = 1.0 if final is None else final
+    _check_finite(final=bound)
+    if (bound < 1) if rises else (bound > 1):
         rule = "at least 1 where the factor grows" if rises else "at most 1 where the factor does not grow"
-        raise ValueError(f"`final` must be {rule}, got {final} with {name}={value}.")
+        raise ValueError(f"`final` must be {rule}, got {final} with {cause}.")
 
 
 def cosine(updates: int, *, final: float = 0.0) -> Factor:
@@ -175,14 +164,9 @@ def cosine(updates: int, *, final: float = 0.0) -> Factor:
     >>> [round(cosine(4)(count), 3) for count in range(6)]
     [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
-    _check_at_least("updates", updates, 1)
-    _check_finite("final", final)
-
-    def factor(count: int) -> float:
-        done = min(count / updates, 1.0)
-        return final + (1.0 - final) * (1.0 + math.cos(math.pi * done)) / 2.0
-
-    return factor
+    _check_finite(1, updates=updates)
+    _check_finite(final=final)
+    return lambda count: final + (1.0 - final) * (1.0 + math.cos(math.pi * min(count / updates, 1.0))) / 2.0
 
 
 def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: float | None = None) -> Factor:
@@ -206,9 +190,8 @@ def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: f
     >>> [polynomial(4, power=-1, bound=3)(count) for count in range(6)]
     [1.0, 1.3333333333333333, 2.0, 3.0, 3.0, 3.0]
     """
-    _check_at_least("updates", updates, 1)
-    _check_finite("power", power)
-    _check_finite("final", final)
+    _check_finite(1, updates=updates)
+    _check_finite(power=power, final=final)
     if power < 0 and (bound is None or final != 0):
         raise ValueError(
             f"`bound` must be given, and `final` must be 0, with a `power` below 0, got {bound} and {final}. Pass the "
@@ -238,9 +221,9 @@ def inverse(gamma: float, *, power: float = 1.0, final: float | None = None) -> 
     >>> [inverse(1.0, power=-1, final=2.5)(count) for count in range(4)]
     [1.0, 2.0, 2.5, 2.5]
     """
-    _check_at_least("gamma", gamma, 0)
-    _check_finite("power", power)
-    _check_final(final, "power", power, rises=power < 0)
+    _check_finite(0, gamma=gamma)
+    _check_finite(power=power)
+    _check_final(final, f"power={power}", rises=power < 0)
     return _bounded(lambda count: (1.0 + gamma * count) ** -power, final, rises=power < 0)
 
 
@@ -266,7 +249,7 @@ def delayed(factor: Factor, updates: int) -> Factor:
     >>> [delayed(polynomial(2), 2)(count) for count in range(5)]
     [1.0, 1.0, 1.0, 0.5, 0.0]
     """
-    _check_at_least("updates", updates, 0)
+    _check_finite(0, updates=updates)
     return lambda count: factor(max(count - updates, 0))
 
 
@@ -343,8 +326,7 @@ class UpdateSchedule(LRScheduler):
         Raises:
             StateError: If a key is missing or unknown, or the number of groups differs.
         """
-        if state_dict.keys() != {"last_epoch", "base_lrs"}:
-            raise StateError(f"The state of a schedule must hold ['base_lrs', 'last_epoch'], got {sorted(state_dict)}.")
+        check_keys(state_dict, ["last_epoch", "base_lrs"], of="a schedule")
         self._set_bases(state_dict["base_lrs"], "`base_lrs`", StateError)
         # torch also counts the step that its constructor takes.
         self._step_count = state_dict["last_epoch"] + 1
@@ -386,13 +368,9 @@ def _write(group: dict[str, Any], option: str, value: float | Tensor) -> None:
         group[name] = value
 
 
-def _check_finite(name: str, value: float) -> None:
-    """Check that a number is neither infinite nor NaN."""
-    if not math.isfinite(value):
-        raise ValueError(f"`{name}` must be finite, got {value}.")
-
-
-def _check_at_least(name: str, value: float, least: float) -> None:
-    """Check that a number is finite and at least ``least``."""
-    if not least <= value < math.inf:
-        raise ValueError(f"`{name}` must be finite and at least {least}, got {value}.")
+def _check_finite(least: float = -math.inf, /, **numbers: float) -> None:
+    """Check that numbers are finite and at least ``least``."""
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and value >= least):
+            rule = "finite" if least == -math.inf else f"finite and at least {least}"
+            raise ValueError(f"`{name}` must be {rule}, got {value}.")

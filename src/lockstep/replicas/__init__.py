@@ -46,6 +46,7 @@ from lockstep.replicas.passes import (
     apply_tensor_hooks as apply_tensor_hooks,
     check_leaves as check_leaves,
     check_no_accumulate_hooks as check_no_accumulate_hooks,
+    check_no_inner_backward as check_no_inner_backward,
     check_no_leaked_gradients as check_no_leaked_gradients,
     finish_whole as finish_whole,
     foreign_leaves as foreign_leaves,

@@ -201,7 +201,7 @@ class ParallelUpdater(Updater):
             NonFiniteError: If the gradient stayed non-finite and `on_exhausted` is ``"raise"``.
             ReplicaError: If user code raised in a shard, or if a device hung.
             ValueError: If the loss is not computed with the model that `loss_fn` receives.
-            OrderError: If a step function calls this method.
+            OrderError: If a step function calls this method, or if there is a gradient that no optimizer has used.
         """
         if self._custom.state is not None:
             raise OrderError("`update` must not be called by a step function.")

@@ -227,7 +227,8 @@ def test_a_buffer_that_is_none_is_none_for_every_shard(devices: int) -> None:
     x = torch.arange(1.0, 7.0).reshape(6, 1)
     model = one_update(Caching(), x, num_shards=6, devices=devices)
     assert model.cache is None
-    assert model.weight.grad.item() == (x**2).mean().item()
+    # The share of each shard, 1/6, is rounded to float32.
+    assert model.weight.grad.item() == pytest.approx((x**2).mean().item(), rel=2**-23)
 
 
 class Growing(nn.Module):

@@ -150,6 +150,24 @@ def check_no_leaked_gradients(parameters: Mapping[str, nn.Parameter], wanted: Co
     )
 
 
+def check_no_inner_backward(replica: nn.Module) -> None:
+    """Refuse gradients that a forward has left in a replica.
+
+    Args:
+        replica: The replica, after a forward.
+
+    Raises:
+        ValueError: If a parameter has a gradient.
+    """
+    for name, parameter in replica.named_parameters():
+        if parameter.grad is not None:
+            raise ValueError(
+                "A forward must not call `backward`, whose gradients would be added to those of the loss that it "
+                f"returns; got a gradient of {name!r}. For the gradient of an input, as in adversarial training, use "
+                "torch.autograd.grad(loss, inputs). To train on several losses return their sum."
+            )
+
+
 def check_no_accumulate_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     """Check that no parameter has a hook on the accumulation of its gradient, which replicas do not do for a batch.
 

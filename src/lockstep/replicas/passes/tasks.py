@@ -16,6 +16,7 @@ from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
 from lockstep.replicas.batch import Inputs, ShardForward
 from lockstep.replicas.buffers import AnyBufferSum
+from lockstep.replicas.passes.leaks import check_no_inner_backward
 from lockstep.replicas.passes.shard_runner import ShardRunner
 from lockstep.replicas.passes.shard_streams import resume_stream, stream_position
 from lockstep.replicas.pool import NULL_CONTEXT
@@ -145,6 +146,8 @@ class ForwardTask:
                     returned = replica(*inputs.args, **inputs.kwargs)
             except Exception as error:
                 raise runner.error("forward", shard, error) from error
+            if any(parameter.grad is not None for parameter in runner.parameters):
+                check_no_inner_backward(replica)
             # Recorded inside of the hooks' context, right after the forward, where backward has to continue.
             position = stream_position(runner.device) if self.keeps_graph else None
         reports = {} if reported is None else reported.pairs

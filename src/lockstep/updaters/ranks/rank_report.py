@@ -47,7 +47,8 @@ class RankReport:
             metrics: dict[str, Any] = {}
             for name, (total, weight) in report.metrics.items():
                 metrics[name] = [_encode_number(total), _encode_number(weight)]
-            shards.append([report.shard, report.weight, _encode_number(report.loss.reshape(())), metrics])
+            loss = _encode_number(report.loss.reshape(()))
+            shards.append([report.shard, report.weight, loss, metrics, report.has_own_weight])
         return {
             "shards": shards,
             "buffer_weight": self.buffer_weight,
@@ -62,11 +63,12 @@ class RankReport:
     def from_plain(cls, plain: Mapping[str, Any]) -> RankReport:
         """Create a report from what `to_plain` returned."""
         shards = []
-        for shard, weight, loss, values in plain["shards"]:
+        for shard, weight, loss, values, has_own_weight in plain["shards"]:
             metrics: dict[str, Any] = {}
             for name, (total, share) in values.items():
                 metrics[name] = (_decode_number(total), _decode_number(share))
-            shards.append(ShardReport(shard, weight, torch.as_tensor(_decode_number(loss)), metrics))
+            value = torch.as_tensor(_decode_number(loss))
+            shards.append(ShardReport(shard, weight, value, metrics, has_own_weight))
         return cls(
             shards,
             plain["buffer_weight"],

@@ -32,7 +32,9 @@ from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultStream, restored_gen
 
 CUTTING: Final = (
     "Tuples, lists, dicts and dataclasses of tensors are cut into shards, by default along the first dimension of "
-    "every tensor; `batch_dim` names other dimensions, and None for a tensor that every shard gets whole. For other "
+    "every tensor; `batch_dim` names other dimensions, and None for a tensor that every shard gets whole. Leave out a "
+    "number by which the model divides its loss, such as num_items_in_batch: the loss of a shard is the mean over the "
+    "shard, with weights if necessary, as lockstep.token_mean() or Loss(value, weight=...) compute it. For other "
     "batches, such as graphs or images with boxes, give the samples themselves and collate those of each shard by a "
     "`converter`, which is called with (samples, device). lockstep.BatchIterator(dataset, batch_size) gives samples, "
     "and so does lockstep.IterableBatches(DataLoader(..., collate_fn=list), batches_of='samples')."

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal, get_args
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
+from lockstep.errors import OrderError
 from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
@@ -341,3 +343,37 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
                         "`optimizer` must hold each parameter in one optimizer only, got "
                         f"{names[id(parameter)]!r} in {owners[id(parameter)]!r} and {owner!r}."
                     )
+
+
+USED_VERSION: Final = "_lockstep_used_version"
+"""The attribute of a gradient with the version in which an update has used it. It belongs to the gradient and not to an
+updater, because several may train one model in turn."""
+
+
+def check_no_unused_gradients(
+    parameters: Mapping[str, torch.Tensor], wanted: Collection[int] | None, used_at: Mapping[int, int]
+) -> None:
+    """Refuse gradients that no optimizer has stepped by, before those of an update replace them.
+
+    Args:
+        parameters: The parameters by name.
+        wanted: The ``id`` of the parameters that are about to get a gradient, or None for all.
+        used_at: The version of each parameter after the last update, by its ``id``. If it has another one, you have
+            stepped by a gradient of your own since.
+
+    Raises:
+        OrderError: If a gradient is neither that of a finished update nor zero.
+    """
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is None or (wanted is not None and id(parameter) not in wanted):
+            continue
+        if used_at.get(id(parameter), parameter._version) != parameter._version:
+            continue
+        if gradient.__dict__.get(USED_VERSION) != gradient._version and bool((gradient.to_dense() != 0).any()):
+            raise OrderError(
+                f"The gradient of {name!r} must be None, zero or that of the last update before another one is "
+                "computed, got one that no optimizer has used, which would be lost. Add its loss to that of the "
+                "update, call `apply_gradients` after each `compute_gradients` (to `accumulate` batches is an option "
+                "of the updater), or drop it by `optimizer.zero_grad()`."
+            )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Final, Protocol, runtime_checkable
@@ -17,7 +17,7 @@ from lockstep.updaters.attempt import FINITE, Attempt, Deferral, StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.state import TrainingState
-from lockstep.updaters.step.checks import clipping_norms
+from lockstep.updaters.step.checks import USED_VERSION, check_no_unused_gradients, clipping_norms
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.optimizer_step import NO_STREAM, OptimizerStep
 from lockstep.updaters.step.skips import SkippedUpdates
@@ -110,6 +110,19 @@ class Committer:
                     gradient = laid_out_for(target, gradient)  # noqa: PLW2901 - see above
             target.grad = gradient
 
+    def check_no_unused_gradients(self, wanted: Collection[int] | None) -> None:
+        """Refuse gradients that no optimizer has used, at master weights where there are any.
+
+        Args:
+            wanted: The ``id`` of the parameters that are about to get a gradient, or None for all.
+
+        Raises:
+            OrderError: If a gradient is neither that of a finished update nor zero.
+        """
+        named = self._engine.prepared.named_parameters.items()
+        targets = {name: self._gradient_target(each) for name, each in named if wanted is None or id(each) in wanted}
+        check_no_unused_gradients(targets, None, self._engine.used_at)
+
     def _gradient_target(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter or master weight whose ``grad`` an optimizer reads."""
         for masters in self._training.masters.values():
@@ -133,20 +146,42 @@ class Committer:
         Returns:
             The result of the update.
         """
-        if not attempt.gradients_assigned:
-            self.assign_gradients(attempt)
-        if attempt.overflow_check is not FINITE:
-            self.note(names, attempt)
-        if len(names) > 1:
-            return self._commit_several(names, attempt, settings, consumed)
-        applied = attempt.applied
-        late_errors = [] if applied is False else self._apply(names, attempt, settings)
-        late_errors += self._count(applied, consumed)
-        # Before errors of user code are raised: the update counts as done, and its scale must not be lost.
-        self._training.scale = attempt.next_scale(self._training.scale)
+        if self._training.masters and not attempt.gradients_assigned:
+            self.check_no_unused_gradients(attempt.request.wanted)
+        try:
+            if not attempt.gradients_assigned:
+                self.assign_gradients(attempt)
+            if attempt.overflow_check is not FINITE:
+                self.note(names, attempt)
+            if len(names) > 1:
+                return self._commit_several(names, attempt, settings, consumed)
+            applied = attempt.applied
+            late_errors = [] if applied is False else self._apply(names, attempt, settings)
+            late_errors += self._count(applied, consumed)
+            # Before errors of user code are raised: the update counts as done, and its scale must not be lost.
+            self._training.scale = attempt.next_scale(self._training.scale)
+        except BaseException:
+            self.mark_gradients_used()
+            raise
         for error in late_errors:
             raise error
         return attempt.result(applied=applied)
+
+    def mark_gradients_used(self) -> None:
+        """Note that the gradients need not be kept; a later change, as by another backward, ends this."""
+        used_at = self._engine.used_at = {}
+        counts_writes = True
+        for optimizer in self._training.optimizers.values():
+            for group in optimizer.param_groups:
+                # Fused kernels leave the version of a weight as it is, so a step of your own would go unnoticed.
+                counts_writes &= not group.get("fused")
+        for parameter in self._engine.prepared.parameters:
+            used_at[id(parameter)] = parameter._version if counts_writes else -1
+            gradient = parameter.grad
+            if gradient is not None:
+                gradient.__dict__[USED_VERSION] = gradient._version
+        for masters in self._training.masters.values():
+            masters.drop_gradients()
 
     def _commit_several(
         self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
@@ -184,6 +219,7 @@ class Committer:
         applied = attempt.applied
         if applied is not False:
             _raise_first(self._apply(names, attempt, settings))
+        self.mark_gradients_used()
         self._training.scale = attempt.next_scale(self._training.scale)
         return applied
 
@@ -269,6 +305,7 @@ class Committer:
         Returns:
             The errors that user code raised. Everything else was done nevertheless.
         """
+        self.mark_gradients_used()
         self._engine.watch.phase = "end"
         training = self._training
         training.iteration += 1

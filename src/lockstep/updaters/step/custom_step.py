@@ -127,6 +127,7 @@ class CustomStep:
             # A second Ctrl-C must not interrupt the restoring.
             context.interrupts.hold()
             savepoint.restore()
+            self._committer.mark_gradients_used()
             training.scale = scale
             # Restored when a batch is used again, because not all batches can be.
             engine.kept.unsettled[:0] = state.data
@@ -157,9 +158,11 @@ class CustomStep:
             buffers_of=buffers_of,
         )
         state = self.state
+        unused = self._unused_gradient(request.wanted)
         if state is not None:
             request = replace(request, computation=state.computations, taken=tuple(state.described))
             attempt = self._final_attempt(request, names, batch, state.context, no_retry=False)
+            attempt.replaced = unused
             state.computations += 1
             state.pending[names] = attempt
             result = attempt.result(applied=False)
@@ -172,8 +175,19 @@ class CustomStep:
         with UpdateContext(self._training.replicas) as context:
             request = replace(request, computation=computation)
             attempt = self._final_attempt(request, names, batch, context, no_retry=True)
+        attempt.replaced = unused
         self._pending[names] = attempt
         return attempt.result(applied=False)
+
+    def _unused_gradient(self, wanted: Collection[int] | None) -> OrderError | None:
+        """Return the error for a gradient that the next one replaces, to be raised if that one is stepped by."""
+        if self._pending if self.state is None else self.state.pending:
+            try:
+                self._committer.check_no_unused_gradients(wanted)
+            except OrderError as error:
+                self._committer.mark_gradients_used()
+                return error
+        return None
 
     def _final_attempt(
         self, request: GradientRequest, names: Names, batch: Any, context: UpdateContext, *, no_retry: bool
@@ -220,8 +234,8 @@ class CustomStep:
         """Step by the gradient that was computed; see `ParallelUpdater.apply_gradients`.
 
         Raises:
-            OrderError: If no gradient was computed for these optimizers, or this process was forked since, or an
-                optimizer that computes gradients again steps outside of an update.
+            OrderError: If no gradient was computed for these optimizers or it has replaced another one, or this process
+                was forked since, or an optimizer that computes gradients again steps outside of an update.
         """
         names = self._training.names_of(optimizer)
         state = self.state
@@ -276,6 +290,7 @@ class CustomStep:
                 now = computed.pop()
             else:
                 batch, context = attempt.given_batches[0], state.context
+                self._committer.mark_gradients_used()
                 self._engine.kept.unsettled.append(state.data.pop())
                 now = self._final_attempt(attempt.request, (name,), batch, context, no_retry=False)
             self._training.scale = now.next_scale(self._training.scale)
@@ -299,6 +314,7 @@ class CustomStep:
     def forget_gradients(self) -> None:
         """Forget gradients that were computed but not applied."""
         self._pending = {}
+        self._committer.mark_gradients_used()
 
     def next_batch(self, name: str) -> Any:
         """Return another batch; its iterator advances when the update is complete.
@@ -338,15 +354,14 @@ class _NotFinite(Exception):  # noqa: N818 - ends a step, and is no error
 
 
 def _pop(pending: dict[Names, Attempt], names: Names) -> Attempt:
-    """Return the gradient for some optimizers, and forget it.
-
-    Raises:
-        OrderError: If none was computed.
-    """
+    """Return the gradient for some optimizers and forget it; raise an OrderError if there is none to step by."""
     if names not in pending:
         raise OrderError(
             "`apply_gradients` must follow `compute_gradients`, once for each call and for the same optimizer."
         )
+    attempt = pending[names]
+    if attempt.replaced is not None:
+        raise attempt.replaced
     return pending.pop(names)
 
 

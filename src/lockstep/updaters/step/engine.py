@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any, Final
-
-import torch
 
 from lockstep.communicators import Watch
 from lockstep.nest import call_arguments
@@ -50,7 +48,7 @@ from lockstep.updaters.setup import (
     read_batches,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
-from lockstep.updaters.step.checks import check_first_shards, check_reached
+from lockstep.updaters.step.checks import USED_VERSION, check_first_shards, check_no_unused_gradients, check_reached
 from lockstep.updaters.step.next_batches import NextBatches
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
@@ -105,6 +103,9 @@ class GradientEngine:
         self.prepared = PreparedModel(TreeSum(self.replicas, []))
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
+        self._weighted = False
+        self.used_at: dict[int, int] = {}
+        """The version of each parameter after the last update, by its ``id``."""
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
         self.first_updates = FirstUpdates()
@@ -126,10 +127,6 @@ class GradientEngine:
         attempt.batches = attempt.given_batches or self.next_batches(attempt.skipped_batches)
         if not attempt.batches:
             raise StopIteration
-
-    def has_batches(self, skip: int) -> bool:
-        """Return whether the iterator has a batch after the next `skip` ones."""
-        return bool(self.next_batches(skip))
 
     def next_batches(self, skip: int) -> list[Any]:
         """Return the batches of one attempt; fewer than `accumulate`, or none, where the iterator ends."""
@@ -171,16 +168,20 @@ class GradientEngine:
         )
         copies = self.kept.has_changes or self.training.iteration < self.first_updates.end
         self.kept.unsettled.append(ShardData(attempt.batches, attempt.device_shards, copied=copies))
+        scale = attempt.scale
         attempt.gradient_context = GradientContext(
             request.loss_fn,
             self._precision,
-            # The same power of two for all shards cancels exactly; it keeps the factors of backward at most 1.
-            None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
-            self._loss_scale_factor(attempt),
+            None if share.num_shards == 1 else sum(attempt.sizes),
+            # With a deferred check the factor of a scale that moves stays on the device.
+            scale.factor_on(self.replicas.devices[0])
+            if request.deferred and scale.fixed_factor is None
+            else scale.fixed_factor or scale.value.factor,
             self.watch,
             recipe.reduction == "mean" and not request.summed,
-            request.inspect_shard,
-            request.deferred,
+            weighted=self._weighted,
+            inspect_shard=request.inspect_shard,
+            deferred=request.deferred,
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
             shard_loss=request.shard_loss,
             is_first=self.training.iteration < self.first_updates.end,
@@ -192,13 +193,6 @@ class GradientEngine:
         self.kept.unsettled[-1].restore(place)
         shards, device = attempt.share.shards_by_device[place], self.replicas.devices[place]
         return self.conversion.shards(attempt.batches, [shards], [device], self.first_stream())[0]
-
-    def _loss_scale_factor(self, attempt: Attempt) -> float | torch.Tensor:
-        """Return the loss scale factor; with a deferred check it stays on the device."""
-        scale = attempt.scale
-        if scale.fixed_factor is not None:
-            return scale.fixed_factor
-        return scale.factor_on(self.replicas.devices[0]) if attempt.request.deferred else scale.value.factor
 
     def refresh_prepared(self) -> None:
         """Prepare the model again if it has changed since the last attempt.
@@ -247,11 +241,7 @@ class GradientEngine:
         """
         prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
         if request.inspect_shard is None:
-            for parameter in prepared.parameters:
-                # Frees the memory of the last gradient for this one, and lets `reduce` detect gradients of the
-                # original.
-                if request.wanted is None or id(parameter) in request.wanted:
-                    parameter.grad = None
+            self._remove_gradients(request.wanted)
         if self.ranks is not None:
             self.ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
         unwanted = [] if request.wanted is None else prepared.unwanted_indices(request.wanted)
@@ -296,6 +286,15 @@ class GradientEngine:
             self.watch.phase = "data loading"
             first = self.first_stream(ahead=1) if self.conversion.is_own else 0
             self.ahead.copy(attempt.consumed_batches, self.batches_per_update, first)
+
+    def _remove_gradients(self, wanted: Collection[int] | None) -> None:
+        """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
+        for parameter in self.prepared.parameters:
+            if (gradient := parameter.grad) is not None and gradient.__dict__.get(USED_VERSION) != gradient._version:
+                check_no_unused_gradients(self.prepared.named_parameters, wanted, self.used_at)
+        for parameter in self.prepared.parameters:
+            if wanted is None or id(parameter) in wanted:
+                parameter.grad = None
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -361,6 +360,11 @@ class GradientEngine:
             return
         if self.training.iteration < self.first_updates.end:
             self.kept.check(attempt.share.num_shards)
+        if attempt.gradient_context.is_mixed:
+            # The next updates begin like the repeated attempt, because they are likely to be mixed as well. The result
+            # depends on the kinds of the shards of this update only.
+            self._weighted, attempt.complete = not self._weighted, False
+            return
         prepared, gradients = self.prepared, attempt.gradients
         for gradient in gradients:
             if gradient is not None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import ForeachOptimizer
-from lockstep.optim.norm import norms
+from lockstep.optim import HookedOptimizer, norms
 
 
 @torch.no_grad()
@@ -95,7 +94,7 @@ def lamb_step(
     torch._foreach_sub_(weights, updates)
 
 
-class LAMB(ForeachOptimizer):
+class LAMB(HookedOptimizer):
     """The LAMB optimizer: Adam's direction, scaled by the norm of each parameter.
 
     The rule is that of `lamb_step`. Unless the norm exceeds its bounds, η is the fraction of its own norm that

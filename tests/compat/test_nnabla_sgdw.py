@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.compat.nnabla import SGDW
 from lockstep.errors import StateError
-from lockstep.optim import SGDW, MomentumSGD, UpdateSchedule, hooks, schedule
+from lockstep.optim import MomentumSGD, UpdateSchedule, hooks, schedule
 from tests.support.optimizers import parameters, put_grads, same_bits
 
 
@@ -129,6 +130,19 @@ def test_saved_state_goes_on_to_the_same_bits_with_its_first_rate() -> None:
             other.load_state_dict(lacking)
 
 
+def test_a_state_from_before_the_options_of_torchs_sgd_loads() -> None:
+    weights = parameters()
+    optimizer = SGDW(weights, weight_decay=0.1)
+    put_grads(weights, 0)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    for option in ("dampening", "nesterov", "maximize"):
+        del saved["param_groups"][0][option]
+    other = SGDW(parameters())
+    other.load_state_dict(saved)
+    assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
 def test_masters_decay_in_float32() -> None:
     half = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     full = torch.nn.Parameter(torch.ones(8))
@@ -146,10 +160,10 @@ def test_masters_decay_in_float32() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weight_decay": -0.1}, r"`weight_decay` must lie in \[0, 1\), got -0.1"),
+        ({"weight_decay": -0.1}, "`weight_decay` must be finite and at least 0, got -0.1"),
         ({"weight_decay": 1.0}, r"`weight_decay` must lie in \[0, 1\), got 1.0"),
         ({"lr": 0.0}, "`initial_lr` must be finite and above 0, got 0.0"),
-        ({"lr": math.nan}, "`initial_lr` must be finite and above 0, got nan"),
+        ({"lr": math.nan}, "`lr` must be finite and at least 0, got nan"),
         ({"momentum": 1.0}, r"`momentum` must lie in \[0, 1\), got 1.0"),
     ],
 )

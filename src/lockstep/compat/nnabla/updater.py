@@ -11,7 +11,9 @@ import torch
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
-from lockstep.optim import LAMB, SGDW, WeightDecay
+from lockstep.compat.nnabla.lamb import LAMB
+from lockstep.compat.nnabla.sgdw import SGDW
+from lockstep.optim import WeightDecay
 from lockstep.precision import DynamicLossScale, LossScaler, nnabla_loss_scale
 from lockstep.state import check_keys
 
@@ -61,7 +63,7 @@ class DynamicLossScalingUpdater:
         clear_buffer: Whether backward frees the graph.
         accum_grad: The number of forwards and backwards per update.
         weight_decay: The weight decay that is added to the unscaled gradients; None for none.
-            `lockstep.optim.SGDW` and `lockstep.optim.LAMB` apply it by their own rule, instead of their own weight
+            `SGDW` and `LAMB` apply it by their own rule, instead of their own weight
             decay; torch's AdamW applies its own in addition. `lockstep.optim.hooks.GradientLARS` has its own too.
         comm: A lockstep `Communicator`, or any object with NNabla's ``all_reduce(tensors, division=, inplace=)``;
             None for a single process.

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.compat.nnabla import LAMB
 from lockstep.errors import StateError
-from lockstep.optim import LAMB, UpdateSchedule, hooks, schedule
+from lockstep.optim import UpdateSchedule, hooks, schedule
 from lockstep.precision import LossScaler
 from tests.support.optimizers import parameters, put_grads, same_bits
 

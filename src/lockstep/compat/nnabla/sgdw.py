@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lockstep.optim.hooked import check_lr_size, scalar
-from lockstep.optim.momentum_sgd import MomentumSGD
+from lockstep.optim import MomentumSGD, scalar
 
 
 class SGDW(MomentumSGD):
@@ -31,10 +30,8 @@ class SGDW(MomentumSGD):
         lr: The learning rate η, at least 0, and above 0 at the start; a plain number with ``correction``.
         momentum: The momentum m, in [0, 1).
         weight_decay: The weight decay λ, in [0, 1).
-        correction: Whether the velocity is rescaled when η changes, as in `MomentumSGD`.
-        missing_grad: What happens to a parameter without a gradient: "skip" leaves it unchanged, "zero"
-            applies momentum and decay to it.
-        frozen: Whether the parameters are left unchanged.
+        **options: The other options of `MomentumSGD`; with ``missing_grad="zero"``, the decay applies to a parameter
+            without a gradient, too.
 
     The option ``initial_lr`` of a group is η₀, by default its first ``lr``; torch's schedulers store the
     initial learning rate under the same name.
@@ -64,22 +61,12 @@ class SGDW(MomentumSGD):
         lr: float | Tensor = 0.01,
         momentum: float = 0.9,
         weight_decay: float = 1e-4,
-        *,
-        correction: bool = False,
-        missing_grad: str = "skip",
-        frozen: bool = False,
+        **options: Any,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "initial_lr": None,
-            "correction": correction,
-            "missing_grad": missing_grad,
-            "frozen": frozen,
-        }
-        # Skip the constructor of MomentumSGD: all it does is to collect its own options, which are fewer.
-        super(MomentumSGD, self).__init__(params, defaults)
+        super().__init__(params, lr, momentum, weight_decay=weight_decay, **options)
+        # Not earlier, because the constructors of torch and of `MomentumSGD` collect the defaults. Saved states must
+        # have it.
+        self.defaults["initial_lr"] = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters.
@@ -97,20 +84,18 @@ class SGDW(MomentumSGD):
         param_group["initial_lr"] = first.clone() if isinstance(first, Tensor) else first
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        # First the size: comparing a learning rate of several elements below would raise an error of torch's.
-        check_lr_size(options["lr"])
+        super()._check_options(options)
         first = _initial_lr(options)
-        if not 0 <= options["weight_decay"] < 1:
+        if options["weight_decay"] >= 1:
             raise ValueError(f"`weight_decay` must lie in [0, 1), got {options['weight_decay']}.")
         if not 0 < first < math.inf:
             raise ValueError(
                 f"`initial_lr` must be finite and above 0, got {first}. The decay is λ times lr / initial_lr."
             )
-        super()._check_options(options)
 
     def _converted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state itself: the decay of torch's SGD is in its buffers, and that of this optimizer is not."""
-        return state_dict
+        """Return a state of this optimizer; not one for that of torch's SGD, which has the decay in its buffers."""
+        return super()._converted(state_dict) if "t" in state_dict else state_dict
 
     def _coupled_decay(self, group: Mapping[str, Any]) -> float:  # noqa: ARG002 - none in any group
         """Return 0: no decay passes through the velocity."""
@@ -131,5 +116,5 @@ class SGDW(MomentumSGD):
 
 def _initial_lr(options: Mapping[str, Any]) -> float | Tensor:
     """Return η₀: the option ``initial_lr`` where it is set, otherwise the current learning rate."""
-    first: float | Tensor = options["lr"] if options["initial_lr"] is None else options["initial_lr"]
+    first: float | Tensor = options["lr"] if options.get("initial_lr") is None else options["initial_lr"]
     return first
