@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from lockstep.snapshots import Content
-from lockstep.snapshots.writing.staging import Buffers, freeze_content
+from lockstep.snapshots.commit import Buffers, stage
 
 SIZES = ((40, 0.8), (40, 15.0), (40, 100.0), (2000, 2.0), (2000, 15.0))
 """Numbers of tensors, with their size in MB altogether."""
@@ -47,12 +47,12 @@ def milliseconds(action: Callable[[], object]) -> float:
 def measure(count: int, megabytes: float) -> tuple[list[float], list[float]]:
     """Measure the bare copy and the staging in turn, in milliseconds."""
     saved, buffers = content(count, megabytes), Buffers()
-    sources = list(freeze_content(saved).memory.tensors)
+    sources = list(stage(saved, ()).tensors)
     kept = [torch.empty_like(tensor) for tensor in sources]
     bare, staged = [], []
     for _ in range(ROUNDS):
         bare.append(milliseconds(lambda: torch._foreach_copy_(kept, sources)))
-        staged.append(milliseconds(lambda: buffers.copy(freeze_content(saved).memory)))
+        staged.append(milliseconds(lambda: buffers.copy(stage(saved, ()).tensors)))
     return bare[5:], staged[5:]
 
 

@@ -59,9 +59,9 @@ No trace shows these differences from the originals, and from other libraries fo
   the updates of an interval, and the number of zeros.
 * Under autocast, the outputs of the model are not cast back to float32 before the loss function gets them. Accelerate
   converts the outputs of a prepared model.
-* If an update is a mean over several shards, backward runs at between a half and all of the loss scale: each shard
-  starts it with its number of samples times the loss scale, divided by the smallest power of two that is not below the
-  number of samples of the update. This keeps the factors from exceeding the loss scale, and cancels exactly.
+* If an update is a mean over several shards, backward of each starts with its share of the samples times the loss
+  scale. If the loss function returns weights, it starts with the weight times the loss scale instead, divided by the
+  smallest power of two that is not below the number of samples of the update, and hooks see gradients at that scale.
 """,
 }
 """What is told at the end of a page without a trace."""

@@ -32,7 +32,7 @@ PEERS = {
     "accelerate": ["before.txt", "loop.py", "after.py"],
     "ddp": ["before.txt", "loop.py", "after.py"],
     "hf_trainer": ["before.txt", "after.py"],
-    "ignite": ["before.txt", "after.py", "handlers.py"],
+    "ignite": ["before.txt", "after.py"],
     "lightning": ["before.txt", "module.py", "after.py"],
 }
 """The programs on the pages for those who come from trainers of PyTorch, in the order of the page."""
@@ -61,10 +61,6 @@ def test_there_is_no_other_page_or_program() -> None:
 @pytest.mark.usefixtures("one_intra_op_thread")
 @pytest.mark.parametrize("program", sorted(path.name for path in PAGES.glob("*.py") if path.name not in {HF, *PORTS}))
 def test_a_program_runs_and_learns(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if program == "ignite_handlers.py":
-        pytest.importorskip("ignite")
-        # The bar of Ignite would start a thread that outlives it.
-        monkeypatch.setattr("tqdm.std.tqdm.monitor_interval", 0)
     monkeypatch.chdir(tmp_path)
     made = runpy.run_path(str(PAGES / program))
     outputs = made["model"](made["inputs"]) if "Classifier" not in made else made["model"].layers(made["inputs"])

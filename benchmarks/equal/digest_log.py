@@ -37,7 +37,6 @@ class DigestLog:
             {name: [each.grad for each in model.parameters()] for name, model in models.items()},
             {name: updater.master_weights(name) for name in models},
             {name: each.state_dict() for name, each in updater.get_all_optimizers().items()},
-            updater.flat_gradients,
             [updater.iteration, updater.applied_updates, updater.loss_scale.factor],
             [updater.epoch_detail, updater.is_new_epoch],
         )

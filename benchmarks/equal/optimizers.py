@@ -6,7 +6,12 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.optim import LAMB, SGDW, hooks
+from lockstep.optim import hooks
+
+try:
+    from lockstep.compat.nnabla import LAMB, SGDW
+except ImportError:  # a checkout in which they were part of the core
+    from lockstep.optim import LAMB, SGDW
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -136,7 +136,6 @@ RECIPES: Mapping[str, Recipe] = {
     "images, adamw, bf16": Recipe(trained(images, adamw, data=pixels, precision="bf16"), EVERYWHERE),
     "images, corrected momentum, fp16": Recipe(trained(images, corrected, data=pixels, **_fp16())),
     "images, first buffers": Recipe(trained(images, data=pixels, buffers="first"), EVERYWHERE),
-    "images, flat gradients": Recipe(trained(images, fused_sgd, data=pixels, flat_gradients=True)),
     "images, bf16-true": Recipe(
         trained(half(images, torch.bfloat16), corrected, data=pixels, loss_fn=in_float32, precision="bf16-true")
     ),

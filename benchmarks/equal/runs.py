@@ -173,7 +173,9 @@ def by_halves(placement: Placement) -> list[str]:
                 if parameter.grad is not None:
                     parameter.grad.clamp_(-0.2, 0.2)
             # The gradients of one batch are computed but never applied.
-            if step != 2:
+            if step == 2:
+                updater.get_optimizer("main").zero_grad()
+            else:
                 log.record_update(updater, updater.apply_gradients())
     finally:
         updater.finalize()

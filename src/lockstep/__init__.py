@@ -41,10 +41,13 @@ from lockstep.errors import (
     ReplayWarning as ReplayWarning,
     ReplicaError as ReplicaError,
     ReplicaInterrupt as ReplicaInterrupt,
+    SideFileError as SideFileError,
+    SideFileWarning as SideFileWarning,
     SignalExit as SignalExit,
     SnapshotError as SnapshotError,
     SnapshotWarning as SnapshotWarning,
     StateError as StateError,
+    WorkerError as WorkerError,
 )
 from lockstep.launch import launch as launch
 from lockstep.metrics import report as report

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -22,6 +22,9 @@ Path: TypeAlias = tuple[Any, ...]
 
 PIECE: Final = 1 << 22
 """Bytes that are copied at once if a tensor cannot be read in place."""
+
+BLOCK: Final = 16 << 20
+"""Bytes of a tensor that are hashed together, so that several threads or ranks can hash a large tensor."""
 
 RULE: Final = "`states` must hold tensors, numbers, text and None"
 """The rule that errors about unsupported states begin with."""
@@ -91,10 +94,10 @@ def digest(*states: Any) -> str:
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Compute the SHA-256 over the elements of a tensor, without its shape and dtype.
 
-    The bytes are those of a safetensors file: the elements in row-major order without gaps, each of them in
-    little-endian order. A complex element consists of its real and its imaginary part, a bool of one byte that is 0
-    or 1. A sparse tensor has the bytes of the dense one, and a conjugated or negated view those of its values. An
-    empty tensor has none.
+    For a tensor of more than 16 MiB it is that of the hashes of its blocks, see `join_blocks`. The bytes are those of a
+    safetensors file: the elements in row-major order without gaps, each of them in little-endian order. A complex
+    element consists of its real and its imaginary part, a bool of one byte that is 0 or 1. A sparse tensor has the
+    bytes of the dense one, and a conjugated or negated view those of its values. An empty tensor has none.
 
     Args:
         tensor: The tensor, on any device and in any layout. Elements that are not in order on the CPU are copied
@@ -113,9 +116,28 @@ def tensor_digest(tensor: torch.Tensor) -> str:
         True
     """
     _check_readable(tensor, "")
-    sha = hashlib.sha256()
-    _update(sha, tensor)
-    return sha.hexdigest()
+    hashes, sha, room = list[str](), hashlib.sha256(), BLOCK
+    for piece in _contents(tensor):
+        data = piece
+        while data:
+            sha.update(data[:room])
+            data, room = data[room:], max(0, room - len(data))
+            if not room:
+                hashes.append(sha.hexdigest())
+                sha, room = hashlib.sha256(), BLOCK
+    if room < BLOCK or not hashes:
+        hashes.append(sha.hexdigest())
+    return join_blocks(hashes)
+
+
+def join_blocks(hashes: Sequence[str]) -> str:
+    """Return the hash of a tensor from those of its blocks, each of 16 MiB except for the last one.
+
+    Args:
+        hashes: The SHA-256 of each block as hexadecimal digits, at least one. That of a single block is the result;
+            otherwise the result is the SHA-256 over the 32 bytes of each of them.
+    """
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256(bytes.fromhex("".join(hashes))).hexdigest()
 
 
 def combine(found: Iterable[Entry]) -> str:
@@ -183,7 +205,8 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> bytes:
     """
     sha = hashlib.sha256()
     for tensor in tensors:
-        _update(sha, tensor)
+        for data in _contents(tensor):
+            sha.update(data)
     return sha.digest()[:16]
 
 
@@ -292,14 +315,14 @@ def _json(value: Any) -> str:
     return int.__repr__(value) if kind is int else _ENCODER.encode(value)
 
 
-def _update(sha: hashlib._Hash, tensor: torch.Tensor) -> None:
-    """Hash the elements of a tensor in row-major order, without a copy if they are stored in that order."""
+def _contents(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of the elements in row-major order, without a copy if they are stored in that order."""
     tensor = tensor.detach()
     for piece in _pieces(tensor if tensor.layout is torch.strided else tensor.to_dense()):
         size = piece.numel() * piece.element_size()
         if size:
-            # The memory is hashed directly, because NumPy has no arrays of bfloat16.
-            sha.update((ctypes.c_char * size).from_address(piece.data_ptr()))
+            # The memory is read directly, because NumPy has no arrays of bfloat16.
+            yield memoryview((ctypes.c_char * size).from_address(piece.data_ptr()))
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

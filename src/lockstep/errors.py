@@ -8,6 +8,20 @@ non-finite, calls out of order, and a saved state that does not fit.
 import signal
 
 
+def printable(text: str) -> str:
+    r"""Return a text in which characters that a terminal would obey, such as escapes, are written as escape sequences.
+
+    Args:
+        text: The text, which may have been read from a file.
+
+    >>> printable("a\x1b[2J")
+    'a\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
 class LockstepError(Exception):
     """The base class of the errors below, by which you can catch all of them."""
 
@@ -74,6 +88,10 @@ class DisagreementError(LockstepError, RuntimeError):
         self.rank = rank
         self.subject = subject
         self.update = update
+
+
+class WorkerError(LockstepError, RuntimeError):
+    """A process that loads data was killed, or is stopped. The state is that after the last update."""
 
 
 class PeerError(LockstepError, RuntimeError):
@@ -155,7 +173,7 @@ class SnapshotError(LockstepError, RuntimeError):
         found: str | None = None,
         damaged: bool = True,
     ) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.file = file
         self.tensor = tensor
         self.expected = expected
@@ -165,6 +183,14 @@ class SnapshotError(LockstepError, RuntimeError):
 
 class SnapshotWarning(UserWarning):
     """A snapshot could not be written or read, and the run goes on with the others."""
+
+
+class SideFileError(LockstepError, RuntimeError):
+    """A file beside the snapshots, such as the log, is damaged or no regular file, or is required but not writable."""
+
+
+class SideFileWarning(UserWarning):
+    """A file beside the snapshots, such as the log, is not complete; the run goes on."""
 
 
 class RandomStreamWarning(UserWarning):

@@ -66,27 +66,34 @@ def has_tensor(nest: Any) -> bool:
     return isinstance(nest, torch.Tensor) or any(map(has_tensor, parts_of(nest) or ()))
 
 
-def cut_values(nest: Any, part: range, length: int) -> Any:
+def cut_values(nest: Any, part: range, counts: Callable[[str, Any], bool], name: str = "") -> Any:
     """Return a run of samples of every list, tuple and array without tensors that has one entry per sample.
 
-    Lists of another length, and what is neither a container nor an array, are passed through unchanged.
+    Other values are passed through unchanged. Arrays are copied, so that in-place changes stay in the result.
 
     Args:
         nest: The nest to traverse. Its tensors are passed through unchanged.
         part: The samples to keep.
-        length: The number of samples.
+        counts: Called with the name and the value of each list, tuple or array without tensors; returns whether it has
+            one entry per sample. The values in a container that has not are traversed.
+        name: The name of the nest; empty for a batch, whose entries are named by their positions or keys.
 
-    >>> cut_values((["a", "b", "c"], {"scale": 2.0, "sizes": [7, 8]}), range(1, 3), 3)
+    >>> batch = (["a", "b", "c"], {"scale": 2.0, "sizes": [7, 8]})
+    >>> cut_values(batch, range(1, 3), lambda name, value: len(value) == 3)
     (['b', 'c'], {'scale': 2.0, 'sizes': [7, 8]})
     """
     if isinstance(nest, torch.Tensor):
         return nest
-    parts = parts_of(nest)
-    counts = type(nest) in (list, tuple) and not has_tensor(nest)
-    shape = (len(nest),) if counts else () if parts is not None else getattr(nest, "shape", ())
-    if isinstance(shape, tuple) and shape[:1] == (length,):
-        return nest[part.start : part.stop : part.step]
-    return nest if parts is None else rebuild(nest, [cut_values(each, part, length) for each in parts])
+    parts = _named_parts(nest, name)
+    shape = getattr(nest, "shape", ()) if parts is None else ()
+    is_array = isinstance(shape, tuple) and shape != ()
+    if is_array or (type(nest) in (list, tuple) and not has_tensor(nest)):
+        kept = nest[part.start : part.stop : part.step] if counts(name, nest) else nest
+        if is_array:
+            return copy.copy(kept)
+        if kept is not nest:
+            return kept
+    return nest if parts is None else rebuild(nest, [cut_values(each, part, counts, path) for path, each in parts])
 
 
 def tensors(nest: Any) -> list[torch.Tensor]:
@@ -113,22 +120,24 @@ def named_tensors(nest: Any, name: str = "batch") -> list[tuple[str, torch.Tenso
     >>> [path for path, _ in named_tensors({"x": torch.zeros(3), "pair": (torch.zeros(4), "a name")})]
     ["batch['x']", "batch['pair'][0]"]
     """
-    found: list[tuple[str, Any]]
     if isinstance(nest, torch.Tensor):
         return [(name, nest)]
-    # In the order of `map_tensors`.
-    if isinstance(nest, (tuple, list)):
-        found = [(f"{name}[{index}]", part) for index, part in enumerate(nest)]
-    elif isinstance(nest, Mapping):
-        found = [(f"{name}[{key!r}]", part) for key, part in nest.items()]
-    elif is_record(nest):
-        found = [(f"{name}.{key}", part) for key, part in record_parts(nest).items()]
-    else:
-        return []
+    found = _named_parts(nest, name) or []
     for _, part in found:
         if not isinstance(part, torch.Tensor):
             return [pair for path, part in found for pair in named_tensors(part, path)]
     return found
+
+
+def _named_parts(nest: Any, name: str) -> list[tuple[str, Any]] | None:
+    """Return the contents of a container with their names, in the order of `parts_of`, or None if it is not one."""
+    if isinstance(nest, (tuple, list)):
+        return [(f"{name}[{index}]" if name else str(index), part) for index, part in enumerate(nest)]
+    if isinstance(nest, Mapping):
+        return [(f"{name}[{key!r}]" if name else str(key), part) for key, part in nest.items()]
+    if is_record(nest):
+        return [(f"{name}.{key}", part) for key, part in record_parts(nest).items()]
+    return None
 
 
 def is_record(nest: Any) -> bool:

@@ -364,6 +364,50 @@ class TestCorrectedMomentumSGD:
         last.update(parameter)
         assert (last.t, ls.digest(model)) == (3, ls.digest(other))
 
+    def test_options_of_a_parameter_are_saved_copied_and_refused(self) -> None:
+        model = Classifier()
+        optimizer = chainer.MomentumSGD(lr=0.5).setup(model)
+        first, *_, last = model.parameters()
+        last.update_rule.hyperparam.lr = 0.25
+        assert (first.update_rule.hyperparam.lr, last.update_rule.hyperparam.lr) == (0.5, 0.25)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.update()
+        twin = Classifier()
+        copy_of = chainer.MomentumSGD(lr=0.5).setup(twin)
+        with pytest.raises(ls.StateError, match="groups"):
+            copy_of.load_state_dict(optimizer.state_dict())
+        [*twin.parameters()][-1].update_rule.hyperparam.lr = 0.125
+        copy_of.load_state_dict(optimizer.state_dict())
+        assert [group["lr"] for group in copy_of.param_groups] == [0.5, 0.25]
+        optimizer, model = copy.deepcopy((optimizer, model))
+        optimizer.lr = 0.0625
+        assert [group["lr"] for group in optimizer.param_groups] == [0.0625, 0.25]
+        assert [len(group["params"]) for group in optimizer.setup(model).param_groups] == [4]
+        with pytest.raises(AttributeError, match=r"The options are .*, got 'alpha'"):
+            last.update_rule.hyperparam.alpha = 1.0
+        with pytest.raises(AttributeError, match=r"The options are .*, got 'alpha'"):
+            _ = last.update_rule.hyperparam.alpha
+        with pytest.raises(ValueError, match="`lr` must be finite and at least 0, got -1"):
+            last.update_rule.hyperparam.lr = -1.0
+        with pytest.raises(ls.OrderError, match=r"`parameter.update_rule` must be used"):
+            optimizer.create_update_rule().hyperparam.lr = 1.0
+
+    def test_master_weights_come_after_the_options_of_parameters(self) -> None:
+        model = nn.Linear(2, 1, dtype=torch.float16)
+        optimizer = chainer.MomentumSGD(lr=0.5).setup(model)
+        optimizer.use_fp32_update()
+        with pytest.raises(ls.OrderError, match="`use_fp32_update` must be called after"):
+            model.bias.update_rule.hyperparam.lr = 0.25
+        model = nn.Linear(2, 1, dtype=torch.float16)
+        optimizer = chainer.MomentumSGD(lr=2.0**-12).setup(model)
+        model.bias.update_rule.hyperparam.lr = 0.25
+        optimizer.use_fp32_update()
+        before = model.bias.item()
+        model.weight.grad, model.bias.grad = torch.ones_like(model.weight), torch.ones_like(model.bias)
+        optimizer.update()
+        assert model.bias.item() == torch.tensor(before - 0.25).half().item()
+
     def test_cleared_gradients_are_all_there_is(self) -> None:
         with pytest.warns(DeprecationWarning, match="changes nothing"):
             chainer.CorrectedMomentumSGD().use_cleargrads()

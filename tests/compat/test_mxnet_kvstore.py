@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import lockstep as ls
 from lockstep.compat.mxnet import KVStore, kvstore
@@ -218,3 +221,50 @@ def on_a_rank(communicator: ls.Communicator) -> None:
 
 def test_processes_push_to_one_store() -> None:
     run_on_ranks(on_a_rank, 3)
+
+
+ONE_ROW, TWO_ROWS = torch.tensor([[0.0], [1.0], [0.0]]), torch.tensor([[0.25], [0.0], [2.0]])
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dense": Tensor.clone,
+    "rows": lambda dense: dense.to_sparse(1),
+    "elements": lambda dense: dense.to_sparse(),
+}
+
+
+@pytest.mark.parametrize("layouts", list(itertools.product(LAYOUTS, LAYOUTS)), ids=" and ".join)
+@pytest.mark.parametrize("how", ["assigned", "function", "SGD", "MomentumSGD", "compressed"])
+def test_sparse_gradients_are_summed_like_dense_ones(layouts: tuple[str, str], how: str) -> None:
+    def values(first: str, second: str) -> list[Tensor]:
+        store, found = KVStore("device"), []
+        store.init("w", torch.ones(3, 1))
+        if how == "compressed":
+            store.set_gradient_compression({"type": "2bit"})
+        elif how == "function":
+            store.set_updater(lambda _, summed, value: value.sub_(summed.to_dense()))
+        elif how != "assigned":
+            optimizer = torch.optim.SGD if how == "SGD" else ls.MomentumSGD
+            store.set_optimizer(lambda parameters: optimizer(parameters, lr=0.5, momentum=0.5), rescale_grad=0.25)
+        for _ in range(3):
+            store.push("w", [LAYOUTS[first](ONE_ROW), LAYOUTS[second](TWO_ROWS)])
+            found.append(pulled(store, "w", ONE_ROW))
+        return found
+
+    assert all(map(torch.equal, values(*layouts), values("dense", "dense")))
+
+
+def test_an_embedding_is_pushed_and_sparse_values_are_set_but_not_pulled() -> None:
+    store = KVStore("device")
+    embedding = nn.Embedding(3, 2, sparse=True)
+    store.init("w", embedding.weight)
+    store.set_optimizer(torch.optim.SparseAdam)
+    embedding(torch.tensor([1, 1])).sum().backward()
+    assert embedding.weight.grad is not None
+    with pytest.raises(ValueError, match="`out` for 'w' must be dense"):
+        store.pushpull("w", embedding.weight.grad)
+    store.pull("w", out := torch.empty(3, 2))
+    assert torch.equal(out, embedding.weight)
+    store.pushpull("w", embedding.weight.grad, out)
+    assert (out != embedding.weight).any(1).tolist() == [False, True, False]
+    store.init("v", ONE_ROW.to_sparse())
+    store.pull("v", out := torch.empty(3, 1))
+    assert torch.equal(out, ONE_ROW)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.compat.nnabla import DynamicLossScalingUpdater
+from lockstep.compat.nnabla import LAMB, SGDW, DynamicLossScalingUpdater
 from tests.support.ranks import run_on_ranks
 
 
@@ -215,7 +215,7 @@ def test_decay_acts_on_true_gradients() -> None:
 
 def test_a_solver_that_decays_by_itself_takes_the_rate_for_the_update() -> None:
     weight = nn.Parameter(torch.ones(1))
-    solver = ls.optim.SGDW([weight], lr=0.5, weight_decay=0.5)
+    solver = SGDW([weight], lr=0.5, weight_decay=0.5)
     updater = DynamicLossScalingUpdater(solver, (weight * 0).sum, weight_decay=0.25)
     updater.update()
     assert weight.item() == 0.75
@@ -229,7 +229,7 @@ def test_a_solver_that_decays_by_itself_takes_the_rate_for_the_update() -> None:
 
 def test_lamb_decays_inside_its_step_by_the_rate_of_the_update() -> None:
     weight = nn.Parameter(torch.tensor([4.0]))
-    solver = ls.optim.LAMB([weight], lr=0.5, threshold=1.0, weight_decay=0.5)
+    solver = LAMB([weight], lr=0.5, threshold=1.0, weight_decay=0.5)
     updater = DynamicLossScalingUpdater(solver, (weight * 0).sum, weight_decay=0.125)
     updater.update()
     # Without a gradient a step is λ·w, and below the threshold it is η·λ·w.

@@ -278,7 +278,7 @@ def test_the_end_of_the_data_comes_after_the_last_batch() -> None:
 
 
 @on_emulated_devices
-def test_a_converter_that_draws_keeps_its_numbers_and_is_not_called_early_again() -> None:
+def test_a_converter_that_draws_is_called_early_with_the_same_numbers() -> None:
     def noisy(samples: Any, device: torch.device) -> Any:
         inputs, target = ls.data.collate(samples)
         return (inputs + torch.rand(())).to(device), target.to(device)
@@ -287,6 +287,24 @@ def test_a_converter_that_draws_keeps_its_numbers_and_is_not_called_early_again(
         torch.manual_seed(4)
         drawn = []
         with finalized(updater_of(batches_of("BatchIterator"), devices, converter=noisy, copy_ahead=True)) as updater:
+            for _ in range(4):
+                updater.update()
+                drawn.append(torch.rand(()).item())
+            return digest_of(updater), drawn
+
+    expected = trained(ONE_CPU)
+    with recorded() as found:
+        assert trained(DEVICES) == expected
+    assert found == [False] + [True] * 3
+
+
+@on_emulated_devices
+def test_samples_that_draw_outside_of_streams_keep_their_numbers_and_are_not_loaded_early_again() -> None:
+    def trained(devices: tuple[str, ...]) -> tuple[str, list[float]]:
+        torch.manual_seed(4)
+        drawn = []
+        batches = ls.BatchIterator(Loaded(draws=True), 3, sample_streams=False)
+        with finalized(updater_of(batches, devices, copy_ahead=True)) as updater:
             for _ in range(4):
                 updater.update()
                 drawn.append(torch.rand(()).item())

@@ -63,7 +63,7 @@ def test_the_float16_runs_do_overflow() -> None:
 
 @on_emulated_devices
 @pytest.mark.parametrize("work", [WIDE, CHECKPOINTED, REENTRANT], ids=repr)
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"split": "strided"}, {"flat_gradients": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"split": "strided"}], ids=str)
 def test_options_keep_the_bits_of_the_cpu(work: Workload, options: dict[str, Any]) -> None:
     expected, _ = train_on(work, ONE_CPU, updates=2, **options)
     found = {devices: train_on(work, devices, updates=2, **options)[0] for devices in PLACES[1::2]}

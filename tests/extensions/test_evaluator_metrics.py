@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics and ignite in an evaluator give what a plain loop with them gives."""
+"""Metrics of torchmetrics in an evaluator give what a plain loop with them gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.extensions import Evaluator
-from lockstep.metrics import IgniteMetric, OwnMetric, TorchMetric, flatten_value
+from lockstep.metrics import OwnMetric, TorchMetric, flatten_value
 from tests.support.programs.evaluating import NUM_CLASSES, Decaying, SquaredError, data, torch_metrics
 
 torchmetrics = pytest.importorskip("torchmetrics")
@@ -127,39 +127,23 @@ def test_a_value_that_is_no_number_is_left_out_with_a_warning() -> None:
         flatten_value("matrix", torch.zeros(40, 40))
 
 
-def test_ignite_gives_what_its_engine_gives() -> None:
-    metrics = pytest.importorskip("ignite.metrics")
-    engine = pytest.importorskip("ignite.engine")
+def test_a_metric_of_ignite_is_refused() -> None:
+    class Accuracy:
+        __module__ = "ignite.metrics.accuracy"
 
-    def made() -> dict[str, Any]:
-        return {
-            "accuracy": metrics.Accuracy(),
-            "loss": metrics.Loss(nn.functional.cross_entropy),
-            "confusion": metrics.ConfusionMatrix(NUM_CLASSES),
-            "iou": metrics.IoU(metrics.ConfusionMatrix(NUM_CLASSES)),
-            "precision": metrics.Precision(average=False),
-            "first": metrics.Accuracy(output_transform=lambda pair: (pair[0][:2], pair[1][:2])),
-        }
+        def update(self, output: Any) -> None: ...
 
-    evaluator = Evaluator(batches(), made(), model=model())
-    evaluator.evaluate()
-    runner = engine.Engine(lambda _, pair: pair)
-    for name, metric in made().items():
-        metric.attach(runner, name)
-    expected = runner.run(outcomes(), epoch_length=len(batches())).metrics
-    assert evaluator.results.keys() == expected.keys()
-    for name, value in evaluator.results.items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(expected[name])), name
-    assert [IgniteMetric(metric).rule for metric in made().values()] == [
-        "count",
-        "order",
-        "count",
-        "gather",
-        "gather",
-        "count",
-    ]
-    with pytest.raises(TypeError, match="must not hold a RunningAverage"):
-        Evaluator(batches(), {"a": metrics.RunningAverage(output_transform=float)})
+        def compute(self) -> float:
+            return 0.0
+
+        def reset(self) -> None: ...
+
+    class Own(Accuracy):
+        """A subclass of one's own."""
+
+    for metric in (Accuracy(), Own()):
+        with pytest.raises(TypeError, match=f"PyTorch-Ignite, got {type(metric).__name__} as 'a'. Pass one"):
+            Evaluator(batches(), {"a": metric}, model=model())
 
 
 def test_a_metric_may_return_the_state_that_it_adds_to() -> None:

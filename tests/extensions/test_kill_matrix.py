@@ -97,6 +97,16 @@ def test_survivors_lose_nothing(tmp_path: Path, points: tuple[str, ...], process
     check_ended(tmp_path, resume(tmp_path, launcher=on(3 if processes == 2 else 1)), resumed_from=last)
 
 
+def test_what_rank_0_did_not_log_any_more_is_in_the_state_of_a_survivor(tmp_path: Path) -> None:
+    with start(tmp_path, ["rank0.logging:5"], launcher=lockstep_run("-n", "2")) as process:
+        kill(await_points(process).processes)
+        ending(process)
+    assert newest(tmp_path) == (5, ("emergency snapshot of rank 1",))
+    logged = {name: (tmp_path / name).read_text().splitlines() for name in ("log.jsonl", "metrics.csv")}
+    assert [len(lines) for lines in logged.values()] == [4, 1 + 4]
+    check_ended(tmp_path, resume(tmp_path), resumed_from=5)
+
+
 @pytest.mark.parametrize(("point", "update"), cases(ALONE_SAMPLE, ALONE))  # type: ignore[arg-type]
 def test_without_a_survivor_the_interval_is_lost(tmp_path: Path, point: str, update: object) -> None:
     with start(tmp_path, [f"{point}:{update}"]) as process:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.extensions import LogReport, PlotReport
-from lockstep.extensions.plot_report import _panels, draw
+from lockstep.extensions.plot_report import _panels, draw, save_figure
+from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 from tests.support import zygote
 from tests.support.plain_updaters import CountingUpdater
@@ -71,7 +72,7 @@ def test_skipped_updates_have_a_panel_if_there_are_any() -> None:
 
 def test_each_panel_has_its_own_room(tmp_path: Path) -> None:
     log = [{"epoch_detail": float(n), "main/loss": 1.0 / n, "main/accuracy": n / 10} for n in range(1, 5)]
-    draw(log, _panels(log, None), tmp_path / "two.png", title="two")
+    save_figure(draw(log, _panels(log, None), title="two"), SideFile(tmp_path, "two.png"))
     assert size(tmp_path / "two.png") == (1210, 462)
 
 
@@ -89,9 +90,11 @@ def test_importing_the_extensions_imports_no_matplotlib_and_drawing_no_pyplot(tm
     done = python(f"""
 import sys
 from pathlib import Path
-from lockstep.extensions.plot_report import PlotReport, draw
+from lockstep.extensions.plot_report import PlotReport, draw, save_figure
+from lockstep.side_files import SideFile
 assert "matplotlib" not in sys.modules
-draw([{{"epoch_detail": 1.0, "x": 2.0}}], {{"x": ["x"]}}, Path({str(tmp_path)!r}) / "x.png", title="x")
+figure = draw([{{"epoch_detail": 1.0, "x": 2.0}}], {{"x": ["x"]}}, title="x")
+save_figure(figure, SideFile(Path({str(tmp_path)!r}), "x.png"))
 assert "matplotlib.pyplot" not in sys.modules
 """)
     assert (done.returncode, done.stderr) == (0, "")

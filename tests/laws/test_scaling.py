@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from lockstep.compat.nnabla import LAMB
 from lockstep.precision import LossScaler, MasterWeights
 from tests.support.runs import Placement, finalized, state_digest, updater_for
 from tests.support.workloads import CONVNET, MLP, TRANSFORMER, Workload
@@ -29,7 +30,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "fused momentum": lambda weights: torch.optim.SGD(weights, lr=1e-3, momentum=0.9, fused=True),
     "fused adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-3, fused=True),
     "corrected": lambda weights: ls.CorrectedMomentumSGD(weights, lr=1e-3),
-    "lamb": lambda weights: ls.optim.LAMB(weights, lr=1e-3, weight_decay=0.01),
+    "lamb": lambda weights: LAMB(weights, lr=1e-3, weight_decay=0.01),
 }
 
 

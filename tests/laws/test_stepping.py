@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from lockstep.optim import LAMB, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
+from lockstep.compat.nnabla import LAMB
+from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
 
 SHAPE = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 DTYPE = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])

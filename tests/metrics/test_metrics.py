@@ -7,6 +7,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -14,6 +15,8 @@ from hypothesis import given, strategies as st
 from lockstep.errors import StateError
 from lockstep.metrics import Accuracy, Average, Mean, Metric, as_mean, read
 from lockstep.metrics.average import MAX_HELD
+from lockstep.updaters import Loss
+from lockstep.updaters.loss import metric_pairs
 
 # Multiples of 1/8 of moderate size: their products and sums are exact, so the expected mean is too.
 EIGHTHS = st.integers(-8000, 8000).map(lambda eighths: eighths / 8)
@@ -193,7 +196,7 @@ def test_accuracy_goes_on_from_its_state() -> None:
 )
 def test_accuracy_refuses_shapes_that_do_not_fit(output: torch.Tensor, target: torch.Tensor) -> None:
     accuracy = Accuracy()
-    with pytest.raises(ValueError, match=r"must have the shapes \(N, C, ...\) and \(N, ...\), got"):
+    with pytest.raises(ValueError, match=r"must have the shapes \(N, C, ...\) and \(N, ...\) with at least 2 classes"):
         accuracy.update(output, target)
     assert accuracy.state_dict() == {"correct": 0, "count": 0}
 
@@ -212,3 +215,63 @@ def test_metrics_are_metrics_and_refuse_states_that_do_not_fit(metric: Average |
     with pytest.raises(StateError, match="missing: "):
         metric.load_state_dict({})
     assert metric.state_dict() == before
+
+
+@pytest.mark.parametrize("shape", [(7,), (7, 1), (7, 4), (7, 4, 2)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+@pytest.mark.parametrize("threshold", [0.0, 0.5])
+def test_accuracy_of_binary_and_multilabel_targets(
+    shape: tuple[int, ...], dtype: torch.dtype, threshold: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(shape, generator=generator)
+    targets = torch.rand(shape, generator=generator) > 0.5
+    accuracy = Accuracy(threshold=threshold)
+    accuracy.update(scores[:3], targets[:3].to(dtype))
+    accuracy.update(scores[3:], targets[3:].to(dtype))
+    assert accuracy.compute() == ((scores >= threshold) == targets).double().mean().item()
+
+
+def test_binary_scores_in_a_column_and_ignored_targets() -> None:
+    accuracy = Accuracy(threshold=0.0, ignore_index=-1)
+    accuracy.update(torch.tensor([[0.0], [-1.0], [2.0], [torch.nan]]), torch.tensor([1, 1, -1, 0]))
+    assert accuracy.state_dict() == {"correct": 1, "count": 3}
+
+
+@pytest.mark.parametrize("shapes", [((4,), (4,)), ((4, 1), (4,)), ((4, 3), (4, 3)), ((4, 1), (4, 1))])
+def test_scores_without_classes_are_refused_with_the_cure(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    output, target = torch.zeros(shapes[0]), torch.zeros(shapes[1], dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"at least 2 classes, got .* Pass `threshold=0.0` \(logits\)"):
+        Accuracy().update(output, target)
+
+
+def test_a_threshold_must_fit() -> None:
+    with pytest.raises(ValueError, match=r"and `top_k` must be 1 then, got 0\.5 and 2"):
+        Accuracy(2, threshold=0.5)
+    with pytest.raises(ValueError, match="`threshold` must be a number"):
+        Accuracy(threshold=math.nan)
+    with pytest.raises(ValueError, match=r"must have one shape with a threshold, got \(4, 2\) and \(4,\)"):
+        Accuracy(threshold=0.5).update(torch.zeros(4, 2), torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    "value", [np.array(0.5), np.float32(0.5), np.float16(0.5), np.array(0.5, dtype="float32")], ids=repr
+)
+def test_numbers_of_numpy_are_observed(value: Any) -> None:
+    assert as_mean(value) == Mean(0.5, 1)
+    assert type(as_mean(value).total) is float
+    average = Average()
+    average.update(value, weight=3)
+    assert average.compute() == 0.5
+
+
+@pytest.mark.parametrize("value", [np.array([0.5]), np.array([[0.5]]), np.zeros(2), [0.5], "0.5"], ids=repr)
+def test_arrays_with_dimensions_are_not(value: Any) -> None:
+    with pytest.raises(TypeError, match="must be a Mean, a number or a 0-d tensor"):
+        as_mean(value)
+
+
+def test_pairs_of_numpy_are_summed_in_double_precision() -> None:
+    (pair,) = metric_pairs(Loss(torch.ones(()), metrics={"a": (np.float32(2**24), np.array(1, dtype="int8"))})).values()
+    assert pair == (2.0**24, 1.0)
+    assert [type(each) for each in pair] == [float, float]

@@ -350,3 +350,53 @@ def test_a_shard_without_reports_pays_next_to_nothing() -> None:
     # takes several times as long.
     smallest = min(timeit.repeat(lambda: layer(one), number=2000, repeat=5))
     assert min(timeit.repeat(empty, number=2000, repeat=5)) < smallest
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        report({"inner": x.mean(), "number": len(x)})
+        report({"weighted": x.mean()}, weight=float(x[0]))
+        output: torch.Tensor = self.linear(x)
+        return output
+
+
+class Nesting(nn.Module):
+    """A loss with a module that splits each shard further."""
+
+    def __init__(self, devices: int, num_shards: int) -> None:
+        super().__init__()
+        self.inner = ls.DataParallel(Inner(), ["cpu"] * devices, num_shards=num_shards)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        report({"inner": 0.0, "outer": x.mean()})
+        loss: torch.Tensor = self.inner(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("inner_devices", [1, 2, 3])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_what_is_reported_inside_of_a_data_parallel_does_not_depend_on_its_devices(
+    devices: int, inner_devices: int
+) -> None:
+    def found(devices: int, inner_devices: int) -> list[dict[str, Mean]]:
+        torch.manual_seed(0)
+        updater = updater_of(Nesting(inner_devices, 3), devices=devices, num_shards=2, batch_size=8, num_samples=16)
+        try:
+            return [updater.update().observation() for _ in range(2)]
+        finally:
+            updater.finalize()
+
+    several = found(devices, inner_devices)
+    assert bits(several) == bits(found(1, 1))
+    for each in several:
+        assert exact(each["inner"]) == exact(each["outer"])
+        # Shards of 4 samples, in parts of 2, 1 and 1.
+        assert exact(each["number"]) == Fraction(4 + 1 + 1, 4)
+    # The parts of the first update have the weights 1, 3, 4, 5, 7 and 8.
+    weighted = [(Fraction(3, 2), 1), (3, 3), (4, 4), (Fraction(11, 2), 5), (7, 7), (8, 8)]
+    expected = Fraction(sum(mean * weight for mean, weight in weighted)) / sum(weight for _, weight in weighted)
+    assert float(several[0]["weighted"]) == pytest.approx(float(expected), rel=1e-12)

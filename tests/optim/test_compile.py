@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
+from lockstep.compat.nnabla import LAMB, SGDW
+from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),

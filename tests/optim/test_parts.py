@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD
+from lockstep.compat.nnabla import LAMB, SGDW
+from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD
 from tests.support.optimizers import bits, parameters, put_cut_grads
 
 

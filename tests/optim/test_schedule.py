@@ -96,7 +96,7 @@ def test_schedule_needs_only_its_count_to_set_the_rates(factor: schedule.Factor)
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"last_epoch": 3}, r"must hold \['base_lrs', 'last_epoch'\], got \['last_epoch'\]"),
+        ({"last_epoch": 3}, "must hold 'last_epoch', 'base_lrs'; missing: 'base_lrs'"),
         ({"last_epoch": 3, "base_lrs": [1.0]}, "a rate for each of 2 groups, got 1"),
     ],
 )
@@ -181,6 +181,12 @@ def test_large_batch_schedule_takes_updates_and_smaller_batches(unit: str) -> No
         (schedule.cosine(2, final=3.0), [1.0, 2.0, 3.0, 3.0, 3.0]),
         (schedule.inverse(1.0, final=-2.0), [1.0, 1 / 2, 1 / 3, 1 / 4, 1 / 5]),
         (schedule.warmup(2, start=3.0), [3.0, 2.0, 1.0, 1.0, 1.0]),
+        (schedule.polynomial(4, power=-1, bound=3.0), [1.0, 4 / 3, 2.0, 3.0, 3.0]),
+        (schedule.polynomial(2, power=-2, bound=math.inf), [1.0, 4.0, math.inf, math.inf, math.inf]),
+        (schedule.polynomial(2, power=0), [1.0] * 5),
+        (schedule.inverse(1.0, power=-1), [1.0, 2.0, 3.0, 4.0, 5.0]),
+        (schedule.inverse(1.0, power=-2, final=10.0), [1.0, 4.0, 9.0, 10.0, 10.0]),
+        (schedule.inverse(1.0, power=0), [1.0] * 5),
     ],
 )
 def test_factors_go_where_their_numbers_lead(factor: schedule.Factor, values: list[float]) -> None:
@@ -192,23 +198,88 @@ def test_a_bound_holds_where_powers_have_left_the_format(factor: schedule.Factor
     assert [factor(count) for count in (1, 2, 1023, 1024, 10**5)] == [2.0, 3.0, 3.0, 3.0, 3.0]
 
 
+@pytest.mark.parametrize("factor", [schedule.every(1, gamma=2.0), schedule.steps([0] * 1025, gamma=2.0)])
+def test_a_factor_beyond_the_format_is_infinite_as_in_torch(factor: schedule.Factor) -> None:
+    assert factor(2000) == math.inf
+
+
+def adam(option: str) -> Optimizer:
+    first, second = parameters()
+    other = {"weight_decay": 0.5} if option == "weight_decay" else {"betas": (0.5, 0.99)}
+    return torch.optim.Adam([{"params": [first]}, {"params": [second], **other}], betas=(0.8, 0.999), weight_decay=0.1)
+
+
+@pytest.mark.parametrize(
+    ("option", "read", "bases"),
+    [
+        ("betas[0]", lambda group: group["betas"][0], [0.8, 0.5]),
+        ("betas[1]", lambda group: group["betas"][1], [0.999, 0.99]),
+        ("weight_decay", lambda group: group["weight_decay"], [0.1, 0.5]),
+        ("eps", lambda group: group["eps"], [1e-8, 1e-8]),
+    ],
+)
+@pytest.mark.parametrize("cut", [0, 3, 7])
+def test_other_options_than_the_rate_are_set_and_resumed(
+    option: str, read: Callable[[dict[str, Any]], float], bases: list[float], cut: int
+) -> None:
+    def start() -> tuple[Optimizer, UpdateSchedule, UpdateSchedule]:
+        optimizer = adam(option)
+        rates = UpdateSchedule(optimizer, schedule.cosine(5), base_lr=0.1)
+        return optimizer, rates, UpdateSchedule(optimizer, schedule.exponential(0.5), option=option)
+
+    optimizer, rates, made = start()
+    for count in range(8):
+        if count == cut:
+            saved = copy.deepcopy((optimizer.state_dict(), rates.state_dict(), made.state_dict()))
+            optimizer, rates, made = start()
+            for part, state in zip((optimizer, rates, made), saved, strict=True):
+                part.load_state_dict(state)
+        assert [read(group) for group in optimizer.param_groups] == [base * 0.5**count for base in bases]
+        assert optimizer.param_groups[0]["lr"] == 0.1 * schedule.cosine(5)(count)
+        optimizer.step()
+        rates.step()
+        made.step()
+
+
+def test_the_momentum_of_ours_and_its_base_value() -> None:
+    optimizer = MomentumSGD(parameters(), lr=0.1, momentum=0.5)
+    made = UpdateSchedule(optimizer, schedule.exponential(0.5), base_lr=0.8, option="momentum")
+    optimizer.step()
+    made.step()
+    assert (optimizer.momentum, optimizer.lr) == (0.4, 0.1)
+    MomentumSGD(parameters()).load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("option", ["alpha", "betas", "betas[2]", "amsgrad", "params"])
+def test_an_option_that_is_no_number_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match="`option` must name a number of each group"):
+        UpdateSchedule(adam(option), schedule.exponential(0.5), option=option)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: schedule.every(2, gamma=-0.5), "`gamma` must be finite and at least 0, got -0.5"),
         (
             lambda: schedule.every(2, gamma=2.0, final=0.0),
-            "`final` must be at least 1 where `gamma` is above 1, got 0.0 and 2.0",
+            "`final` must be at least 1 where the factor grows, got 0.0 with gamma=2.0",
         ),
         (
             lambda: schedule.exponential(0.5, final=2.0),
-            "`final` must be at most 1 where `rate` is at most 1, got 2.0 and 0.5",
+            "`final` must be at most 1 where the factor does not grow, got 2.0 with rate=0.5",
         ),
         (lambda: schedule.exponential(0.5, final=math.nan), "`final` must be finite, got nan"),
         (lambda: schedule.cosine(1, final=math.inf), "`final` must be finite, got inf"),
         (lambda: schedule.polynomial(1, final=math.nan), "`final` must be finite, got nan"),
         (lambda: schedule.polynomial(1, bound=math.nan), "`bound` must be a number or None, got nan"),
-        (lambda: schedule.inverse(1.0, final=1.5), "`final` must be at most 1, got 1.5"),
+        (lambda: schedule.inverse(1.0, final=1.5), "`final` must be at most 1 where the factor does not grow, got 1.5"),
+        (lambda: schedule.inverse(1.0, power=-1, final=0.5), "`final` must be at least 1 where the factor grows, got"),
+        (lambda: schedule.inverse(1.0, power=math.inf), "`power` must be finite, got inf"),
+        (
+            lambda: schedule.polynomial(1, power=-1),
+            "`bound` must be given, and `final` must be 0, with a `power` below 0",
+        ),
+        (lambda: schedule.polynomial(1, power=-1, bound=2, final=0.5), "`final` must be 0, with a `power` below 0"),
         (lambda: schedule.inverse(1.0, final=-math.inf), "`final` must be finite, got -inf"),
         (lambda: schedule.warmup(-1), "`updates` must be finite and at least 0, got -1"),
         (lambda: schedule.warmup(1, start=-1), "`start` must be finite and at least 0, got -1"),
@@ -218,12 +289,12 @@ def test_a_bound_holds_where_powers_have_left_the_format(factor: schedule.Factor
         (lambda: schedule.exponential(-0.5), "`rate` must be finite and at least 0, got -0.5"),
         (lambda: schedule.cosine(0), "`updates` must be finite and at least 1, got 0"),
         (lambda: schedule.polynomial(0), "`updates` must be finite and at least 1, got 0"),
-        (lambda: schedule.polynomial(1, power=0), "`power` must be above 0, got 0"),
+        (lambda: schedule.polynomial(1, power=math.nan), "`power` must be finite, got nan"),
         (lambda: schedule.inverse(-1), "`gamma` must be finite and at least 0, got -1"),
         (lambda: schedule.delayed(schedule.cosine(1), -1), "`updates` must be finite and at least 0, got -1"),
         (
             lambda: schedule.linear_scaling(0.1, batch_size=0, base_batch_size=1),
-            "`batch_size` must be at least 1, got 0",
+            "`batch_size` must be finite and at least 1, got 0",
         ),
         (lambda: recipe(base_lr=0), "`base_lr` must be above 0, got 0"),
         (lambda: recipe(updates_per_epoch=0), "`updates_per_epoch` must be at least 1, got 0"),

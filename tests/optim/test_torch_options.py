@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lockstep as ls
+from lockstep.compat.nnabla import SGDW
 from lockstep.errors import StateError
-from lockstep.optim import SGDW
 
 OPTIONS: list[dict[str, Any]] = [
     {"nesterov": True},

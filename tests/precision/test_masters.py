@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.compat.nnabla import LAMB, SGDW
 from lockstep.errors import StateError
-from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, MomentumSGD
+from lockstep.optim import CorrectedMomentumSGD, MomentumSGD
 from lockstep.precision import LossScaler, MasterWeights
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

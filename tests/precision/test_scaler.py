@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.compat.nnabla import LAMB
 from lockstep.errors import OrderError, StateError
-from lockstep.optim import LAMB, CorrectedMomentumSGD, MomentumSGD
+from lockstep.optim import CorrectedMomentumSGD, MomentumSGD
 from lockstep.optim.hooks import (
     GradientClipping,
     GradientHardClipping,

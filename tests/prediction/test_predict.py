@@ -136,7 +136,7 @@ def test_errors_say_what_to_do() -> None:
         ls.predict(Growing(), samples, devices=1, batch_size=3)
     with pytest.raises(TypeError, match="TensorDataset"):
         ls.predict(Caching(), samples.tensors, devices=1)
-    with pytest.raises(ValueError, match="`dataset` must hold at least one sample"):
+    with pytest.raises(ValueError, match="`dataset` must yield at least one batch"):
         ls.predict(Caching(), iter([]), devices=1)
     with pytest.raises(ValueError, match="must end after one pass"):
         ls.predict(Caching(), ls.BatchIterator(samples, 2), devices=1)

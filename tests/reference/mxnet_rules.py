@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.optim import LAMB, MomentumSGD, hooks
+from lockstep.compat.nnabla import LAMB
+from lockstep.optim import MomentumSGD, hooks
 
 Options = Mapping[str, Any]
 Groups = list[dict[str, Any]]
@@ -34,11 +35,13 @@ def lars(options: Options, groups: Groups) -> Optimizer:
     correction = options.get("momentum_correction", True)
     optimizer = MomentumSGD(bare(groups), momentum=options.get("momentum", 0.0), correction=correction)
     rates = {"threshold": 0.0, "coefficient": options.get("eta", 0.001), "eps": options.get("eps") or TINY}
+    bound = options.get("clip_gradient")
     for index, group in enumerate(groups):
-        clip(optimizer, options, index)
         if not group["name"].endswith(("gamma", "beta", "bias")):
-            optimizer.add_hook(hooks.GradientLARS(**rates, weight_decay=group["decay"]), group=index)
-        elif group["decay"]:
+            optimizer.add_hook(hooks.GradientLARS(**rates, weight_decay=group["decay"], clip=bound), group=index)
+            continue
+        clip(optimizer, options, index)
+        if group["decay"]:
             optimizer.add_hook(hooks.WeightDecay(group["decay"]), group=index)
     return optimizer
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lockstep.optim import LAMB, SGDW, MomentumSGD, hooks
+from lockstep.compat.nnabla import LAMB, SGDW
+from lockstep.optim import MomentumSGD, hooks
 
 TINY = 1e-30
 """Lars has its epsilon as a bound of norms; where ours has one, it is to change nothing."""

@@ -121,6 +121,7 @@ def check_ended(out: Path, line: str, *, resumed_from: int | None, iterable: str
     assert uses == "[2]"
     lines = log_lines(out)
     assert lines == log_lines(whole)
+    assert (out / "metrics.csv").read_bytes() == (whole / "metrics.csv").read_bytes()
     counted = [(line["uses/least"], line["uses/most"]) for line in lines if "uses/least" in line]
     assert counted == [(1, 1), (2, 2)]
     assert resumed_from is None or int(first) == resumed_from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 import lockstep as ls
 from lockstep.snapshots import Content, Disk, Snapshot, SnapshotWriter
+from lockstep.snapshots.manifest import seal
 
 RUN = "0123456789abcdef"
 
@@ -66,3 +68,10 @@ def write(out: Path, *contents: Content, disk: Disk | None = None, **options: An
             assert writer.newest is not None
             folders.append(writer.newest)
     return folders
+
+
+def of_a_newer_format(manifest: bytes) -> bytes:
+    """Return a manifest as a later version may write it, whole but with another number."""
+    document = json.loads(manifest)
+    del document["sha256"]
+    return seal({**document, "format": 3})

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.pool.replica_set import AUTO_TIMEOUT_SECONDS
+from lockstep.replicas.pool.worker import AUTO_TIMEOUT_SECONDS
 from tests.support import gan as several, zygote
 from tests.support.backward import in_backward
 from tests.support.faults import fail, interrupt
@@ -143,14 +143,12 @@ def test_a_second_interrupt_is_not_kept_waiting() -> None:
         assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_an_interrupt_is_given_to_the_handler_that_was_there(flat: bool) -> None:
+def test_an_interrupt_is_given_to_the_handler_that_was_there() -> None:
     heard = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))  # noqa: ARG005 - Python's interface
     try:
         trap = Trap(interrupt)
-        options = {"num_shards": NUM_SHARDS, "flat_gradients": flat}
-        with finalized(updater_for(CONVNET, Placement(2), loss_fn=trap, **options)) as updater:
+        with finalized(updater_for(CONVNET, Placement(2), loss_fn=trap, num_shards=NUM_SHARDS)) as updater:
             trap.armed = True
             while updater.iteration < 12:
                 updater.update()

@@ -49,12 +49,7 @@ class Pair:
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "no model": (lambda _: {"model": None}, TypeError, "Either `model` or `models` must be given, got none."),
-    "two words": (
-        lambda pair: {"models": pair.nets},
-        TypeError,
-        "Either `model` or `models` must be given, got both.",
-    ),
+    "no model": (lambda _: {"model": None}, TypeError, "`model` must be a torch.nn.Module, got a NoneType."),
     "no loss": (
         lambda _: {"loss_fn": None},
         ValueError,

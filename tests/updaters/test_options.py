@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.updaters.compute.device_timer import TIMED_COMPUTATIONS, UNTIMED_COMPUTATIONS
+from lockstep.updaters.compute.measured_speeds import TIMED_COMPUTATIONS, UNTIMED_COMPUTATIONS
 from tests.support.faults import fail, interrupt
 from tests.support.gan import run, snapshot
 from tests.support.runs import PLACEMENTS, Placement, cross_entropy, digests, finalized, train, updater_for
@@ -212,7 +212,7 @@ def test_work_loads_are_measured_and_change_no_bit(caplog: pytest.LogCaptureFixt
         run(measured, UNTIMED_COMPUTATIONS + TIMED_COMPUTATIONS + 3)
     first, second = measured._engine.replicas.workloads
     assert 0 < first < second
-    assert "Measured workloads, in samples per second" in caplog.text
+    assert "Measured speeds, in samples per second" in caplog.text
     assert len(set(main_thread)) == 2
     with finalized(updater_for(MLP, num_shards=8)) as plain:
         for _ in range(UNTIMED_COMPUTATIONS + TIMED_COMPUTATIONS + 3):

@@ -143,7 +143,7 @@ def test_several_optimizers_go_back_together_with_their_masters() -> None:
     updater = ls.ParallelUpdater(
         {"main": ls.BatchIterator(MLP.data(8), 4)},
         {"main": optimizers["a"], "other": optimizers["b"]},
-        models={"main": nets["a"], "other": nets["b"]},
+        model={"main": nets["a"], "other": nets["b"]},
         devices=["cpu"],
         precision="bf16-true",
         loss_fn=lambda models, x, target: loss_of(models["main"], x, target) + loss_of(models["other"], x, target),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from lockstep._version import __version__
 from lockstep.cli import compare, doctor, export, report, run, snapshots
+from lockstep.errors import SnapshotError
 
 COMMANDS = (run, snapshots, compare, report, doctor, export)
 """The modules of the commands. Each adds its parser, and sets `call` to a function from options to exit code."""
@@ -22,7 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     options = parser().parse_args(arguments)
-    exit_code: int = options.call(options)
+    try:
+        exit_code: int = options.call(options)
+    except SnapshotError as error:
+        sys.stderr.write(f"lockstep: {error}\n")
+        return 2
     return exit_code
 
 

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 from lockstep.cli.subparsers import Subparsers
+from lockstep.errors import SideFileError
 from lockstep.snapshots import compare_runs
 
 DESCRIPTION = """
 Compare two runs by the digests that they have logged and by the manifests of their snapshots. No tensor is read. The
-exit code is 0 if all updates that both runs have logged are equal, 1 if one differs, and 2 if they have none in common.
+exit code is 0 if all updates that both runs have logged are equal, 1 if one differs, and 2 if they have none in common
+or a log is damaged.
 """
 
 
@@ -29,7 +31,11 @@ def add_parser(commands: Subparsers) -> None:
 
 def _call(options: argparse.Namespace) -> int:
     """Compare the runs, and return the exit code."""
-    found = compare_runs(options.first, options.second)
+    try:
+        found = compare_runs(options.first, options.second)
+    except SideFileError as error:
+        sys.stderr.write(f"lockstep compare: {error}\n")
+        return 2
     if not found.common:
         missing = "".join(
             f" There is no folder {each}." for each in (options.first, options.second) if not each.is_dir()

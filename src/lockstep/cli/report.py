@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 from lockstep.cli.subparsers import Subparsers
+from lockstep.errors import SideFileError
 from lockstep.html_report import LOG, read_run, render
+from lockstep.side_files import SideFile
 
 DESCRIPTION = """
 Write one HTML page about a run, which opens without a network: curves, loss scale and retries, time per phase and
@@ -34,7 +36,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def _call(options: argparse.Namespace) -> int:
     """Write the page, and return the exit code."""
-    path = options.output or options.run / "report.html"
+    path = options.output.resolve() if options.output else options.run / "report.html"
     try:
         runs = [read_run(each, log=options.log) for each in (options.run, options.compare) if each is not None]
         for run in runs:
@@ -42,9 +44,9 @@ def _call(options: argparse.Namespace) -> int:
                 missing = "" if run.path.is_dir() else " There is no such folder."
                 sys.stderr.write(f"lockstep report: {run.path} has no {options.log} and no snapshots.{missing}\n")
                 return 1
-        path.write_text(render(*runs), encoding="utf-8")
-    except OSError as error:
+        SideFile(path.parent, path.name, required=True).replace(render(*runs).encode(errors="backslashreplace"))
+    except SideFileError as error:
         sys.stderr.write(f"lockstep report: {error}\n")
         return 1
-    sys.stdout.write(f"{path}\n")
+    sys.stdout.write(f"{options.output or path}\n")
     return 0

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from lockstep.cli.subparsers import Subparsers
-from lockstep.errors import SnapshotError
+from lockstep.errors import SnapshotError, printable
 from lockstep.snapshots import Found, list as list_snapshots, verify
 
 DESCRIPTION = """
@@ -47,7 +47,8 @@ def _call(options: argparse.Namespace) -> int:
         except SnapshotError as error:
             damaged += 1
             text += f"  damaged: {error}"
-        sys.stdout.write(f"{text}\n")
+        # Names and reasons were read from files.
+        sys.stdout.write(f"{printable(text)}\n")
     return 1 if damaged else 0
 
 
@@ -56,14 +57,14 @@ def _described(found: Found) -> str:
     if found.manifest is None:
         return f"{found.path.name}  "
     manifest = found.manifest
-    size = sum(file.bytes for file in manifest.files.values())
     written = datetime.fromtimestamp(found.path.stat().st_mtime, tz=timezone.utc)
     reasons = ", ".join(manifest.reasons)
     # The best one has its value among the reasons already.
-    values = [f"{name} = {value:.6g}" for name, value in manifest.metric_values.items()]
+    values = [f"{name} = {value:.6g}" for name, value in manifest.metrics.items()]
     others = "".join(f"  {value}" for value in values if f"best: {value}" not in manifest.reasons)
+    verified = f"  equal on {found.ranks} ranks" if found.ranks else ""
     epoch = manifest.progress.get("epoch")
     return (
-        f"{found.path.name}  epoch {epoch}  {size / 1e6:.1f} MB  {written:%Y-%m-%d %H:%M:%S}  {manifest.training[:12]}"
-        f"  {reasons}{others}"
+        f"{found.path.name}  epoch {epoch}  {manifest.bytes / 1e6:.1f} MB  {written:%Y-%m-%d %H:%M:%S}  "
+        f"{manifest.training[:12]}  {reasons}{others}{verified}"
     )

@@ -12,9 +12,9 @@ from torch.utils.data import IterableDataset
 
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
 from lockstep.data.iterator import SampleFilter, TrackingIterator
-from lockstep.data.prefetch import load_ahead
 from lockstep.data.sample_streams import SampleStreams, draws_no_numbers
 from lockstep.data.samples import MapDataset, Samples
+from lockstep.data.workers import DatasetState, load_ahead
 from lockstep.errors import StateError
 from lockstep.integers import check_integer
 
@@ -44,7 +44,9 @@ class BatchIterator(TrackingIterator):
             ends it started. Peeking and workers call it before the epoch starts, and loading a state or a reset
             discards those results, so it should be a pure function of its arguments.
         num_workers: The number of processes that load samples in advance, two batches each. With 0, samples are
-            loaded where and when they are read. Workers load whole batches, or the parts chosen by `load_only`.
+            loaded where and when they are read. Workers load whole batches, or the parts chosen by `load_only`. When
+            attributes of the dataset have changed, such as its transform or the epoch, new workers load the following
+            batches with them. Changes of single elements of its arrays and long lists are not noticed.
         sample_streams: Whether each sample is loaded with its own random stream, keyed by (seed, epoch, sample),
             see `Samples` and `SampleStreams`. It costs about 15 µs per sample, and samples are loaded one by one,
             without ``__getitems__``; pass False for a dataset that draws no random numbers. It has no effect for a
@@ -111,6 +113,7 @@ class BatchIterator(TrackingIterator):
         self._planned: deque[tuple[Sequence[int], Cursor]] = deque()
         self._ahead: deque[Samples] = deque()
         self._supply: Generator[Samples] | None = None
+        self._loaded_from: DatasetState | None = None
         self._wanted: SampleFilter | None = None
         self._num_advanced = 0
         self._cursor = Cursor(0, 0, self._first_order())
@@ -133,8 +136,11 @@ class BatchIterator(TrackingIterator):
         # `check_integer` takes longer than the comparison, and this runs in every update.
         if type(ahead) is not int or ahead < 0:
             check_integer("ahead", ahead, minimum=0)
+        if self._supply is not None and self.num_workers:
+            self._stop_if_changed()
         while len(self._ahead) <= ahead:
             if self._supply is None:
+                self._loaded_from = DatasetState(self.dataset) if self.num_workers else None
                 self._supply = self._samples_from(self._num_advanced + len(self._ahead))
             try:
                 self._ahead.append(next(self._supply))
@@ -145,6 +151,11 @@ class BatchIterator(TrackingIterator):
                 self.finalize()
                 raise
         return self._ahead[ahead]
+
+    def _stop_if_changed(self) -> None:
+        """Stop the workers if the dataset has changed since they were given a copy of it, and discard their batches."""
+        if self._loaded_from is not None and not self._loaded_from.same_as(DatasetState(self.dataset)):
+            self.finalize()
 
     def peek_early(self, ahead: int = 0, *, always: bool = False) -> Samples | None:
         """Return a later batch if worker processes load it in advance anyway, or if ``always``; see `Iterator`."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.data.split_by_rank import check_not_split_by_rank
+from lockstep.data.workers import watched
 from lockstep.errors import OrderError, ReplayWarning
 
 Source: TypeAlias = "Iterable[Any] | Callable[[], Iterable[Any]]"
@@ -205,10 +206,10 @@ def _as_resumable(source: object) -> Resumable | None:
 def _iterator(source: Any, name: str) -> PythonIterator[Any]:
     """Return an iterator over a source, or over what it returns if it is a function."""
     if isinstance(source, Iterable):
-        return iter(source)
+        return watched(iter(source))
     # `check_source` has seen only the function.
     check_not_split_by_rank(iterable := source(), name)
-    return iter(iterable)
+    return watched(iter(iterable))
 
 
 def _length(source: object) -> int | None:

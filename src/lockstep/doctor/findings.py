@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 
-from lockstep.doctor.machine import core_quota, existing, file_system, host_address, kernel_variables
+from lockstep.doctor.machine import CORES, core_quota, existing, file_system, host_address, kernel_variables, read
 from lockstep.replicas import CUBLAS_VALUES, usable_cores
 
 Level = Literal["problem", "note"]
@@ -38,6 +40,10 @@ class Finding:
     cure: str = ""
 
 
+_note = partial(Finding, "note")
+_problem = partial(Finding, "problem")
+
+
 def find_problems(folder: Path, variables: Mapping[str, str] | None = None) -> list[Finding]:
     """Return what was found, problems first.
 
@@ -48,7 +54,7 @@ def find_problems(folder: Path, variables: Mapping[str, str] | None = None) -> l
     variables = os.environ if variables is None else variables
     found = [
         *check_variables(variables),
-        *check_cores(_cpuinfo(), cores=usable_cores(), quota=core_quota()),
+        *check_cores(read(CORES), cores=usable_cores(), quota=core_quota()),
         *_check_precision(),
         *_check_gpus(variables),
         *_check_processes(),
@@ -68,39 +74,30 @@ def check_variables(variables: Mapping[str, str]) -> Iterator[Finding]:
     """
     chosen = kernel_variables(variables)
     if chosen:
-        listed = ", ".join(f"{name}={value}" for name, value in chosen.items())
-        yield Finding(
-            "note",
-            f"These variables choose kernels, on which the bits depend: {listed}.",
+        yield _note(
+            f"These variables choose kernels, on which the bits depend: {_listed(chosen)}.",
             "Set them to the same values for every run and rank that you compare; ranks refuse to start otherwise.",
         )
     counts = {name: variables[name] for name in THREAD_COUNTS if variables.get(name, "1") != "1"}
     if counts:
-        listed = ", ".join(f"{name}={value}" for name, value in counts.items())
-        yield Finding(
-            "note",
-            f"{listed}: no bit depends on it, since lockstep computes with one thread per device.",
+        yield _note(
+            f"{_listed(counts)}: no bit depends on it, since lockstep computes with one thread per device.",
             "Code of yours outside of updates, such as data loading, may use as many threads.",
         )
     if variables.get("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "0") not in {"", "0"}:
-        yield Finding(
-            "note",
+        yield _note(
             "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE lets matrix products use TF32, whose results are less precise.",
             "Unset it, or set it on every machine.",
         )
     if variables.get("LD_PRELOAD"):
-        yield Finding(
-            "note",
+        yield _note(
             f"LD_PRELOAD={variables['LD_PRELOAD']} loads libraries before torch, which may replace its kernels.",
             "Use the same on every machine.",
         )
 
 
-def _cpuinfo() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ""
+def _listed(variables: Mapping[str, str]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in variables.items())
 
 
 def check_cores(cpuinfo: str, *, cores: int, quota: float | None) -> Iterator[Finding]:
@@ -116,14 +113,12 @@ def check_cores(cpuinfo: str, *, cores: int, quota: float | None) -> Iterator[Fi
         for core in cpuinfo.strip().split("\n\n")
     }
     if len(kinds) > 1:
-        yield Finding(
-            "problem",
+        yield _problem(
             f"The cores of this processor are of {len(kinds)} kinds, whose kernels may round differently.",
             "Run on cores of one kind, such as by `taskset`.",
         )
     if quota is not None and quota < cores:
-        yield Finding(
-            "note",
+        yield _note(
             f'devices="auto" uses {cores} cores, but this container may keep only {quota:g} busy.',
             f"Pass devices={max(1, int(quota))}; the result does not depend on it if num_shards is given.",
         )
@@ -139,8 +134,7 @@ def _check_precision() -> Iterator[Finding]:
     lower = {name: owner.fp32_precision for name, owner in owners.items() if owner.fp32_precision in {"tf32", "bf16"}}
     if lower:
         listed = ", ".join(f"{name}: {value}" for name, value in lower.items())
-        yield Finding(
-            "note",
+        yield _note(
             f"float32 is computed in a smaller format ({listed}).",
             'Use the same setting on every rank, or set fp32_precision = "ieee".',
         )
@@ -151,8 +145,7 @@ def _check_gpus(variables: Mapping[str, str]) -> Iterator[Finding]:
         return
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     if len(names) > 1:
-        yield Finding(
-            "problem",
+        yield _problem(
             f"The GPUs are of {len(names)} kinds ({', '.join(sorted(names))}), whose kernels round differently.",
             "Name devices of one kind, or choose them by CUDA_VISIBLE_DEVICES.",
         )
@@ -172,22 +165,19 @@ def check_gpu_settings(variables: Mapping[str, str], *, benchmark: bool, determi
         deterministic: Whether only deterministic algorithms are allowed.
     """
     if benchmark:
-        yield Finding(
-            "problem",
+        yield _problem(
             "cuDNN chooses algorithms by measuring them, so that each run may choose others.",
             "Set torch.backends.cudnn.benchmark = False.",
         )
     if not deterministic:
-        yield Finding(
-            "note",
+        yield _note(
             "Some algorithms of cuDNN give other bits in every run, and are allowed by default.",
             "Set torch.backends.cudnn.deterministic = True in your program.",
         )
     workspace = variables.get("CUBLAS_WORKSPACE_CONFIG")
     if workspace not in CUBLAS_VALUES:
         state = "not set" if workspace is None else repr(workspace)
-        yield Finding(
-            "note",
+        yield _note(
             f"CUBLAS_WORKSPACE_CONFIG is {state}, so that cuBLAS may give other bits if several streams are used.",
             f"Set it to {CUBLAS_VALUES[0]} before Python starts.",
         )
@@ -195,22 +185,19 @@ def check_gpu_settings(variables: Mapping[str, str], *, benchmark: bool, determi
 
 def _check_processes() -> Iterator[Finding]:
     if not (dist.is_available() and dist.is_gloo_available()):
-        yield Finding("problem", "This build of torch has no gloo, by which processes sum gradients.")
+        yield _problem("This build of torch has no gloo, by which processes sum gradients.")
     if host_address() is None:
-        yield Finding(
-            "note",
+        yield _note(
             "The host name of this machine has no address, by which gloo finds it from other machines.",
             "Pass --local-addr to lockstep run, or set GLOO_SOCKET_IFNAME, for runs on several machines.",
         )
     shared = Path("/dev/shm")  # noqa: S108 - only its size is read
-    if shared.is_dir():
-        status = os.statvfs(shared)
-        if status.f_frsize * status.f_blocks < SHARED_MEMORY:
-            yield Finding(
-                "note",
-                f"Shared memory has {status.f_frsize * status.f_blocks >> 20} MiB, which workers of data loaders need.",
-                "Give a container more of it, such as by --shm-size=1g.",
-            )
+    size = shutil.disk_usage(shared).total if shared.is_dir() else SHARED_MEMORY
+    if size < SHARED_MEMORY:
+        yield _note(
+            f"Shared memory has {size >> 20} MiB, which workers of data loaders need.",
+            "Give a container more of it, such as by --shm-size=1g.",
+        )
 
 
 def check_disk(folder: Path, kind: str) -> Iterator[Finding]:
@@ -222,9 +209,9 @@ def check_disk(folder: Path, kind: str) -> Iterator[Finding]:
     """
     parent = existing(folder)
     if not (parent.is_dir() and os.access(parent, os.W_OK)):
-        yield Finding("problem", f"The folder {folder} cannot be written.", "Choose another for `Trainer(out=)`.")
+        yield _problem(f"The folder {folder} cannot be written.", "Choose another for `Trainer(out=)`.")
     elif kind in LOST_AT_RESTART:
-        yield Finding("note", f"The folder {folder} is in memory ({kind}), and snapshots in it are lost at a restart.")
+        yield _note(f"The folder {folder} is in memory ({kind}), and snapshots in it are lost at a restart.")
 
 
 def is_sound(findings: Sequence[Finding]) -> bool:

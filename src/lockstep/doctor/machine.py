@@ -10,6 +10,7 @@ import socket
 import statistics
 import time
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -28,6 +29,8 @@ SYNCS: Final = 5
 """The number of times that a file is synchronized with the disk; the median counts."""
 BLOCK: Final = bytes(4096)
 UNKNOWN: Final = "unknown"
+CORES: Final = Path("/proc/cpuinfo")
+MEMORY: Final = Path("/proc/meminfo")
 
 
 def describe_machine(folder: Path) -> dict[str, Facts]:
@@ -51,11 +54,8 @@ def core_quota(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> float | None:
     Args:
         limit: The file in which Linux has it.
     """
-    try:
-        quota, period = limit.read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return None
-    return None if quota == "max" else int(quota) / int(period)
+    found = re.fullmatch(r"(\d+) (\d+)\n?", read(limit))
+    return int(found[1]) / int(found[2]) if found else None
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
@@ -65,38 +65,36 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str:
         folder: The folder.
         mounts: The file in which Linux lists what is mounted.
     """
-    try:
-        lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return UNKNOWN
-    resolved = folder.resolve()
-    found = [(fields[1], fields[2]) for fields in lines if len(fields) > 2 and resolved.is_relative_to(fields[1])]  # noqa: PLR2004 - place and type
-    return max(found, key=lambda each: len(each[0]))[1] if found else UNKNOWN
+    listed = re.findall(r"^\S+ (\S+) (\S+)", read(mounts), re.MULTILINE)
+    found = [(len(place), kind) for place, kind in listed if folder.resolve().is_relative_to(place)]
+    return max(found, key=itemgetter(0), default=(0, UNKNOWN))[1]
 
 
 def _processor() -> Facts:
-    quota = core_quota()
+    quota, about = core_quota(), read(MEMORY)
+    name = re.search(r"^model name\s*: (.+)$", read(CORES), re.MULTILINE)
+    total, free = (re.search(rf"^{each}:\s+(\d+) kB$", about, re.MULTILINE) for each in ("MemTotal", "MemAvailable"))
     cores = f"{usable_cores()} of {os.cpu_count()}"
     return {
-        "name": _match(r"^model name\s*: (.+)$", Path("/proc/cpuinfo")) or platform.processor() or platform.machine(),
+        "name": name[1] if name else platform.processor() or platform.machine(),
         "vector width": torch.backends.cpu.get_cpu_capability(),
         "cores usable": cores if quota is None else f"{cores}, limited to the time of {quota:g}",
-        "memory": _memory(),
+        "memory": f"{int(free[1]) / 2**20:.1f} of {int(total[1]) / 2**20:.1f} GiB available"
+        if total and free
+        else UNKNOWN,
     }
 
 
-def _match(pattern: str, path: Path) -> str:
-    """Return what a pattern finds in a file of the system; empty if there is no such file."""
+def read(path: Path) -> str:
+    """Return the text of a file of the system; empty if there is no such file.
+
+    Args:
+        path: The file.
+    """
     try:
-        found = re.search(pattern, path.read_text(encoding="utf-8"), re.MULTILINE)
+        return path.read_text(encoding="utf-8")
     except OSError:
         return ""
-    return found[1] if found else ""
-
-
-def _memory() -> str:
-    total, free = (_match(rf"^{name}:\s+(\d+) kB$", Path("/proc/meminfo")) for name in ("MemTotal", "MemAvailable"))
-    return f"{int(free) / 2**20:.1f} of {int(total) / 2**20:.1f} GiB available" if total and free else UNKNOWN
 
 
 def _devices() -> Facts:

@@ -6,7 +6,6 @@ from lockstep.extensions.averages import (
 )
 from lockstep.extensions.evaluator import Evaluator as Evaluator
 from lockstep.extensions.fail_on_non_finite import FailOnNonFinite as FailOnNonFinite
-from lockstep.extensions.ignite_bridge import IgniteBridge as IgniteBridge
 from lockstep.extensions.log_report import LogReport as LogReport
 from lockstep.extensions.loggers import (
     CSVLogger as CSVLogger,

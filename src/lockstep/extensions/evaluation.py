@@ -12,18 +12,10 @@ import torch
 from torch import nn
 
 from lockstep import nest
-from lockstep.metrics import Average, Mean, Observers, ShardKey, ShardMetric
+from lockstep.metrics import Average, Mean, ShardKey, ShardMetric
 from lockstep.nest import call_arguments
 from lockstep.precision import HALF_PRECISION
-from lockstep.prediction import (
-    NO_OUTPUT,
-    RankExchange,
-    as_cuttable,
-    evaluation_mode,
-    in_held_precision,
-    recording_outputs,
-    windows,
-)
+from lockstep.prediction import NO_OUTPUT, DataPass, in_held_precision, recording_outputs
 from lockstep.stopping import STOP
 from lockstep.updaters import (
     Converter,
@@ -79,25 +71,20 @@ class Evaluation:
     Args:
         runner: Runs the shards of this rank.
         recipe: What is computed.
-        network_of: Returns the network to evaluate, given a replica of the runner's model.
     """
 
-    def __init__(self, runner: InferenceRunner, recipe: Recipe, network_of: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(self, runner: InferenceRunner, recipe: Recipe) -> None:
         self._runner = runner
         self._recipe = recipe
-        self._network_of = network_of
-        self._exchange = RankExchange(runner.communicator)
+        self._pass = DataPass(runner, recipe.converter, name="iterator")
         self._alone = runner.communicator.size == 1
         metrics = recipe.metrics.values()
         self._gathered = [] if self._alone else [each for each in metrics if each.rule == "gather"]
         self._local = [each for each in metrics if each not in self._gathered]
-        self._networks: list[nn.Module] = []
         self._outputs: list[Any] = []
-        self._observers: list[Observers] = []
         self._reports: list[tuple[int, ShardReport]] = []
         # Whether the loss function returned a loss; it holds both answers if shards differ.
         self._has_loss: set[bool] = set()
-        self._num_batches = 0
 
     def run(self, batches: Callable[[], Iterable[Any]]) -> tuple[dict[str, Mean | float], dict[str, Any]]:
         """Evaluate all batches.
@@ -108,22 +95,14 @@ class Evaluation:
         Returns:
             The means of the loss and of all reported values by name, and the values of the metrics.
         """
-        runner = self._runner
-        with self._exchange.reporting_errors():
-            # Before the mode of the model changes, because replicas of another mode would have to be created anew.
-            replicas = runner.prepare()
-            self._networks = list(map(self._network_of, replicas))
-            self._observers = [Observers({"": network}) for network in self._networks]
+        with self._pass.running():
             for metric in self._recipe.metrics.values():
-                metric.move(runner.replicas.devices[0])
+                metric.move(self._runner.replicas.devices[0])
                 metric.reset()
-            with evaluation_mode(runner.replicas.model, replicas), recording_outputs(self._networks) as self._outputs:
-                for window in windows(map(self._seen, self._until_stopped(batches())), runner.batches_per_run):
-                    self._run_window(window)
-                if self._num_batches == 0:
-                    raise ValueError(
-                        "`iterator` must yield at least one batch, got none. A generator yields only once."
-                    )
+            with recording_outputs(self._pass.networks) as self._outputs:
+                found = self._pass.results(self._until_stopped(batches()), self._compute, self._arguments)
+                for results in found:
+                    self._add(results)
                 return self._merged()
 
     def _until_stopped(self, batches: Iterable[Any]) -> Iterable[Any]:
@@ -131,27 +110,10 @@ class Evaluation:
         # A rank that evaluates for itself cannot leave the evaluation before the other ranks know of the signal.
         return STOP.interruptible(batches) if not self._alone or STOP.alone or STOP.agreed else batches
 
-    def _seen(self, batch: Any) -> Any:
-        """Return a batch in the form that is cut into shards, and record it for the other ranks."""
-        batch = as_cuttable(batch, self._recipe.converter, self._runner.replicas.devices[0], name="iterator")
-        self._exchange.see(batch)
-        return batch
-
-    def _run_window(self, window: Sequence[Any]) -> None:
-        """Evaluate the shards of some batches that belong to this rank."""
-        first = self._num_batches
-        self._num_batches += len(window)
-        results = self._runner.run(
-            window,
-            self._compute,
-            self._observers,
-            first=first,
-            converter=self._recipe.converter,
-            arguments=self._arguments,
-        )
+    def _add(self, results: Sequence[tuple[int, ShardResult]]) -> None:
+        """Add the results of this rank's shards of some batches."""
         outcomes: list[Outcome] = []
-        for result in results:
-            batch = first + result.shard.batch
+        for batch, result in results:
             returned, output = result.returned
             report = self._report(result, returned)
             if report is not None:
@@ -159,7 +121,7 @@ class Evaluation:
             outcomes.append(((batch, result.shard.index), output, result.given.target))
         self._update(self._local, outcomes)
         if self._gathered:
-            by_rank = self._exchange.gather(nest.map_tensors(torch.Tensor.cpu, outcomes))
+            by_rank = self._pass.exchange.gather(nest.map_tensors(torch.Tensor.cpu, outcomes))
             # In the order of shards, which is that of an evaluation by one process.
             self._update(self._gathered, sorted((each for rank in by_rank for each in rank), key=_key_of))
 
@@ -179,7 +141,7 @@ class Evaluation:
 
     def _compute(self, place: int, given: ShardArguments) -> tuple[Any, Any]:
         """Return what the loss function returns for a shard, and what metrics see of the model's output."""
-        recipe, network = self._recipe, self._networks[place]
+        recipe, network = self._recipe, self._pass.networks[place]
         # A loss function that does not run the model must not leave the metrics the output of the previous shard.
         self._outputs[place] = NO_OUTPUT
         returned = None if recipe.loss_fn is None else _call(recipe.loss_fn, network, given)
@@ -239,7 +201,7 @@ class Evaluation:
             # A single process has counted everything in the metric itself.
             if not (self._alone and metric.rule == "count")
         }
-        by_rank = self._exchange.gather(own)
+        by_rank = self._pass.exchange.gather(own)
         answers = set().union(*(each["has_loss"] for each in by_rank))
         if len(answers) > 1:
             raise TypeError(

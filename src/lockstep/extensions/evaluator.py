@@ -13,20 +13,18 @@ from lockstep.data import Iterator as LockstepIterator, check_not_split_by_rank
 from lockstep.extensions.evaluation import Evaluation, Recipe
 from lockstep.integers import check_integer
 from lockstep.metrics import (
-    IgniteMetric,
     Metric,
     Observed,
     OwnMetric,
-    ShardMetric,
     TorchMetric,
     flatten_value,
     is_collection,
-    is_ignite,
     is_torchmetric,
 )
+from lockstep.prediction import runner_of
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Converter, InferenceRunner, LossFunction, Updater
+from lockstep.updaters import Converter, InferenceRunner, LossFunction, ParallelUpdater, Updater
 
 
 @runtime_checkable
@@ -60,7 +58,7 @@ class Evaluator(Extension):
     as positional or as keyword arguments; any other batch, such as a list of samples, is converted first.
     A tuple is ``(*inputs, target)``, a dict contains the inputs and the target by their names.
 
-    Metrics may be those of `lockstep.metrics`, torchmetrics or ignite, or your own. Each rank updates a metric with its
+    Metrics may be those of `lockstep.metrics` or torchmetrics, or your own. Each rank updates a metric with its
     own shards, and the states are merged: counts as a whole, sums of floating-point numbers and lists of values shard
     by shard. If it is not known how to merge the states of a metric, the outputs and targets of all shards are sent to
     every rank instead, which updates the metric with them in order. In all cases the numbers are the same as with one
@@ -133,7 +131,10 @@ class Evaluator(Extension):
         self.results: dict[str, Any] = {}
         """The values of the last evaluation by name, as the metrics returned them."""
         self._name = name
-        self._shard_metrics = {name: _shard_metric(metric) for name, metric in self.metrics.items()}
+        self._shard_metrics = {
+            name: TorchMetric(metric) if is_torchmetric(metric) else OwnMetric(metric)
+            for name, metric in self.metrics.items()
+        }
         self._own_runner: InferenceRunner | None = None
         self._warned: set[str] = set()
 
@@ -144,9 +145,9 @@ class Evaluator(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         """Evaluate the model, and observe the values."""
-        runner, network_of = self._runner_of(trainer.updater)
+        runner = self._runner_of(trainer.updater)
         prefix = f"{trainer.name_of(self)}/{self.model_name}"
-        for name, value in self._evaluate(runner, network_of).items():
+        for name, value in self._evaluate(runner).items():
             trainer.observe(f"{prefix}/{name}", value)
 
     def evaluate(
@@ -176,7 +177,7 @@ class Evaluator(Extension):
         joined = LocalCommunicator() if communicator is None else communicator
         runner = InferenceRunner.of_model(model, joined, num_shards=self.num_shards)
         try:
-            return self._evaluate(runner, _itself)
+            return self._evaluate(runner)
         finally:
             runner.release()
 
@@ -187,26 +188,20 @@ class Evaluator(Extension):
             # The next run may have another updater, with other devices, ranks and another precision.
             self._own_runner = None
 
-    def _runner_of(self, updater: Updater) -> tuple[InferenceRunner, Callable[[nn.Module], nn.Module]]:
-        """Return what runs the model, and a function that finds the network to evaluate in a replica."""
-        parts, models = updater.parts, updater.get_all_models()
-        model = self.model
-        if model is None:
-            if self.model_name not in models:
-                raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
-            model = models[self.model_name]
-            if parts is not None:
-                runner = InferenceRunner.of_updater(parts, num_shards=self.num_shards)
-                return runner, parts.networks.selector(self.model_name)
+    def _runner_of(self, updater: Updater) -> InferenceRunner:
+        """Return what runs the model."""
+        models = updater.get_all_models()
+        if self.model is None and self.model_name not in models:
+            raise KeyError(f"`model_name` must be one of {sorted(models)}, got {self.model_name!r}.")
+        if self.model is None and isinstance(updater, ParallelUpdater):
+            return runner_of(updater, num_shards=self.num_shards, model_name=self.model_name)
+        model = models[self.model_name] if self.model is None else self.model
+        # Kept, because another model needs replicas and threads of its own.
         if self._own_runner is None or self._own_runner.replicas.model is not model:
-            if parts is None:
-                runner = InferenceRunner.of_model(model, updater.communicator, num_shards=self.num_shards)
-            else:
-                runner = InferenceRunner.of_updater(parts, num_shards=self.num_shards, model=model)
-            self._own_runner = runner
-        return self._own_runner, _itself
+            self._own_runner = runner_of(updater, num_shards=self.num_shards, model=model)
+        return self._own_runner
 
-    def _evaluate(self, runner: InferenceRunner, network_of: Callable[[nn.Module], nn.Module]) -> dict[str, Observed]:
+    def _evaluate(self, runner: InferenceRunner) -> dict[str, Observed]:
         """Evaluate one pass on the devices and ranks of a runner."""
         recipe = Recipe(self._shard_metrics, self.loss_fn, self.output, self.converter, self.target)
 
@@ -218,7 +213,7 @@ class Evaluator(Extension):
                 self.iterator.load_only(runner.own_samples)
             return self.iterator
 
-        means, self.results = Evaluation(runner, recipe, network_of).run(batches)
+        means, self.results = Evaluation(runner, recipe).run(batches)
         values: dict[str, Observed] = dict(means)
         for name, value in self.results.items():
             values.update(self._numbers(name, value))
@@ -239,10 +234,6 @@ class Evaluator(Extension):
             return {}
 
 
-def _itself(replica: nn.Module) -> nn.Module:
-    return replica
-
-
 def _check_metrics(metrics: object, loss_fn: object) -> None:
     """Check that there is something to evaluate, and that every metric has the required methods."""
     if not isinstance(metrics, Mapping):
@@ -256,10 +247,9 @@ def _check_metrics(metrics: object, loss_fn: object) -> None:
             raise TypeError(f"`metrics` must hold instances, got the class {metric.__name__} as {name!r}.")
         if not isinstance(metric, Metric):
             raise TypeError(f"`metrics` must have update, compute and reset, got {type(metric).__name__} as {name!r}.")
-
-
-def _shard_metric(metric: Metric) -> ShardMetric:
-    """Return what updates a metric with shards, by the library that it comes from."""
-    if is_torchmetric(metric):
-        return TorchMetric(metric)
-    return IgniteMetric(metric) if is_ignite(metric) else OwnMetric(metric)
+        # They have these methods, but `update` takes a pair and `compute` sums over the processes by itself.
+        if any(kind.__module__.startswith("ignite.") for kind in type(metric).__mro__):
+            raise TypeError(
+                f"`metrics` must not hold metrics of PyTorch-Ignite, got {type(metric).__name__} as {name!r}. Pass one "
+                "of `lockstep.metrics` or of torchmetrics, or an object of yours with update, compute and reset."
+            )

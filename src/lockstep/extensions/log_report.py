@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
-from lockstep.extensions.loggers import replace_file
+from lockstep.errors import SideFileWarning
 from lockstep.metrics import IntervalMeans
+from lockstep.side_files import SideFile
 from lockstep.state import check_keys
 from lockstep.trainer import Extension, Trainer
 from lockstep.triggers import TriggerSpec
@@ -28,10 +30,13 @@ class LogReport(Extension):
     observed since the last entry: sums divided by summed weights, so that samples count equally even if updates had
     different sizes. Numbers that are not finite are written as the strings ``"nan"``, ``"inf"`` and ``"-inf"``.
 
-    A line is written in one call. When a run starts or resumes, it first rewrites the file from the entries in
-    memory, which removes lines, complete or not, that a killed process wrote after the saved state; a new run in
-    the folder of an old one starts a new log. With several processes, each process has the log in memory, and
-    rank 0 writes the file.
+    The log is not part of a snapshot; the number of its entries and the last one are. A run that resumes reads the
+    entries up to there from the file, and removes lines, complete or not, that a killed process wrote later. If it
+    resumes in another folder, it copies them. A `SideFileWarning` names a log that is absent or too short, and the log
+    begins with what there is. A new run in the folder of an old one starts a new log with its first entry. With several
+    processes, each process has the log in memory, and rank 0 writes the file.
+
+    If a line cannot be written, a `SideFileWarning` says so, and it is written with a later one.
 
     Args:
         keys: The names to log; by default all.
@@ -42,10 +47,12 @@ class LogReport(Extension):
             values of such an update do not count in the means.
         last: The names of values for which an entry holds the last one of the interval instead of the mean, such as
             learning rates. Here and in `sums`, a name also stands for every name that ends with ``"/"`` and that name.
+        required: Whether a line that cannot be written ends the run by a `SideFileError`.
 
     Raises:
         NonFiniteError: At the end of an interval, if `max_skipped` updates in a row were skipped and only a device
             knew.
+        SideFileError: At the start of a run, if the file is damaged or no regular file.
 
     Determinism: the means depend only on the values (see `metrics.Average`); ``elapsed_time`` is read from a clock.
     """
@@ -58,13 +65,18 @@ class LogReport(Extension):
         *,
         last: Sequence[str] = ("lr",),
         sums: Sequence[str] = ("skipped",),
+        required: bool = False,
     ) -> None:
         self.keys = None if keys is None else tuple(keys)
         self.trigger = trigger
         self.filename = filename
         self.last = tuple(last)
         self.sums = tuple(sums)
+        self.required = required
         self._log: list[LogEntry] = []
+        self._file: SideFile | None = None
+        # The number of entries and the last one of a saved state, until the entries are read.
+        self._position: tuple[int, LogEntry] | None = None
         self._means = IntervalMeans(last=last, sums=sums)
 
     @property
@@ -92,31 +104,51 @@ class LogReport(Extension):
             "elapsed_time": trainer.elapsed_time,
         }
         entry.update(self._means.compute())
-        if trainer.is_main:
-            # Unbuffered, so that the line is written in one call: a killed process leaves it complete or not at all.
-            with (trainer.out / self.filename).open("ab", buffering=0) as file:
-                file.write(_line(entry))
+        if self._file is not None:
+            self._file.append(_line(entry))
         self._log.append(entry)
         self._means.clear()
 
+    def prepare(self, trainer: Trainer) -> None:
+        """Read the entries of a saved state. Every rank must call this."""
+        if self._position is not None:
+            self._log = _read(trainer, self.filename, *self._position)
+            self._position = None
+
     def initialize(self, trainer: Trainer) -> None:
-        """Rewrite the file from the entries in memory."""
-        if not trainer.is_main:
-            return
-        path = trainer.out / self.filename
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, b"".join(map(_line, self._log)))
+        """Check the file. Nothing is written before the first entry, because the start may still be refused."""
+        if trainer.is_main:
+            file = SideFile(trainer.out, self.filename, required=self.required)
+            file.check()
+            file.begin(b"".join(map(_line, self._log)))
+            self._file = file
+
+    def finalize(self, trainer: Trainer) -> None:  # noqa: ARG002 - the interface
+        """Write what could not be written before."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     def state_dict(self) -> dict[str, object]:
-        """Return the entries so far, and the averages of the current interval."""
-        return {"log": [dict(entry) for entry in self._log], "averages": self._means.state_dict()}
+        """Return the number of entries, the last one, and the averages of the current interval."""
+        # A run that resumes from this state reads the entries from the file.
+        if self._file is not None:
+            self._file.write(durable=True)
+        count, last = self._position or (len(self._log), self._log[-1] if self._log else {})
+        # The last one, because a rank that survives may save a state whose last entry rank 0 did not write any more.
+        return {"entries": count, "last": dict(last), "averages": self._means.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state."""
-        check_keys(state, ("log", "averages"), of="LogReport")
+        """Load a saved state, also one that holds all entries, as those of earlier versions did."""
+        holds_all = "log" in state
+        check_keys(state, ("log", "averages") if holds_all else ("entries", "last", "averages"), of="LogReport")
+        entries = [dict(entry) for entry in state["log"]] if holds_all else self._log
+        position = None if holds_all else (int(state["entries"]), dict(state["last"]))
+        if position == (len(self._log), self._log[-1] if self._log else {}):
+            position = None
         # First, because it can fail: an error must change nothing.
         self._means.load_state_dict(state["averages"])
-        self._log = [dict(entry) for entry in state["log"]]
+        self._log, self._position = entries, position
 
 
 def find_log(trainer: Trainer, name: str, *, reader: Extension) -> LogReport:
@@ -140,8 +172,40 @@ def find_log(trainer: Trainer, name: str, *, reader: Extension) -> LogReport:
     return extension
 
 
+def _read(trainer: Trainer, filename: str, count: int, last: LogEntry) -> list[LogEntry]:
+    """Read the entries of a saved state from the file of the run that saved it. Every rank must call this."""
+    source = trainer.resumption
+    text = b""
+    if trainer.is_main:
+        file = SideFile(trainer.out if source is None or source.same_run else source.path.parent.parent, filename)
+        entries = list[LogEntry]()
+        is_absent = file.read_lines(lambda values: entries.append(_entry(values))) is None
+        # What follows was logged after the state was saved.
+        entries = [entry for entry in entries[:count] if entry["iteration"] <= last["iteration"]]
+        if last and (not entries or entries[-1]["iteration"] < last["iteration"]):
+            entries.append(last)
+        if len(entries) < count:
+            found = "is absent" if is_absent else f"has {len(entries)} of them"
+            rule = f"{file.path} must have the {count} entries of the log up to the saved state, but it {found}."
+            warnings.warn(f"{rule} The log begins with what there is.", SideFileWarning, stacklevel=2)
+        text = b"".join(map(_line, entries))
+    # Other ranks may see other folders.
+    lines = trainer.updater.communicator.exchange(text)[0].splitlines()
+    return [_entry(json.loads(line)) for line in lines]
+
+
 def _line(entry: LogEntry) -> bytes:
     """Return an entry as a line of JSON."""
     # JSON has no NaN and no infinities, and other readers reject those that Python writes.
     finite = {key: value if math.isfinite(value) else str(value) for key, value in entry.items()}
     return _JSON.encode(finite).encode() + b"\n"
+
+
+def _entry(values: Any) -> LogEntry:
+    """Return the entry of a line; raise a ValueError or TypeError for another kind of value."""
+    for name, value in values.items():
+        if type(value) not in {int, float} and value not in {"nan", "inf", "-inf"}:
+            raise ValueError(f"{name!r} must be a number, got {value!r:.60}")
+    if type(values["iteration"]) is not int:
+        raise ValueError(f"'iteration' must be an integer, got {values['iteration']!r:.60}")
+    return {name: float(value) if isinstance(value, str) else value for name, value in values.items()}

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from io import BytesIO
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
 from lockstep.extensions.notebook import InlineImage, in_notebook
+from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
@@ -22,7 +23,59 @@ MAX_TIME_FRACTION = 0.05
 """The largest fraction of a run's time that is spent on plotting."""
 
 
-class PlotReport(Extension):
+class Plot(Extension):
+    """The base class of extensions that draw an image in the trainer's folder, and in a notebook also below the cell.
+
+    Args:
+        filename: The file name, relative to the trainer's folder; its extension determines the format.
+        trigger: The trigger that decides when to plot.
+
+    Raises:
+        ImportError: If matplotlib is not installed.
+    """
+
+    def __init__(self, filename: str, trigger: TriggerSpec) -> None:
+        check_matplotlib(type(self).__name__)
+        self.filename = filename
+        self.trigger = trigger
+        self._next = 0.0
+        self._inline: InlineImage | None = None
+
+    @abstractmethod
+    def plot(self, trainer: Trainer) -> Figure | None:
+        """Return the figure; None if there is nothing to show.
+
+        Args:
+            trainer: The trainer, between two updates.
+        """
+
+    def initialize(self, trainer: Trainer) -> None:
+        """Check the file, if it exists, and prepare one image for each run, below the cell that runs it."""
+        SideFile(trainer.out, self.filename).check()
+        self._inline = InlineImage() if in_notebook() else None
+
+    def __call__(self, trainer: Trainer) -> None:
+        """Draw the image, unless the last one is too recent."""
+        if time.perf_counter() >= self._next:
+            self.finalize(trainer)
+
+    def finalize(self, trainer: Trainer) -> None:
+        """Draw the image, and compute from the time taken when the next one may be drawn."""
+        if not trainer.is_main:
+            return
+        start = time.perf_counter()
+        figure = self.plot(trainer)
+        if figure is not None:
+            save_figure(figure, SideFile(trainer.out, self.filename))
+            if self._inline is not None:
+                image = BytesIO()
+                figure.savefig(image, format="png")
+                self._inline.show(image.getvalue())
+        end = time.perf_counter()
+        self._next = end + (end - start) / MAX_TIME_FRACTION
+
+
+class PlotReport(Plot):
     """Plots the entries of a `LogReport` over epochs, as an image in the trainer's folder.
 
     Names with the same last part share their axes: ``main/loss`` and ``validation/main/loss`` are two curves of
@@ -52,64 +105,34 @@ class PlotReport(Extension):
         title: str | None = None,
         log_report: str = "LogReport",
     ) -> None:
-        check_matplotlib("PlotReport")
+        super().__init__(filename, trigger)
         self.keys = None if keys is None else tuple(keys)
-        self.filename = filename
-        self.trigger = trigger
         self.title = title
         self.log_report = log_report
-        self._next = 0.0
-        self._inline: InlineImage | None = None
 
     def initialize(self, trainer: Trainer) -> None:
         """Check that there is a log."""
         find_log(trainer, self.log_report, reader=self)
-        # One image for each run, below the cell that runs it.
-        self._inline = InlineImage() if in_notebook() else None
+        super().initialize(trainer)
 
-    def __call__(self, trainer: Trainer) -> None:
-        """Plot the log, unless the last plot is too recent."""
-        if trainer.is_main and time.perf_counter() >= self._next:
-            self._draw(trainer)
-
-    def finalize(self, trainer: Trainer) -> None:
-        """Plot the complete log."""
-        if trainer.is_main:
-            self._draw(trainer)
-
-    def _draw(self, trainer: Trainer) -> None:
-        """Plot the log, and compute from the time taken when the next plot may be made."""
-        start = time.perf_counter()
+    def plot(self, trainer: Trainer) -> Figure | None:
+        """Return the curves of the log; None if it has no value of the names."""
         log = find_log(trainer, self.log_report, reader=self).log
         panels = _panels(log, self.keys)
-        if panels:
-            path = trainer.out / self.filename
-            png = draw(log, panels, path, title=self.title or trainer.out.resolve().name)
-            if self._inline is not None:
-                self._inline.show(png())
-        end = time.perf_counter()
-        self._next = end + (end - start) / MAX_TIME_FRACTION
+        return draw(log, panels, title=self.title or trainer.out.resolve().name) if panels else None
 
 
-def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, title: str) -> Callable[[], bytes]:
-    """Plot a log to a file, with the panels side by side.
+def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], *, title: str) -> Figure:
+    """Plot a log, with the panels side by side.
 
     Args:
         log: The entries of the log.
         panels: The names of the curves of each panel, by the name of the panel.
-        path: The file, which is replaced in one step.
         title: The title of the figure.
-
-    Returns:
-        A function that returns the plot as an image in the format PNG.
     """
-    # Imported here, because it takes a second and only plots need it. The figure is created without pyplot, whose
-    # state would be shared with your own figures.
-    from matplotlib.figure import Figure  # noqa: PLC0415 - lazy, see above
-
-    figure = Figure(figsize=(5.5 * len(panels), 4.2), layout="constrained")
+    figure, columns = panel_grid(1, len(panels), height=4.2)
     figure.suptitle(title)
-    for axes, (name, keys) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
+    for (axes,), (name, keys) in zip(columns, panels.items(), strict=True):
         for key in keys:
             _curve(axes, log, key)
         if log[-1]["epoch_detail"] >= 4:  # noqa: PLR2004 - enough whole epochs to mark
@@ -117,34 +140,39 @@ def draw(log: Sequence[LogEntry], panels: dict[str, list[str]], path: Path, *, t
         axes.set_title(name)
         axes.set_xlabel("epoch")
         axes.set_ylabel(name)
-        axes.grid(alpha=0.3)
         axes.legend()
-    return save_figure(figure, path)
+    return figure
 
 
-def save_figure(figure: Figure, path: Path) -> Callable[[], bytes]:
+def panel_grid(rows: int, columns: int, *, height: float) -> tuple[Figure, Sequence[Sequence[Axes]]]:
+    """Return a figure with a grid of panels, and the panels of each column.
+
+    Args:
+        rows: The number of rows.
+        columns: The number of columns.
+        height: The height of the figure in inches.
+    """
+    # Imported here, because it takes a second and only plots need it. The figure is created without pyplot, whose
+    # state would be shared with your own figures.
+    from matplotlib.figure import Figure  # noqa: PLC0415 - lazy, see above
+
+    figure = Figure(figsize=(5.5 * columns, height), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for axes in panels.flat:
+        axes.grid(alpha=0.3)
+    return figure, panels.T
+
+
+def save_figure(figure: Figure, file: SideFile) -> None:
     """Write a figure to a file, which is replaced in one step, because you may be viewing the image.
 
     Args:
         figure: The figure.
-        path: The file; its extension determines the format.
-
-    Returns:
-        A function that returns the figure as an image in the format PNG.
+        file: The file; its extension determines the format.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415 - takes a second
-
-    canvas = FigureCanvasAgg(figure)
-    new = path.with_name(f"{path.name}.new")
-    canvas.print_figure(new, format=path.suffix.removeprefix(".") or "png", dpi=110)
-    new.replace(path)
-
-    def png() -> bytes:
-        image = BytesIO()
-        canvas.print_figure(image, format="png")
-        return image.getvalue()
-
-    return png
+    image = BytesIO()
+    figure.savefig(image, format=file.path.suffix.removeprefix(".") or "png", dpi=110)
+    file.replace(image.getvalue())
 
 
 def _panels(log: Sequence[LogEntry], keys: Sequence[str] | None) -> dict[str, list[str]]:
@@ -162,8 +190,7 @@ def _curve(axes: Axes, log: Sequence[LogEntry], key: str) -> None:
     """Plot the finite values of one name."""
     points = [(entry["epoch_detail"], entry[key]) for entry in log if key in entry and math.isfinite(entry[key])]
     axes.plot(
-        [epoch for epoch, _ in points],
-        [value for _, value in points],
+        *(zip(*points, strict=True) if points else ([], [])),
         label=_label(key),
         marker="o" if len(points) <= 30 else "",  # noqa: PLR2004 - more markers would overlap
         markersize=3.5,

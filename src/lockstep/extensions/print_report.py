@@ -47,7 +47,9 @@ class PrintReport(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         """Check that there is a log, and print the header again."""
-        find_log(trainer, self.log_report, reader=self)
+        report = find_log(trainer, self.log_report, reader=self)
+        # The log of a run that resumes may be shorter than it was.
+        self._printed = min(self._printed, report.num_entries)
         self._columns = ()
 
     def __call__(self, trainer: Trainer) -> None:

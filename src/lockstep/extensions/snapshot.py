@@ -8,12 +8,13 @@ import math
 import os
 import secrets
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from lockstep import snapshots
 from lockstep.communicators import AgentDeadline
-from lockstep.errors import DeterminismWarning, OrderError, PeerError, SignalExit
+from lockstep.errors import DeterminismWarning, DisagreementError, OrderError, PeerError, SignalExit, SnapshotWarning
 from lockstep.integers import check_integer
 from lockstep.metrics import as_mean, read_means
 from lockstep.stopping import STOP
@@ -79,12 +80,13 @@ class Snapshot(Extension):
         self.per_machine, self.required = per_machine, required
         self.trigger = trigger
         self.digest_every = digest_every
-        self._writer: snapshots.RecordingWriter | None = None
+        self._writer: snapshots.RecordingWriter | snapshots.Digester | None = None
         self._writes = False
+        self._agreement: snapshots.Agreement | None = None
         self._collector: snapshots.Collector | None = None
         self._log: snapshots.DigestLog | None = None
         self._run_id = ""
-        self._best_metrics: dict[str, float] | None = None
+        self._best_metrics: Mapping[str, float] | None = None
         self._error: BaseException | None = None
         self._is_stoppable = False
         self._deadline: AgentDeadline | None = None
@@ -100,7 +102,7 @@ class Snapshot(Extension):
         self._writes = self._is_writer(trainer)
         self._run_id = _run_id(trainer, self._run_id)
         try:
-            if self._writes:
+            if self._writes or trainer.updater.communicator.size > 1:
                 self._open(trainer)
             handles_signals = STOP.install(alone=trainer.updater.communicator.size == 1)
             self._is_stoppable = True
@@ -113,16 +115,19 @@ class Snapshot(Extension):
     def _open(self, trainer: Trainer) -> None:
         """Open the folder for writing."""
         source = trainer.resumption
-        found = snapshots.list(trainer.out)
-        _check_folder(trainer, found, self._run_id)
+        self._agreement = snapshots.Agreement(trainer.updater.communicator, self._mark_verified)
         self._collector = snapshots.Collector(
             trainer.updater, run_id=self._run_id, parent=None if source is None else source.source
         )
-        self._log = self._open_log(trainer, found)
+        if not self._writes:
+            self._writer = snapshots.Digester(self._run_id)
+            return
+        found = snapshots.list(trainer.out)
+        _check_folder(trainer, found, self._run_id)
         self._best_metrics = None
         for each in found:
             if each.manifest is not None:
-                self._is_best(each.manifest.metric_values)
+                self._is_best(each.manifest.metrics)
         self._writer = snapshots.RecordingWriter(
             out=trainer.out,
             run_id=self._run_id,
@@ -133,18 +138,26 @@ class Snapshot(Extension):
             required=self.required,
             about=_about(trainer),
         )
+        # While no other run can write to it.
+        self._log = self._open_log(trainer, found)
 
     def collect(self, trainer: Trainer) -> None:
         """Log the digests of what was written meanwhile, and one of this update if it is due."""
-        if self._writer is None:
-            return
-        self._log_written(self._writer)
-        if self.digest_every and trainer.updater.iteration % self.digest_every == 0:
+        self._log_written()
+        if self._log is not None and self.digest_every and trainer.updater.iteration % self.digest_every == 0:
             self._log_record(snapshots.record_of(self._content(trainer)))
 
     def __call__(self, trainer: Trainer) -> None:
         """Copy the state, and write it in the background."""
         self._save(trainer, "interval")
+
+    def before_update(self, trainer: Trainer) -> None:  # noqa: ARG002 - the interface
+        """Compare the digests of snapshots with those of the other ranks, as far as they have been computed.
+
+        Raises:
+            DisagreementError: On every rank, if a rank has other bits.
+        """
+        self._compare()
 
     def wait(self) -> None:
         """Wait until every snapshot is durable, or has failed."""
@@ -163,7 +176,7 @@ class Snapshot(Extension):
         """
         try:
             self._write_last(trainer)
-            lost = wait_for_writers(trainer) if isinstance(self._error, SignalExit) else self._error
+            lost = self._end(trainer)
             # A rank without a writer is the only one left that has the state if the writer is the rank that is lost.
             if isinstance(lost, PeerError) and not self._writes:
                 write_emergency(trainer, self._run_id, _about(trainer))
@@ -180,7 +193,7 @@ class Snapshot(Extension):
             if self._writer is not None:
                 self._writer.close()
         finally:
-            self._writer = self._log = self._collector = None
+            self._writer = self._log = self._collector = self._agreement = None
             if self._is_stoppable:
                 self._is_stoppable = False
                 received = STOP.uninstall()
@@ -194,16 +207,66 @@ class Snapshot(Extension):
         writer, reason = self._writer, reason_of(self._error, trainer.updater.communicator.rank)
         if writer is None:
             return
-        if reason is not None:
-            # The last one may have failed, or have been dropped because two others were being written.
+        writer.wait()
+        self._log_written()
+        if isinstance(self._error, PeerError) and not self._writes:
+            return
+        # The last one may have failed, or have been dropped because two others were being written.
+        if reason is not None and writer.newest_update != trainer.updater.iteration:
+            self._save(trainer, reason, must=True)
             writer.wait()
-            if writer.newest is None or writer.newest.name != snapshots.folder_name(trainer.updater.iteration):
-                self._save(trainer, reason, must=True)
-        writer.close()
-        self._log_written(writer)
+            self._log_written()
+        if self._log is not None:
+            self._log.close()
+
+    def _end(self, trainer: Trainer) -> BaseException | None:
+        """Compare the last digests over ranks, and return the error that has ended the run or this comparison.
+
+        Raises:
+            DisagreementError: On every rank, if a rank has other bits.
+        """
+        try:
+            if self._error is None:
+                self._compare(now=True)
+            elif isinstance(self._error, SignalExit):
+                self._compare(now=True)
+                return wait_for_writers(trainer)
+        except PeerError as error:
+            # A run that has reached its end has lost nothing; the process that is lost has its own error.
+            return None if self._error is None else error
+        except DisagreementError:
+            self._set_aside(trainer)
+            raise
+        if isinstance(self._error, DisagreementError) and self._error.update is not None:
+            self._set_aside(trainer)
+        return self._error
+
+    def _compare(self, *, now: bool = False) -> None:
+        self._log_written()
+        if self._agreement is not None and self._agreement.size > 1:
+            self._agreement.compare(now=now)
+
+    def _mark_verified(self, record: snapshots.Record, ranks: int) -> None:
+        """Record that all ranks have the bits of a snapshot."""
+        if isinstance(self._writer, snapshots.RecordingWriter):
+            self._writer.mark_verified(record.update, record.digest, ranks)
+
+    def _set_aside(self, trainer: Trainer) -> None:
+        """Rename the snapshots that may have what the ranks disagree about, so that no run resumes from them."""
+        if isinstance(self._writer, snapshots.RecordingWriter):
+            source = trainer.resumption
+            since = source.update if source is not None and source.same_run else -1
+            renamed = ", ".join(path.name for path in self._writer.set_unverified_aside(since))
+            if renamed:
+                message = f"Ranks disagree, so that the snapshots since the last verified one are renamed: {renamed}."
+                warnings.warn(message, SnapshotWarning, stacklevel=2)
 
     def _save(self, trainer: Trainer, reason: str, *, must: bool = False) -> None:
-        if self._writer is None:
+        if self._writer is None or self._agreement is None:
+            return
+        self._agreement.open(trainer.updater.iteration)
+        if not self._writes:
+            self._writer.save(self._content(trainer), must=must)
             return
         # A run that is stopped in the middle of an iteration has not observed the value yet.
         metrics = {} if self._error is not None and self.best not in trainer.observation else self._metrics(trainer)
@@ -213,7 +276,7 @@ class Snapshot(Extension):
         content = self._content(trainer, surroundings=trainer.surroundings(), metrics=metrics)
         self._writer.save(content, reasons=reasons, must=must or len(reasons) > 1)
 
-    def _is_best(self, metrics: dict[str, float]) -> bool:
+    def _is_best(self, metrics: Mapping[str, float]) -> bool:
         """Return whether a snapshot is the best so far, and remember its value."""
         is_best = self._retention.is_better(metrics, self._best_metrics)
         if is_best:
@@ -243,10 +306,12 @@ class Snapshot(Extension):
         value = total / weight if weight else math.nan
         return {} if math.isnan(value) else {self.best: value}
 
-    def _log_written(self, writer: snapshots.RecordingWriter) -> None:
-        """Log the digests of the snapshots that have become durable."""
-        for record in writer.take_records():
-            self._log_record(record)
+    def _log_written(self) -> None:
+        """Log the digests of the snapshots that have become durable, and keep them to compare them over ranks."""
+        if self._writer is not None and self._agreement is not None:
+            for record in self._writer.take_results():
+                self._log_record(record)
+                self._agreement.add(record)
 
     def _log_record(self, record: snapshots.Record) -> None:
         """Log the digests of an update, and warn if it had others before."""
@@ -276,7 +341,7 @@ class Snapshot(Extension):
         conditions = _digest_of([recipe, content.kernel_class])
         # A run that was interrupted in this process continues its log, too.
         resumed_at = trainer.updater.iteration or None
-        log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at)
+        log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at, required=self.required)
         if source is not None and source.same_kernels and not source.accepted:
             # The digests of snapshots whose tensors are damaged are as good as those of others.
             log.expect(_records(trainer.out, found, self._run_id))

@@ -52,39 +52,34 @@ def choose_charts(runs: Sequence[RunData]) -> Charts:
     """
     series = [_all_series(run) for run in runs]
     names = list(dict.fromkeys(name for each in series for name in each))
-    count = sum(map(len, series))
     smallest, largest = BINS
-    bins = min(max(POINTS // (2 * count or 1), smallest), largest)
-    data = [
-        {
-            "name": run.name,
-            "positions": _positions(run.log),
-            "series": {name: as_json(thin(each, bins)) for name, each in found.items()},
-        }
-        for run, found in zip(runs, series, strict=True)
-    ]
+    bins = min(max(POINTS // (2 * sum(map(len, series)) or 1), smallest), largest)
     is_thinned = any(len(each.updates) > 2 * bins for found in series for each in found.values())
     rates = [name for name in names if name.startswith(THROUGHPUT) or name == RATE]
     loads = [name for name in rates if name.startswith(LOAD)]
-    throughput = [(name, [name]) for name in rates if name not in loads]
-    if loads:
-        throughput.append(("load", loads))
     scaling = [name for name in names if name in {SCALE, RETRIES} or _last_part(name) == "skipped"]
-    changing = {name for found in series for name, each in found.items() if len(set(each.values)) > 1}
+    changing = [name for name in scaling if any(len(set(found[name].values)) > 1 for found in series if name in found)]
     curves: dict[str, list[str]] = {}
     for name in names:
         if name not in rates and name not in scaling:
             curves.setdefault(_last_part(name), []).append(name)
     return Charts(
         curves=list(curves.items()),
-        scaling=[(name, [name]) for name in scaling if name in changing],
+        scaling=[(name, [name]) for name in changing],
         constant=[
             f"{name}: {', '.join(dict.fromkeys(f'{each[name].values[0]:g}' for each in series if name in each))}"
             for name in scaling
             if name not in changing
         ],
-        throughput=throughput,
-        runs=data,
+        throughput=[(name, [name]) for name in rates if name not in loads] + ([("load", loads)] if loads else []),
+        runs=[
+            {
+                "name": run.name,
+                "positions": _positions(run.log),
+                "series": {name: as_json(thin(each, bins)) for name, each in found.items()},
+            }
+            for run, found in zip(runs, series, strict=True)
+        ],
         bins=bins if is_thinned else None,
     )
 
@@ -122,10 +117,8 @@ def _rates(log: Log) -> Series:
 
 def _positions(log: Log | None) -> dict[str, list[Any]]:
     """Return the epochs and times over updates."""
-    if log is None:
-        return {"epoch": [[], []], "time": [[], []]}
-    found = {}
-    for unit, series in (("epoch", log.epochs), ("time", log.times)):
+    found: dict[str, list[Any]] = {"epoch": [[], []], "time": [[], []]}
+    for unit, series in () if log is None else (("epoch", log.epochs), ("time", log.times)):
         points = as_json([point for point in thin(series, POSITIONS) if math.isfinite(point.value)])
         found[unit] = [points["x"], points["y"]]
     return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
+
+from lockstep.side_files import SideFile
 
 COUNTERS: Final = ("iteration", "epoch", "epoch_detail", "elapsed_time")
 """The values of an entry that tell its position, see `LogReport`."""
@@ -81,34 +82,30 @@ def read_log(path: Path) -> Log | None:
         The log; None if there is no such file.
 
     Raises:
-        OSError: If the file cannot be read.
+        SideFileError: If the file cannot be read, or is no regular file.
     """
     series: dict[str, Series] = {}
     epochs, times = Series(), Series()
-    num_entries = unreadable = 0
-    try:
-        file = path.open(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
+    num_entries = 0
+
+    def take(entry: Mapping[str, Any]) -> None:
+        nonlocal num_entries
+        update = float(int(entry["iteration"]))
+        values = {name: float(value) for name, value in entry.items() if name not in COUNTERS}
+        epoch, elapsed = float(entry.get("epoch_detail", "nan")), float(entry.get("elapsed_time", "nan"))
+        num_entries += 1
+        if epochs.updates and update <= epochs.updates[-1]:
+            # What a log repeats replaces what it had.
+            for each in (epochs, times, *series.values()):
+                each.cut(update)
+        epochs.append(update, epoch)
+        times.append(update, elapsed)
+        for name, value in values.items():
+            series.setdefault(name, Series()).append(update, value)
+
+    unreadable = SideFile(path.parent, path.name).read_lines(take, strict=False)
+    if unreadable is None:
         return None
-    with file:
-        for line in file:
-            try:
-                entry = json.loads(line)
-                update = float(int(entry["iteration"]))
-                values = {name: float(value) for name, value in entry.items() if name not in COUNTERS}
-                epoch, elapsed = float(entry.get("epoch_detail", "nan")), float(entry.get("elapsed_time", "nan"))
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                unreadable += 1
-                continue
-            num_entries += 1
-            if epochs.updates and update <= epochs.updates[-1]:
-                # What a log repeats replaces what it had.
-                for each in (epochs, times, *series.values()):
-                    each.cut(update)
-            epochs.append(update, epoch)
-            times.append(update, elapsed)
-            for name, value in values.items():
-                series.setdefault(name, Series()).append(update, value)
     # A repetition may lack a name, of which nothing is left then.
     series = {name: each for name, each in series.items() if each.updates}
     return Log(series, epochs, times, num_entries, unreadable)
@@ -119,29 +116,20 @@ def first_difference(one: Log, other: Log) -> tuple[float, list[str]] | None:
 
     Only updates and names that both logs have are compared, and no rates or times.
     """
-    found: dict[str, float] = {}
-    for name in one.series.keys() & other.series.keys():
-        if not name.startswith(TIMES):
-            update = _first_difference(one.series[name], other.series[name])
-            if update is not None:
-                found[name] = update
-    if not found:
-        return None
-    first = min(found.values())
-    return first, sorted(name for name, update in found.items() if update == first)
+    found = {
+        name: update
+        for name in one.series.keys() & other.series.keys()
+        if not name.startswith(TIMES)
+        and (update := _first_difference(one.series[name], other.series[name])) is not None
+    }
+    first = min(found.values(), default=None)
+    return None if first is None else (first, sorted(name for name, update in found.items() if update == first))
 
 
 def _first_difference(one: Series, other: Series) -> float | None:
-    index = 0
-    for update, value in one.points():
-        while index < len(other.updates) and other.updates[index] < update:
-            index += 1
-        if index == len(other.updates):
-            return None
-        # The text tells NaN from numbers, and equals itself.
-        if other.updates[index] == update and repr(other.values[index]) != repr(value):
-            return update
-    return None
+    # The text tells NaN from numbers, and equals itself.
+    values = {update: repr(value) for update, value in other.points()}
+    return next((update for update, value in one.points() if values.get(update, repr(value)) != repr(value)), None)
 
 
 def thin(series: Series, bins: int) -> list[Point]:
@@ -167,8 +155,7 @@ def thin(series: Series, bins: int) -> list[Point]:
         end = len(series.updates) if bin_ == bins else bisect_left(series.updates, first + bin_ * width, start)
         kept.update(_extremes(series.values[start:end], start))
         start = end
-    points = list(zip(series.updates, series.values, strict=True))
-    return [Point(*points[index]) for index in sorted(kept)]
+    return [Point(series.updates[index], series.values[index]) for index in sorted(kept)]
 
 
 def _extremes(values: Sequence[float], start: int) -> Iterator[int]:
@@ -178,11 +165,8 @@ def _extremes(values: Sequence[float], start: int) -> Iterator[int]:
         yield min(finite)[1]
         yield max(finite)[1]
     if len(finite) < len(values):
-        seen: dict[str, int] = {}
-        for index, value in enumerate(values, start):
-            if value - value != 0:
-                seen.setdefault(repr(value), index)
-        yield from seen.values()
+        others = [(repr(value), index) for index, value in enumerate(values, start) if value - value != 0]
+        yield from dict(reversed(others)).values()
 
 
 def as_json(points: Sequence[Point]) -> dict[str, list[Any]]:
@@ -193,9 +177,5 @@ def as_json(points: Sequence[Point]) -> dict[str, list[Any]]:
     """
     return {
         "x": [int(point.update) if point.update == int(point.update) else point.update for point in points],
-        "y": [_shown(point.value) for point in points],
+        "y": [float(f"{each:.{DIGITS}g}") if each - each == 0 else str(each) for _, each in points],
     }
-
-
-def _shown(value: float) -> float | str:
-    return float(f"{value:.{DIGITS}g}") if value - value == 0 else str(value)

@@ -47,6 +47,11 @@ def joined(*content: object) -> Markup:
     return Markup("".join(each if isinstance(each, Markup) else html.escape(str(each)) for each in content))
 
 
+def folded(summary: str, content: Markup) -> Markup:
+    """Return content that is shown when the reader opens its summary."""
+    return element("details", element("summary", summary), content)
+
+
 def table(
     header: list[str], rows: list[list[object]], *, caption: str, numbers: frozenset[int] = frozenset()
 ) -> Markup:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from lockstep._version import __version__
 from lockstep.html_report.charts import RATE, Charts, choose_charts
 from lockstep.html_report.log import first_difference
-from lockstep.html_report.markup import Markup, element, joined, script_data
+from lockstep.html_report.markup import Markup, element, folded, joined, script_data
 from lockstep.html_report.run import RunData
 from lockstep.html_report.sections import (
     digests_table,
@@ -127,22 +127,18 @@ def _comparison(run: RunData, other: RunData) -> tuple[Markup, float | None]:
     missing = "The runs have logged no digest of an update in common."
     lines: list[object] = [element("strong", found.result(LISTED) if found.common else missing)]
     if run.log is not None and other.log is not None:
-        if logged is None:
-            lines.append("The values that both logs have are equal.")
-        else:
-            lines.append(
-                f"The logs first differ in the entry of update {logged[0]:.0f}: {found.listed(logged[1], LISTED)}."
-            )
-    both = (run, other)
-    conditions = {"recipe": [each.recipe for each in both], "kernel class": [each.kernel_class for each in both]}
-    for what, fields in conditions.items():
-        if all(fields):
-            names = [name for name in {**fields[0], **fields[1]} if fields[0].get(name) != fields[1].get(name)]
-            lines.append(
-                f"The {what} differs in {found.listed(names, LISTED)}." if names else f"The {what} is the same."
-            )
-        else:
-            lines.append(f"The {what} is not known of both runs.")
+        lines.append(
+            "The values that both logs have are equal."
+            if logged is None
+            else f"The logs first differ in the entry of update {logged[0]:.0f}: {found.listed(logged[1], LISTED)}."
+        )
+    for what, one, two in (
+        ("recipe", run.recipe, other.recipe),
+        ("kernel class", run.kernel_class, other.kernel_class),
+    ):
+        names = [name for name in {**one, **two} if one.get(name) != two.get(name)]
+        known = f"differs in {found.listed(names, LISTED)}" if names else "is the same"
+        lines.append(f"The {what} {known if one and two else 'is not known of both runs'}.")
     firsts = [each for each in (found.first, None if logged is None else logged[0]) if each is not None]
     kind = "different" if firsts else "equal" if found.common else "unknown"
     banner = element(
@@ -152,38 +148,50 @@ def _comparison(run: RunData, other: RunData) -> tuple[Markup, float | None]:
 
 
 def _sections(runs: Sequence[RunData], charts: Charts) -> list[Markup]:
-    """Return all sections. Those without content are in the last one, with what would record it."""
+    """Return all sections. The last one names those without content, with what would record it."""
     thinned = (
         f" Logs of many entries are thinned out: of each of {charts.bins} equal sections of the updates, the chart has "
         "the smallest and the largest value. The table has all values."
         if charts.bins
         else ""
     )
-    curves = joined(_charts(charts.curves), _folded("Values as a table", values_table(runs)))
-    times = times_section(runs)
+    curves = joined(_charts(charts.curves), folded("Values as a table", values_table(runs)))
+    # What does not change is in the text.
+    scaling = _charts(charts.scaling) if charts.scaling or any(run.final_intervals for run in runs) else None
+    constant = f"Throughout: {'; '.join(charts.constant)}." if charts.constant else ""
+    rates = FROM_LOG if any(title == RATE for title, _ in charts.throughput) else ""
+    recipe = _fields(runs, [each.recipe for each in runs], "Recipe")
+    kernels = _fields(runs, [each.kernel_class for each in runs], "Kernel class")
     contents: list[tuple[str, str, Markup | None, str]] = [
         ("Curves", HINT + thinned, curves if charts.curves else None, "LogReport"),
-        ("Loss scale and retries", _constant(charts), _scaling(runs, charts), "RunRecord"),
-        ("Time", TIME, times or None, "RunRecord"),
-        ("Throughput", _throughput(charts), _charts(charts.throughput) if charts.throughput else None, "Throughput"),
-        ("Digests", "", digests_table(runs) if any(each.digests for each in runs) else None, "Snapshot"),
-        ("Snapshots", "", snapshots_table(runs) if any(each.snapshots for each in runs) else None, "Snapshot"),
-        ("Recipe", RECIPE, _fields(runs, [each.recipe for each in runs], "Recipe"), "RunRecord or Snapshot"),
-        (
-            "Kernel class",
-            KERNELS,
-            _fields(runs, [each.kernel_class for each in runs], "Kernel class"),
-            "RunRecord or Snapshot",
-        ),
-        ("Starts and resumes", "", sessions_table(runs) if any(each.sessions for each in runs) else None, "RunRecord"),
+        ("Loss scale and retries", constant, scaling, "RunRecord"),
+        ("Time", TIME, times_section(runs) or None, "RunRecord"),
+        ("Throughput", rates, _charts(charts.throughput) or None, "Throughput"),
+        ("Digests", "", digests_table(runs) or None, "Snapshot"),
+        ("Snapshots", "", snapshots_table(runs) or None, "Snapshot"),
+        ("Recipe", RECIPE, recipe, "RunRecord or Snapshot"),
+        ("Kernel class", KERNELS, kernels, "RunRecord or Snapshot"),
+        ("Starts and resumes", "", sessions_table(runs) or None, "RunRecord"),
     ]
     shown = [
         element("section", element("h2", title), element("p", text, class_="quiet") if text else "", content)
         for title, text, content, _ in contents
         if content is not None
     ]
-    absent = [(title, extension) for title, _, content, extension in contents if content is None]
-    return [*shown, *_notes(runs, absent)]
+    lines = [
+        f"{title}: not recorded. Add lockstep.extensions.{extension} to the trainer."
+        for title, _, content, extension in contents
+        if content is None
+    ]
+    lines += [
+        f"{run.name}: {run.log.unreadable} lines of the log are no entries and were left out."
+        for run in runs
+        if run.log is not None and run.log.unreadable
+    ]
+    if lines:
+        items = joined(*(element("li", line) for line in lines))
+        shown.append(element("section", element("h2", "Not on this page"), element("ul", items)))
+    return shown
 
 
 TIME: Final = (
@@ -191,22 +199,8 @@ TIME: Final = (
     "that is measured waits for the device at the end of each phase."
 )
 RECIPE: Final = "The result depends on these fields. The tensors of the model are at the end."
+FROM_LOG: Final = "From the times in the log. Samples or tokens per second need the extension Throughput."
 KERNELS: Final = "Equal bits need equal kernels: these properties must be equal on all ranks."
-
-
-def _throughput(charts: Charts) -> str:
-    if any(title == RATE for title, _ in charts.throughput):
-        return "From the times in the log. Samples or tokens per second need the extension Throughput."
-    return ""
-
-
-def _constant(charts: Charts) -> str:
-    return f"Throughout: {'; '.join(charts.constant)}." if charts.constant else ""
-
-
-def _scaling(runs: Sequence[RunData], charts: Charts) -> Markup | None:
-    """Return the charts of what changes, if loss scale and retries are known; what does not is in the text."""
-    return _charts(charts.scaling) if charts.scaling or any(run.final_intervals for run in runs) else None
 
 
 def _charts(charts: Sequence[tuple[str, Sequence[str]]]) -> Markup:
@@ -214,35 +208,12 @@ def _charts(charts: Sequence[tuple[str, Sequence[str]]]) -> Markup:
     if not charts:
         return Markup()
     boxes = (
-        element("figure", element("h3", title), class_="chart", data_names=_names(names)) for title, names in charts
+        element("figure", element("h3", title), class_="chart", data_names=script_data(list(names)))
+        for title, names in charts
     )
     note = element("noscript", element("p", "The charts need JavaScript, which is part of this page."))
     return joined(note, element("div", *boxes, class_="charts"))
 
 
-def _names(names: Sequence[str]) -> Markup:
-    return script_data(list(names))
-
-
 def _fields(runs: Sequence[RunData], found: Sequence[dict[str, Any]], caption: str) -> Markup | None:
-    return _folded("All fields", fields_table(runs, found, caption=caption)) if any(found) else None
-
-
-def _folded(summary: str, content: Markup) -> Markup:
-    return element("details", element("summary", summary), content)
-
-
-def _notes(runs: Sequence[RunData], absent: Sequence[tuple[str, str]]) -> list[Markup]:
-    """Return what the page does not show, and why."""
-    lines = [
-        f"{title}: not recorded. Add lockstep.extensions.{extension} to the trainer." for title, extension in absent
-    ]
-    lines += [
-        f"{run.name}: {run.log.unreadable} lines of the log are no entries and were left out."
-        for run in runs
-        if run.log is not None and run.log.unreadable
-    ]
-    if not lines:
-        return []
-    items = joined(*(element("li", line) for line in lines))
-    return [element("section", element("h2", "Not on this page"), element("ul", items))]
+    return folded("All fields", fields_table(runs, found, caption=caption)) if any(found) else None

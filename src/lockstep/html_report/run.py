@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from lockstep import snapshots
 from lockstep.html_report.log import Log, read_log
+from lockstep.side_files import SideFile
 from lockstep.snapshots import Found, Manifest
 
 LOG: Final = "log.jsonl"
@@ -116,7 +117,7 @@ class RunData:
             return self.sessions[-1].recipe
         # As JSON, in which the recorder has written it, lists stand for tuples.
         newest = self._newest
-        return {} if newest is None else dict(json.loads(json.dumps(newest.recipe_values, default=str)))
+        return {} if newest is None else dict(json.loads(json.dumps(newest.recipe, default=str)))
 
     @property
     def kernel_class(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def read_run(path: Path, *, log: str = LOG) -> RunData:
         log: The name of its log.
 
     Raises:
-        OSError: If a file cannot be read.
+        SideFileError: If a file cannot be read, or is no regular file, or if the log of digests is damaged.
     """
     found = snapshots.list(path)
     manifests = [each.manifest for each in found if each.manifest is not None]
@@ -170,22 +171,18 @@ def read_run(path: Path, *, log: str = LOG) -> RunData:
 def _read_record(path: Path) -> list[Session]:
     """Read what `RunRecord` has written; lines that are not its, or were cut, are left out."""
     sessions: list[Session] = []
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return sessions
-    for line in text.splitlines():
-        try:
-            ((kind, values),) = json.loads(line).items()
-            if kind == "session":
-                sessions.append(Session.of(values))
-            elif sessions and kind == "interval":
-                sessions[-1].intervals.append(Interval.of(values))
-            elif sessions and kind == "end":
-                sessions[-1].end.update(values)
-                sessions[-1].recipe.update(values.get("recipe", {}))
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            continue
+
+    def take(line: Mapping[str, Any]) -> None:
+        ((kind, values),) = line.items()
+        if kind == "session":
+            sessions.append(Session.of(values))
+        elif sessions and kind == "interval":
+            sessions[-1].intervals.append(Interval.of(values))
+        elif sessions and kind == "end":
+            sessions[-1].end.update(values)
+            sessions[-1].recipe.update(values.get("recipe", {}))
+
+    SideFile(path.parent, path.name).read_lines(take, strict=False)
     return sessions
 
 

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from lockstep.html_report.log import Series
 from lockstep.html_report.markup import Markup, element, joined, table
-from lockstep.html_report.run import RunData
+from lockstep.html_report.run import RunData, Session
+from lockstep.snapshots import Found
 
 SHOWN_DIGEST: Final = 16
 """The number of hexadecimal digits of a digest that a table shows; the rest is its title."""
@@ -32,28 +33,45 @@ def digest_cell(digest: str) -> Markup:
     return element("code", digest[:SHOWN_DIGEST], title=digest)
 
 
+def _listed(
+    runs: Sequence[RunData],
+    header: list[str],
+    rows: Sequence[tuple[RunData, list[object]]],
+    *,
+    caption: str,
+    numbers: Sequence[int] = (),
+) -> Markup:
+    """Return a table whose rows belong to one run each, which the second column names if there are several.
+
+    Without rows, it is empty markup.
+    """
+    if not rows:
+        return Markup()
+    named = [[run.name] if len(runs) > 1 else [] for run, _ in rows]
+    cells = [[first, *name, *others] for name, (_, (first, *others)) in zip(named, rows, strict=True)]
+    columns = ["run"] if len(runs) > 1 else []
+    aligned = frozenset(column + len(columns) for column in numbers)
+    return table([header[0], *columns, *header[1:]], cells, caption=caption, numbers=aligned)
+
+
 def values_table(runs: Sequence[RunData]) -> Markup:
     """Return the first, smallest, largest and last value of each name."""
-    rows: list[list[object]] = []
-    for run in runs:
-        for name, series in (run.log.series if run.log is not None else {}).items():
-            rows.append([name, *([run.name] if len(runs) > 1 else []), *_summary(series)])
-    rows.sort(key=lambda row: str(row[0]))
-    run_column = ["run"] if len(runs) > 1 else []
-    header = ["value", *run_column, "first", "smallest", "largest", "last", "not finite"]
-    first_number = 1 + len(run_column)
-    return table(header, rows, caption="Logged values", numbers=frozenset(range(first_number, len(header))))
+    rows = [
+        (run, [name, *_summary(series)])
+        for run in runs
+        if run.log is not None
+        for name, series in run.log.series.items()
+    ]
+    rows.sort(key=lambda row: str(row[1][0]))
+    header = ["value", "first", "smallest", "largest", "last", "not finite"]
+    return _listed(runs, header, rows, caption="Logged values", numbers=range(1, len(header)))
 
 
 def _summary(series: Series) -> list[object]:
-    finite = [value for value in series.values if value - value == 0]
+    values = series.values
+    finite = [value for value in values if value - value == 0]
     extremes = [number(min(finite)), number(max(finite))] if finite else [ABSENT, ABSENT]
-    return [
-        number(series.values[0]),
-        *extremes,
-        number(series.values[-1]),
-        str(len(series.values) - len(finite)),
-    ]
+    return [number(values[0]), *extremes, number(values[-1]), f"{len(values) - len(finite)}"]
 
 
 def fields_table(runs: Sequence[RunData], found: Sequence[Mapping[str, Any]], *, caption: str) -> Markup:
@@ -68,8 +86,7 @@ def fields_table(runs: Sequence[RunData], found: Sequence[Mapping[str, Any]], *,
     rows: list[list[object]] = []
     for name in names:
         texts = [_text(fields[name]) if name in fields else ABSENT for fields in found]
-        differs = len(set(texts)) > 1 and all(found)
-        rows.append([name, *([element("mark", text) if differs else text for text in texts])])
+        rows.append([name, *(element("mark", text) if len(set(texts)) > 1 and all(found) else text for text in texts)])
     return table(["field", *_columns(runs, "value")], rows, caption=caption)
 
 
@@ -88,66 +105,57 @@ def digests_table(runs: Sequence[RunData]) -> Markup:
     rows: list[list[object]] = []
     for update in updates[-LISTED_DIGESTS:]:
         found = [run.digests.get(update, "") for run in runs]
-        cells = [digest_cell(digest) if digest else ABSENT for digest in found]
-        same = []
+        row: list[object] = [f"{update}", *(digest_cell(digest) if digest else ABSENT for digest in found)]
         if len(runs) > 1:
-            both = all(found)
-            equal = len(set(found)) == 1
-            same = [("equal" if equal else element("mark", "different")) if both else ABSENT]
-        rows.append([f"{update}", *cells, *same])
-    left_out = len(updates) - len(rows)
-    note = element("p", f"The last {len(rows)} of {len(updates)} updates are listed.") if left_out else ""
+            compared = "equal" if len(set(found)) == 1 else element("mark", "different")
+            row.append(compared if all(found) else ABSENT)
+        rows.append(row)
+    if not rows:
+        return Markup()
+    note = element("p", f"The last {len(rows)} of {len(updates)} updates are listed.")
     header = ["update", *_columns(runs, "digest"), *(["comparison"] if len(runs) > 1 else [])]
-    return joined(table(header, rows, caption="Digests of the training state"), note)
+    return joined(
+        table(header, rows, caption="Digests of the training state"), note if len(rows) < len(updates) else ""
+    )
 
 
 def snapshots_table(runs: Sequence[RunData]) -> Markup:
     """Return the snapshots of all runs."""
-    rows: list[list[object]] = []
-    for run in runs:
-        for found in run.snapshots:
-            first = [found.path.name, *([run.name] if len(runs) > 1 else [])]
-            if found.manifest is None:
-                rows.append([*first, ABSENT, ABSENT, ABSENT, ABSENT, element("mark", f"damaged: {found.error}")])
-                continue
-            manifest = found.manifest
-            size = sum(file.bytes for file in manifest.files.values())
-            written = datetime.fromtimestamp(found.path.stat().st_mtime, tz=timezone.utc)
-            values = [f"{name} = {number(value)}" for name, value in manifest.metric_values.items()]
-            rows.append(
-                [
-                    *first,
-                    _text(manifest.progress.get("epoch")),
-                    f"{size / 1e6:.1f}",
-                    f"{written:%Y-%m-%d %H:%M:%S}",
-                    digest_cell(manifest.training),
-                    ", ".join([*manifest.reasons, *values]),
-                ]
-            )
-    run_column = ["run"] if len(runs) > 1 else []
-    header = ["update", *run_column, "epoch", "MB", "written (UTC)", "digest", "why"]
-    return table(header, rows, caption="Snapshots", numbers=frozenset({len(run_column) + 1, len(run_column) + 2}))
+    header = ["update", "epoch", "MB", "written (UTC)", "digest", "why"]
+    rows = [(run, _snapshot_row(found)) for run in runs for found in run.snapshots]
+    return _listed(runs, header, rows, caption="Snapshots", numbers=(1, 2))
+
+
+def _snapshot_row(found: Found) -> list[object]:
+    if found.manifest is None:
+        return [found.path.name, *[ABSENT] * 4, element("mark", f"damaged: {found.error}")]
+    manifest = found.manifest
+    written = datetime.fromtimestamp(found.path.stat().st_mtime, tz=timezone.utc)
+    return [
+        found.path.name,
+        _text(manifest.progress.get("epoch")),
+        f"{manifest.bytes / 1e6:.1f}",
+        f"{written:%Y-%m-%d %H:%M:%S}",
+        digest_cell(manifest.training),
+        ", ".join([*manifest.reasons, *(f"{name} = {number(each)}" for name, each in manifest.metrics.items())]),
+    ]
 
 
 def sessions_table(runs: Sequence[RunData]) -> Markup:
     """Return where and when each run was started or resumed, and how it ended."""
-    rows: list[list[object]] = []
-    for run in runs:
-        for session in run.sessions:
-            end = session.end
-            how = "ended" if "digests" in end else end.get("error", "killed, or has not ended")
-            devices = "; ".join(f"{host}: {', '.join(names)}" for host, names in session.ranks)
-            rows.append(
-                [
-                    session.time,
-                    *([run.name] if len(runs) > 1 else []),
-                    f"{session.update} to {end.get('update', '?')}",
-                    f"{devices} ({len(session.ranks)} ranks)" if len(session.ranks) > 1 else devices,
-                    session.versions,
-                    session.resumed_from or ABSENT,
-                    how,
-                ]
-            )
-    header = ["started (UTC)", *(["run"] if len(runs) > 1 else []), "updates"]
-    header += ["devices", "versions", "resumed from", "end"]
-    return table(header, rows, caption="Starts and resumes")
+    header = ["started (UTC)", "updates", "devices", "versions", "resumed from", "end"]
+    rows = [(run, _session_row(session)) for run in runs for session in run.sessions]
+    return _listed(runs, header, rows, caption="Starts and resumes")
+
+
+def _session_row(session: Session) -> list[object]:
+    end = session.end
+    devices = "; ".join(f"{host}: {', '.join(names)}" for host, names in session.ranks)
+    return [
+        session.time,
+        f"{session.update} to {end.get('update', '?')}",
+        f"{devices} ({len(session.ranks)} ranks)" if len(session.ranks) > 1 else devices,
+        session.versions,
+        session.resumed_from or ABSENT,
+        "ended" if "digests" in end else end.get("error", "killed, or has not ended"),
+    ]

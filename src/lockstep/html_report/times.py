@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from lockstep.html_report.markup import Markup, element, joined, table
+from lockstep.html_report.markup import Markup, element, folded, joined, table
 from lockstep.html_report.run import Interval, RunData
 
 WIDTH: Final = 1000
@@ -29,12 +29,13 @@ def times_section(runs: Sequence[RunData]) -> Markup:
         intervals = [each for each in session.intervals if each.measured]
         num_ranks = min((len(each.seconds) for each in intervals), default=0)
         for rank in range(num_ranks):
-            ranks.append((f"{prefix}rank {rank}", _mean(intervals, rank)))
+            label = f"{prefix}rank {rank}"
+            ranks.append((label, _per_update([each.seconds[rank] for each in intervals], intervals)))
             names = dict(enumerate(session.ranks[rank][1])) if rank < len(session.ranks) else {}
-            for index, phases in enumerate(_device_means(intervals, rank)):
+            for index in range(min(len(each.devices[rank]) for each in intervals)):
+                phases = _per_update([each.devices[rank][index] for each in intervals], intervals)
                 idle = max(0.0, ranks[-1][1].get("compute", 0.0) - sum(phases.values()))
-                name = f"{prefix}rank {rank}, device {index}: {names.get(index, '?')}"
-                devices.append((name, {**phases, IDLE: idle}))
+                devices.append((f"{label}, device {index}: {names.get(index, '?')}", {**phases, IDLE: idle}))
     if not ranks:
         return Markup()
     return joined(
@@ -43,16 +44,6 @@ def times_section(runs: Sequence[RunData]) -> Markup:
         element("h3", "Devices while they compute"),
         _bars(devices, "Mean time per update by device"),
     )
-
-
-def _mean(intervals: Sequence[Interval], rank: int) -> dict[str, float]:
-    return _per_update([each.seconds[rank] for each in intervals], intervals)
-
-
-def _device_means(intervals: Sequence[Interval], rank: int) -> list[dict[str, float]]:
-    found = [each.devices[rank] for each in intervals]
-    count = min(map(len, found), default=0)
-    return [_per_update([devices[index] for devices in found], intervals) for index in range(count)]
 
 
 def _per_update(phases: Sequence[Mapping[str, float]], intervals: Sequence[Interval]) -> dict[str, float]:
@@ -70,17 +61,13 @@ def _bars(rows: Sequence[tuple[str, dict[str, float]]], caption: str) -> Markup:
         *(element("li", element("span", "", class_=f"swatch f{_colour(names, name)}"), name) for name in names)
     )
     figures = joined(*(_bar(label, phases, names, longest) for label, phases in rows))
-    cells = [
-        [label, *(f"{phases.get(name, 0.0) * MS:.3f}" for name in names), f"{sum(phases.values()) * MS:.3f}"]
+    cells: list[list[object]] = [
+        [label, *(f"{each * MS:.3f}" for each in [*(phases.get(name, 0.0) for name in names), sum(phases.values())])]
         for label, phases in rows
     ]
     header = ["", *(f"{name}, ms" for name in names), "sum, ms"]
-    details = element(
-        "details",
-        element("summary", "As a table"),
-        table(header, [list(each) for each in cells], caption=caption, numbers=frozenset(range(1, len(header)))),
-    )
-    return joined(element("ul", legend, class_="legend"), figures, details)
+    numbers = table(header, cells, caption=caption, numbers=frozenset(range(1, len(header))))
+    return joined(element("ul", legend, class_="legend"), figures, folded("As a table", numbers))
 
 
 def _bar(label: str, phases: Mapping[str, float], names: Sequence[str], longest: float) -> Markup:

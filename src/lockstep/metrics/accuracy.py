@@ -1,4 +1,4 @@
-"""Top-k accuracy of a classifier."""
+"""Top-k accuracy of a classifier, and the accuracy of binary and multilabel targets."""
 
 from __future__ import annotations
 
@@ -18,14 +18,20 @@ class Accuracy:
     those with a higher score, those with an equal score and a lower index, and those whose score is NaN.
     With k = 1 this equals ``scores.argmax(1) == target`` unless a score is NaN.
 
-    Shapes: ``update(output, target)`` expects scores of shape (N, C, ...) and class indices of shape (N, ...).
+    With a threshold, every target is 0 or 1, and correct if it is 1 where the score is at least the threshold, and 0
+    where the score is less. A score of NaN is correct for neither.
+
+    Shapes: ``update(output, target)`` expects scores of shape (N, C, ...) and class indices of shape (N, ...). With a
+    threshold, both have one shape, for example (N,) or (N, labels), or the scores have one dimension of 1 more, (N, 1).
 
     Args:
         top_k: The number of classes k that count as the answer, at least 1.
         ignore_index: A target value that is not counted; by default all are.
+        threshold: The smallest score of the answer 1, for binary and multilabel targets: 0.0 for logits, 0.5 for
+            probabilities. None for classes.
 
     Raises:
-        ValueError: If `top_k` is less than 1.
+        ValueError: If `top_k` is less than 1, or not 1 with a threshold, or the threshold is NaN.
 
     Determinism: comparisons and integer counts only; equal scores yield equal bits on every device.
 
@@ -33,12 +39,19 @@ class Accuracy:
     >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.5, 0.5]]), torch.tensor([1, 1, 0]))
     >>> round(accuracy.compute(), 4)
     0.6667
+    >>> accuracy = Accuracy(threshold=0.5)
+    >>> accuracy.update(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([[0, 1], [0, 0]]))
+    >>> accuracy.compute()
+    0.75
     """
 
-    def __init__(self, top_k: int = 1, *, ignore_index: int | None = None) -> None:
+    def __init__(self, top_k: int = 1, *, ignore_index: int | None = None, threshold: float | None = None) -> None:
         if top_k < 1:
             raise ValueError(f"`top_k` must be at least 1, got {top_k}.")
+        if threshold is not None and (top_k != 1 or math.isnan(threshold)):
+            raise ValueError(f"`threshold` must be a number, and `top_k` must be 1 then, got {threshold} and {top_k}.")
         self.top_k = top_k
+        self.threshold = threshold
         self.ignore_index = ignore_index
         self._correct: int | torch.Tensor = 0
         self._count: int | torch.Tensor = 0
@@ -48,17 +61,28 @@ class Accuracy:
 
         Args:
             output: The scores, of shape (N, C, ...).
-            target: The class indices, of shape (N, ...), in 0..C-1 or `ignore_index`.
+            target: The class indices, of shape (N, ...), in 0..C-1 or `ignore_index`; with a threshold 0 or 1.
 
         Raises:
-            ValueError: If the shapes do not match.
+            ValueError: If the shapes do not match, or there is only one class.
         """
-        if output.ndim < 2 or target.shape != output.shape[:1] + output.shape[2:]:  # noqa: PLR2004 - samples and classes
-            shapes = f"{tuple(output.shape)} and {tuple(target.shape)}"
-            raise ValueError(f"`output` and `target` must have the shapes (N, C, ...) and (N, ...), got {shapes}.")
+        shapes = f"{tuple(output.shape)} and {tuple(target.shape)}"
         counted = self._counted(target)
-        # An ignored target may lie outside of 0..C-1, where it cannot be an index.
-        correct = _num_preceding(output.detach(), torch.where(counted, target, 0)) < self.top_k
+        if self.threshold is not None:
+            scores = output.squeeze(1) if output.shape[1:] == (1,) and target.ndim == 1 else output
+            if scores.shape != target.shape:
+                raise ValueError(f"`output` and `target` must have one shape with a threshold, got {shapes}.")
+            correct = ((scores >= self.threshold) == target) & ~scores.isnan()
+        else:
+            several = output.ndim > 1 and output.shape[1] > 1
+            if not several or target.shape != output.shape[:1] + output.shape[2:]:
+                raise ValueError(
+                    "`output` and `target` must have the shapes (N, C, ...) and (N, ...) with at least 2 classes, got "
+                    f"{shapes}. Pass `threshold=0.0` (logits) or `threshold=0.5` (probabilities) for targets that are "
+                    "0 or 1, in one label or several."
+                )
+            # An ignored target may lie outside of 0..C-1, where it cannot be an index.
+            correct = _num_preceding(output.detach(), torch.where(counted, target, 0)) < self.top_k
         self._correct = _to_device(self._correct, output.device) + (correct & counted).sum()
         self._count = _to_device(self._count, output.device) + counted.sum()
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Metric(Protocol):
-    """A value over many batches. The metrics of torchmetrics and of ignite have these three methods too."""
+    """A value over many batches. The metrics of torchmetrics have these three methods too."""
 
     def update(self, output: Any, target: Any, /) -> Any:
         """Add one batch.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import SupportsFloat, TypeAlias
 
 import torch
 
@@ -16,7 +16,8 @@ def as_mean(value: Observed) -> Mean:
     """Convert an observed value to a mean; a number or tensor has weight 1.
 
     Args:
-        value: A `Mean`, a number or a 0-d tensor. A tensor stays on its device and is detached from its graph.
+        value: A `Mean`, a number, a 0-d array, or a 0-d tensor, which stays on its device and is detached from its
+            graph.
 
     Raises:
         TypeError: If it is something else, or a tensor with dimensions.
@@ -32,6 +33,9 @@ def as_mean(value: Observed) -> Mean:
         return Mean(value.detach(), 1)
     if isinstance(value, (int, float)):
         return Mean(value, 1)
+    # Numbers and 0-d arrays of NumPy have a shape; one with dimensions must not become its only element.
+    if isinstance(value, SupportsFloat) and getattr(value, "shape", ()) == ():
+        return Mean(float(value), 1)
     raise TypeError(f"An observed value must be a Mean, a number or a 0-d tensor, got {type(value).__name__}.")
 
 

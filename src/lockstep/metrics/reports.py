@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextvars import ContextVar, Token
+import threading
+from collections.abc import Iterable, Mapping
 from typing import Final, SupportsFloat, TypeAlias
 
 import torch
@@ -36,6 +36,8 @@ def report(
 
     Reporting a name again in the same shard replaces the previous value. So does a metric of that name that
     the loss function returns, and ``main/loss`` is always the loss of the update, even if you report one.
+
+    Reports inside of a `DataParallel` or a `ReplicaGroup`, which splits a shard further, are merged over its parts.
 
     Outside of a shard or an evaluation nothing happens, so that a model that reports also runs on its own.
     The same holds during backward, so that the recomputation of activation checkpointing is not counted twice.
@@ -77,7 +79,7 @@ def report(
         >>> sorted(reports.pairs)
         ['accuracy', 'predictor/size']
     """
-    collector = _COLLECTOR.get()
+    collector = collecting.current()
     if collector is not None:
         collector.record(values, observer, weight)
 
@@ -134,20 +136,40 @@ class collecting:  # noqa: N801 - reads as a verb where it is used, like torch.n
         num_samples: The weight of values that are reported without one.
     """
 
-    __slots__ = ("_num_samples", "_observers", "_token", "pairs")
+    __slots__ = ("_num_samples", "_outer", "observers", "pairs")
 
     def __init__(self, observers: Observers, num_samples: int) -> None:
-        self._observers = observers
+        self.observers = observers
+        """The names of the modules that may report."""
         self._num_samples = num_samples
         self.pairs: dict[str, WeightedSum] = {}
         """The sum and the weight of each value, by name."""
 
     def __enter__(self) -> collecting:
-        self._token: Token[collecting | None] = _COLLECTOR.set(self)
+        self._outer, _THREAD.collector = _THREAD.collector, self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _COLLECTOR.reset(self._token)
+        _THREAD.collector = self._outer
+
+    @staticmethod
+    def current() -> collecting | None:
+        """Return what collects the reports of the calling thread, or None."""
+        return _THREAD.collector
+
+    def add(self, parts: Iterable[Mapping[str, WeightedSum]]) -> None:
+        """Record the means of what was reported in parts of the samples, as if each had been reported once.
+
+        Args:
+            parts: The sums and weights of each part, in order.
+        """
+        sums: dict[str, WeightedSum] = {}
+        for part in parts:
+            for name, pair in part.items():
+                sums[name] = (
+                    pair if name not in sums else (_plus(sums[name][0], pair[0]), _plus(sums[name][1], pair[1]))
+                )
+        self.pairs.update(sums)
 
     def record(
         self,
@@ -157,14 +179,30 @@ class collecting:  # noqa: N801 - reads as a verb where it is used, like torch.n
     ) -> None:
         """Record values, see `report`; after an error none of them is recorded."""
         number = self._num_samples if weight is None else _checked_weight(weight)
-        prefix = "" if observer is None else self._observers.prefix(observer)
+        prefix = "" if observer is None else self.observers.prefix(observer)
         # One `update` with a finished dict, so that an error in a later value leaves no earlier one behind.
         sums = {prefix + _checked_name(name): _weighted_sum(value, number, name) for name, value in values.items()}
         self.pairs.update(sums)
 
 
-# Every thread has its own value, so replicas that compute at the same time do not see each other's reports.
-_COLLECTOR: Final[ContextVar[collecting | None]] = ContextVar("lockstep_reports", default=None)
+class _Thread(threading.local):
+    """What collects the reports of each thread.
+
+    This is no context variable, which the threads of a `DataParallel` inside of a shard would take over from that of
+    the shard.
+    """
+
+    collector: collecting | None = None
+
+
+_THREAD: Final = _Thread()
+
+
+def _plus(total: float | torch.Tensor, other: float | torch.Tensor) -> float | torch.Tensor:
+    """Return the sum of two numbers, on the device of the first tensor."""
+    if isinstance(total, torch.Tensor) and isinstance(other, torch.Tensor):
+        other = other.to(total.device)
+    return total + other
 
 
 def _checked_name(name: object) -> str:

@@ -5,10 +5,11 @@ from lockstep.optim.corrected_momentum_sgd import CorrectedMomentumSGD as Correc
 from lockstep.optim.hooked import (
     HookedOptimizer as HookedOptimizer,
     HookList as HookList,
+    StatefulHook as StatefulHook,
+    scalar as scalar,
     without_pre_hooks as without_pre_hooks,
 )
 from lockstep.optim.hooks import WeightDecay as WeightDecay
-from lockstep.optim.lamb import LAMB as LAMB, lamb_step as lamb_step
 from lockstep.optim.large_batch import large_batch_schedule as large_batch_schedule
 from lockstep.optim.momentum import (
     fused_momentum_step as fused_momentum_step,
@@ -16,5 +17,5 @@ from lockstep.optim.momentum import (
     momentum_step as momentum_step,
 )
 from lockstep.optim.momentum_sgd import MomentumSGD as MomentumSGD
+from lockstep.optim.norm import norms as norms
 from lockstep.optim.schedule import UpdateSchedule as UpdateSchedule
-from lockstep.optim.sgdw import SGDW as SGDW

@@ -38,7 +38,7 @@ def large_batch_schedule(
         warmup: How long the learning rate rises, as a number and a unit: "epoch" or "update" (also called
             "iteration").
         milestones: The epochs at which the learning rate decays, in ascending order.
-        gamma: The factor that the learning rate is multiplied by at each milestone.
+        gamma: The factor that the learning rate is multiplied by at each milestone, at least 0; it grows above 1.
         updates_per_epoch: The number of updates in an epoch: the samples divided by ``batch_size``.
 
     Returns:

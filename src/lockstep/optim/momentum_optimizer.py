@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from lockstep.optim.hooked import ForeachOptimizer, unknown_options
+from lockstep.optim.hooked import HookedOptimizer, unknown_options
 
 TORCH_OPTIONS: Final = {"dampening": 0.0, "nesterov": False, "maximize": False}
 """The options of ``torch.optim.SGD`` beside those that every momentum optimizer has, with their defaults."""
@@ -19,7 +19,7 @@ _KEPT: Final = ("missing_grad", "frozen", "correction")
 """Options that torch's SGD does not have, which keep their values when its state is loaded."""
 
 
-class MomentumOptimizer(ForeachOptimizer):
+class MomentumOptimizer(HookedOptimizer):
     """A momentum optimizer with the options ``dampening``, ``nesterov`` and ``maximize`` of torch's SGD.
 
     A subclass implements the arithmetic in `_advance_rows`, and `_velocity` if its velocity is not torch's.
@@ -40,7 +40,7 @@ class MomentumOptimizer(ForeachOptimizer):
             )
 
     def advance(self) -> None:
-        """Apply one step to the weights; see `ForeachOptimizer.advance`."""
+        """Apply one step to the weights; see `HookedOptimizer.advance`."""
         for group in self.param_groups:
             if group.get("dampening"):
                 self._advance_eagerly()

@@ -36,7 +36,8 @@ class MomentumSGD(MomentumOptimizer):
             previous one on the host.
         momentum: The momentum m, in [0, 1).
         weight_decay: The weight decay λ, at least 0. λ·w is added to the gradient before the velocity is
-            updated, as in ``torch.optim.SGD``; `SGDW` keeps the decay out of the velocity.
+            updated, as in ``torch.optim.SGD``; `lockstep.compat.nnabla.SGDW` keeps
+            the decay out of the velocity.
         dampening: The share of each gradient but the first, in [0, 1], that does not enter the velocity; as in
             ``torch.optim.SGD``, it has no effect without momentum.
         nesterov: Whether the weights move along the velocity that the next step would have with the same gradient.
@@ -80,18 +81,9 @@ class MomentumSGD(MomentumOptimizer):
         missing_grad: str = "skip",
         frozen: bool = False,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "dampening": dampening,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "correction": correction,
-            "missing_grad": missing_grad,
-            "frozen": frozen,
-        }
-        super().__init__(params, defaults)
+        numbers = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "dampening": dampening}
+        choices = {"nesterov": nesterov, "maximize": maximize, "missing_grad": missing_grad, "frozen": frozen}
+        super().__init__(params, {**numbers, **choices, "correction": correction})
 
     def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
         """Return the keys of a parameter's state: the velocity v and, with correction, the η it contains."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from lockstep.errors import StateError
+from lockstep.state import check_keys
 
 Factor: TypeAlias = Callable[[int], float]
 
@@ -40,9 +41,7 @@ def linear_scaling(base_lr: float, *, batch_size: int, base_batch_size: int) -> 
     >>> linear_scaling(0.1, batch_size=8192, base_batch_size=256)
     3.2
     """
-    for name, size in (("batch_size", batch_size), ("base_batch_size", base_batch_size)):
-        if size < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {size}.")
+    _check_finite(1, batch_size=batch_size, base_batch_size=base_batch_size)
     return base_lr * batch_size / base_batch_size
 
 
@@ -61,13 +60,8 @@ def warmup(updates: int, *, start: float = 0.0) -> Factor:
     >>> [warmup(4, start=0.5)(count) for count in range(6)]
     [0.5, 0.625, 0.75, 0.875, 1.0, 1.0]
     """
-    _check_at_least("updates", updates, 0)
-    _check_at_least("start", start, 0)
-
-    def factor(count: int) -> float:
-        return 1.0 if count >= updates else start + (1.0 - start) * count / updates
-
-    return factor
+    _check_finite(0, updates=updates, start=start)
+    return lambda count: 1.0 if count >= updates else start + (1.0 - start) * count / updates
 
 
 def steps(milestones: Sequence[int], *, gamma: float = 0.1) -> Factor:
@@ -85,8 +79,8 @@ def steps(milestones: Sequence[int], *, gamma: float = 0.1) -> Factor:
     """
     if list(milestones) != sorted(milestones):
         raise ValueError(f"`milestones` must be in ascending order, got {list(milestones)}.")
-    _check_at_least("gamma", gamma, 0)
-    return lambda count: float(gamma ** bisect_right(milestones, count))
+    _check_finite(0, gamma=gamma)
+    return _bounded(lambda count: gamma ** bisect_right(milestones, count), None, rises=gamma > 1)
 
 
 def every(updates: int, *, gamma: float = 0.1, final: float | None = None) -> Factor:
@@ -105,9 +99,10 @@ def every(updates: int, *, gamma: float = 0.1, final: float | None = None) -> Fa
     >>> [every(2, gamma=2.0)(count) for count in range(6)]
     [1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
     """
-    _check_at_least("updates", updates, 1)
-    power = _bounded_power("gamma", gamma, final)
-    return lambda count: power(count // updates)
+    _check_finite(1, updates=updates)
+    _check_finite(0, gamma=gamma)
+    _check_final(final, f"gamma={gamma}", rises=gamma > 1)
+    return _bounded(lambda count: gamma ** (count // updates), final, rises=gamma > 1)
 
 
 def exponential(rate: float, *, final: float | None = None) -> Factor:
@@ -123,29 +118,34 @@ def exponential(rate: float, *, final: float | None = None) -> Factor:
     >>> [exponential(0.5, final=0.2)(count) for count in range(4)]
     [1.0, 0.5, 0.25, 0.2]
     """
-    return _bounded_power("rate", rate, final)
+    _check_finite(0, rate=rate)
+    _check_final(final, f"rate={rate}", rises=rate > 1)
+    return _bounded(lambda count: rate**count, final, rises=rate > 1)
 
 
-def _bounded_power(name: str, base: float, final: float | None) -> Factor:
-    """Return the powers of a number as a factor, clamped at a bound in the direction in which they lead."""
-    _check_at_least(name, base, 0)
-    if final is None:
-        return lambda count: float(base**count)
-    _check_finite("final", final)
-    if (final < 1) if base > 1 else (final > 1):
-        rule = "at least 1 where `{}` is above 1" if base > 1 else "at most 1 where `{}` is at most 1"
-        raise ValueError(f"`final` must be {rule.format(name)}, got {final} and {base}.")
-    bound = float(final)
+def _bounded(factor: Factor, bound: float | None, *, rises: bool) -> Factor:
+    """Clamp a factor at its largest value if it rises, or at its smallest."""
+    if bound is not None and math.isnan(bound):
+        raise ValueError(f"`bound` must be a number or None, got {bound}.")
+    limit = (math.inf if rises else -math.inf) if bound is None else float(bound)
 
-    def factor(count: int) -> float:
+    def bounded(count: int) -> float:
         try:
-            value = float(base**count)
+            value = float(factor(count))
         except OverflowError:
-            # Only a base above 1 can overflow, and then the bound is the upper one.
-            return bound
-        return min(value, bound) if base > 1 else max(value, bound)
+            value = math.inf
+        return min(value, limit) if rises else max(value, limit)
 
-    return factor
+    return bounded
+
+
+def _check_final(final: float | None, cause: str, *, rises: bool) -> None:
+    """Check that a bound lies where a factor leads."""
+    bound = 1.0 if final is None else final
+    _check_finite(final=bound)
+    if (bound < 1) if rises else (bound > 1):
+        rule = "at least 1 where the factor grows" if rises else "at most 1 where the factor does not grow"
+        raise ValueError(f"`final` must be {rule}, got {final} with {cause}.")
 
 
 def cosine(updates: int, *, final: float = 0.0) -> Factor:
@@ -164,68 +164,67 @@ def cosine(updates: int, *, final: float = 0.0) -> Factor:
     >>> [round(cosine(4)(count), 3) for count in range(6)]
     [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
-    _check_at_least("updates", updates, 1)
-    _check_finite("final", final)
-
-    def factor(count: int) -> float:
-        done = min(count / updates, 1.0)
-        return final + (1.0 - final) * (1.0 + math.cos(math.pi * done)) / 2.0
-
-    return factor
+    _check_finite(1, updates=updates)
+    _check_finite(final=final)
+    return lambda count: final + (1.0 - final) * (1.0 + math.cos(math.pi * min(count / updates, 1.0))) / 2.0
 
 
 def polynomial(updates: int, *, power: float = 1.0, final: float = 0.0, bound: float | None = None) -> Factor:
-    """Fall from 1 to ``final`` polynomially, and stay there; a power of 1 is a straight line.
+    """Move from 1 to ``final`` polynomially, and stay there; a power of 1 is a straight line.
 
-    With the fraction p of the updates that are done: final + (1 - final)·(1 - p)^power.
+    With the fraction p of the updates that are done: final + (1 - final)·(1 - p)^power. With a power below 0, the
+    factor has no end to reach: it grows until it reaches the bound.
 
     Args:
         updates: The number of updates after which ``final`` is reached, at least 1.
-        power: The exponent, above 0.
-        final: The factor at the end; it may be negative or above 1.
-        bound: The smallest factor, which may be reached before the end; None for no bound.
+        power: The exponent.
+        final: The factor at the end; it may be negative or above 1, and must be 0 with a power below 0.
+        bound: The smallest factor, or with a power below 0 the largest, which may be reached before the end; None for
+            no bound, which a power below 0 requires.
 
     Raises:
         ValueError: If a number is out of range.
 
     >>> [polynomial(4, power=2)(count) for count in range(6)]
     [1.0, 0.5625, 0.25, 0.0625, 0.0, 0.0]
+    >>> [polynomial(4, power=-1, bound=3)(count) for count in range(6)]
+    [1.0, 1.3333333333333333, 2.0, 3.0, 3.0, 3.0]
     """
-    _check_at_least("updates", updates, 1)
-    if not power > 0:
-        raise ValueError(f"`power` must be above 0, got {power}.")
-    _check_finite("final", final)
-    least = -math.inf if bound is None else bound
-    if math.isnan(least):
-        raise ValueError(f"`bound` must be a number or None, got {bound}.")
+    _check_finite(1, updates=updates)
+    _check_finite(power=power, final=final)
+    if power < 0 and (bound is None or final != 0):
+        raise ValueError(
+            f"`bound` must be given, and `final` must be 0, with a `power` below 0, got {bound} and {final}. Pass the "
+            "largest factor, because this one grows without end."
+        )
 
     def factor(count: int) -> float:
         left = 1.0 - min(count / updates, 1.0)
-        return max(final + (1.0 - final) * math.pow(left, power), least)
+        return final + (1.0 - final) * (math.pow(left, power) if left or power >= 0 else math.inf)
 
-    return factor
+    return _bounded(factor, bound, rises=power < 0)
 
 
-def inverse(gamma: float, *, power: float = 1.0, final: float = 0.0) -> Factor:
-    """Fall as a power of the number of updates: (1 + gamma·count)^-power.
+def inverse(gamma: float, *, power: float = 1.0, final: float | None = None) -> Factor:
+    """Fall as a power of the number of updates, (1 + gamma·count)^-power, or grow with a power below 0.
 
     Args:
         gamma: The factor of the count, at least 0.
-        power: The exponent, at least 0.
-        final: The smallest factor, at most 1.
+        power: The exponent.
+        final: The smallest factor, at most 1, or with a power below 0 the largest, at least 1; None for no bound.
 
     Raises:
         ValueError: If a number is out of range.
 
     >>> [inverse(1.0, final=0.3)(count) for count in range(4)]
     [1.0, 0.5, 0.3333333333333333, 0.3]
+    >>> [inverse(1.0, power=-1, final=2.5)(count) for count in range(4)]
+    [1.0, 2.0, 2.5, 2.5]
     """
-    _check_at_least("gamma", gamma, 0)
-    _check_at_least("power", power, 0)
-    _check_finite("final", final)
-    if final > 1:
-        raise ValueError(f"`final` must be at most 1, got {final}.")
-    return lambda count: max(float((1.0 + gamma * count) ** -power), final)
+    _check_finite(0, gamma=gamma)
+    _check_finite(power=power)
+    _check_final(final, f"power={power}", rises=power < 0)
+    return _bounded(lambda count: (1.0 + gamma * count) ** -power, final, rises=power < 0)
 
 
 def product(*factors: Factor) -> Factor:
@@ -250,12 +249,12 @@ def delayed(factor: Factor, updates: int) -> Factor:
     >>> [delayed(polynomial(2), 2)(count) for count in range(5)]
     [1.0, 1.0, 1.0, 0.5, 0.0]
     """
-    _check_at_least("updates", updates, 0)
+    _check_finite(0, updates=updates)
     return lambda count: factor(max(count - updates, 0))
 
 
 class UpdateSchedule(LRScheduler):
-    """Set the learning rates of an optimizer by a function of the number of applied updates.
+    """Set the learning rates of an optimizer, or another option, by a function of the number of applied updates.
 
     Before update number n (counted from 0), the learning rate of each group is ``base_lr · factor(n)``. Call
     `step` after each update that was applied, and not after one that was skipped; the number of processes and
@@ -267,11 +266,14 @@ class UpdateSchedule(LRScheduler):
     Args:
         optimizer: Any torch optimizer.
         factor: A pure function of the number of updates; it is not saved.
-        base_lr: The base learning rate, one number for all groups or one per group. By default each group's
-            current learning rate, or its ``initial_lr`` where an earlier schedule or a loaded state has set one.
+        base_lr: The base learning rate, or base value of the option, one number for all groups or one per group. By
+            default the current value of each group; for a learning rate its ``initial_lr`` where an earlier schedule
+            or a loaded state has set one.
+        option: The option of the groups to set: "lr", or another number such as "momentum", "weight_decay" or
+            "betas[0]".
 
     Raises:
-        ValueError: If the number of base rates is not the number of groups.
+        ValueError: If the number of base rates is not the number of groups, or a group has no such number.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
@@ -285,21 +287,38 @@ class UpdateSchedule(LRScheduler):
     [0.0, 0.25, 0.5, 0.5]
     """
 
-    def __init__(self, optimizer: Optimizer, factor: Factor, *, base_lr: float | Sequence[float] | None = None) -> None:
-        self.factor = factor
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        factor: Factor,
+        *,
+        base_lr: float | Sequence[float] | None = None,
+        option: str = "lr",
+    ) -> None:
+        self.factor, self.option, self.optimizer = factor, option, optimizer
+        bases = [_read(group, option) for group in optimizer.param_groups]
         if base_lr is not None:
-            # torch's scheduler reads the base rates from there.
-            _set_initial_lrs(optimizer, _base_lrs(optimizer, base_lr))
+            bases = [base_lr] * len(bases) if isinstance(base_lr, (int, float)) else list(base_lr)
+        elif option == "lr":
+            bases = [group.get("initial_lr", lr) for group, lr in zip(optimizer.param_groups, bases, strict=True)]
+        self._set_bases(bases, "`base_lr`", ValueError)
         super().__init__(optimizer)
 
+    def _update_lr(self, epoch: int | None = None) -> None:
+        # torch calls this after its checks, and would set learning rates only.
+        self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
+        self._last_lr = self.get_lr()
+        for group, value in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            _write(group, self.option, value)
+
     def get_lr(self) -> list[float | Tensor]:
-        """Return the learning rate of each group for the next update."""
+        """Return the learning rate, or the value of the option, of each group for the next update."""
         factor = self.factor(self.last_epoch)
-        return [base * factor for base in self.base_lrs]
+        return [base * factor for base in self._bases]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates and the base rates."""
-        return {"last_epoch": self.last_epoch, "base_lrs": [float(lr) for lr in self.base_lrs]}
+        return {"last_epoch": self.last_epoch, "base_lrs": [float(lr) for lr in self._bases]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the number of updates and the base rates, and set the optimizer's learning rates accordingly.
@@ -307,54 +326,51 @@ class UpdateSchedule(LRScheduler):
         Raises:
             StateError: If a key is missing or unknown, or the number of groups differs.
         """
-        if state_dict.keys() != {"last_epoch", "base_lrs"}:
-            raise StateError(f"The state of a schedule must hold ['base_lrs', 'last_epoch'], got {sorted(state_dict)}.")
-        if len(state_dict["base_lrs"]) != len(self.base_lrs):
-            raise StateError(
-                f"`base_lrs` must hold a rate for each of {len(self.base_lrs)} groups, "
-                f"got {len(state_dict['base_lrs'])}."
-            )
-        self.last_epoch = state_dict["last_epoch"]
+        check_keys(state_dict, ["last_epoch", "base_lrs"], of="a schedule")
+        self._set_bases(state_dict["base_lrs"], "`base_lrs`", StateError)
         # torch also counts the step that its constructor takes.
-        self._step_count = self.last_epoch + 1
-        self.base_lrs = list(state_dict["base_lrs"])
-        # A schedule that is created later reads its base rates from the groups.
-        _set_initial_lrs(self.optimizer, state_dict["base_lrs"])
-        self._last_lr = self.get_lr()
-        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            _set_lr(group, lr)
+        self._step_count = state_dict["last_epoch"] + 1
+        self._update_lr(state_dict["last_epoch"])
+
+    def _set_bases(self, bases: Sequence[float | Tensor], name: str, error: type[Exception]) -> None:
+        """Store the base values; learning rates also where torch's schedulers, and later ones of ours, read them."""
+        groups = self.optimizer.param_groups
+        if len(bases) != len(groups):
+            raise error(f"{name} must hold a rate for each of {len(groups)} groups, got {len(bases)}.")
+        # Copies, because a rate that is a tensor is changed in place.
+        self._bases = [base.clone() if isinstance(base, Tensor) else base for base in bases]
+        if self.option == "lr":
+            self.base_lrs = self._bases
+            for group, lr in zip(groups, self._bases, strict=True):
+                group["initial_lr"] = lr
 
 
-def _base_lrs(optimizer: Optimizer, base_lr: float | Sequence[float]) -> list[float]:
-    """Return the base rate of each group."""
-    count = len(optimizer.param_groups)
-    base_lrs = [base_lr] * count if isinstance(base_lr, (int, float)) else list(base_lr)
-    if len(base_lrs) != count:
-        raise ValueError(f"`base_lr` must hold a rate for each of {count} groups, got {len(base_lrs)}.")
-    return base_lrs
+def _read(group: Mapping[str, Any], option: str) -> float | Tensor:
+    """Return the number under an option, or at an index of it."""
+    name, _, index = option.rstrip("]").partition("[")
+    value = group.get(name)
+    if index in {"0", "1"} and isinstance(value, tuple | list):
+        value = value[int(index)]
+    if isinstance(value, int | float | Tensor) and not isinstance(value, bool):
+        return value
+    options = sorted(key for key in group if key != "params")
+    raise ValueError(f"`option` must name a number of each group ({options}), got {option!r}, which is {value!r}.")
 
 
-def _set_initial_lrs(optimizer: Optimizer, base_lrs: Sequence[float]) -> None:
-    """Store the base rate of each group where torch's schedulers look for it."""
-    for group, lr in zip(optimizer.param_groups, base_lrs, strict=True):
-        group["initial_lr"] = lr
-
-
-def _set_lr(group: dict[str, Any], lr: float | Tensor) -> None:
-    """Set a group's learning rate; a tensor is changed in place, because compiled steps hold a reference to it."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)
+def _write(group: dict[str, Any], option: str, value: float | Tensor) -> None:
+    """Set an option; a tensor is changed in place, because compiled steps hold a reference to it."""
+    name, _, index = option.rstrip("]").partition("[")
+    if isinstance(group[name], Tensor):
+        group[name].fill_(value)
+    elif index:
+        group[name] = tuple(value if str(at) == index else old for at, old in enumerate(group[name]))
     else:
-        group["lr"] = lr
+        group[name] = value
 
 
-def _check_finite(name: str, value: float) -> None:
-    """Check that a number is neither infinite nor NaN."""
-    if not math.isfinite(value):
-        raise ValueError(f"`{name}` must be finite, got {value}.")
-
-
-def _check_at_least(name: str, value: float, least: float) -> None:
-    """Check that a number is finite and at least ``least``."""
-    if not least <= value < math.inf:
-        raise ValueError(f"`{name}` must be finite and at least {least}, got {value}.")
+def _check_finite(least: float = -math.inf, /, **numbers: float) -> None:
+    """Check that numbers are finite and at least ``least``."""
+    for name, value in numbers.items():
+        if not (math.isfinite(value) and value >= least):
+            rule = "finite" if least == -math.inf else f"finite and at least {least}"
+            raise ValueError(f"`{name}` must be {rule}, got {value}.")

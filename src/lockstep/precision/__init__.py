@@ -20,7 +20,7 @@ from lockstep.precision.masters import (
     asks_for_closure as asks_for_closure,
 )
 from lockstep.precision.policy import Precision as Precision, parse_precision as parse_precision
-from lockstep.precision.scaler import HasMasters as HasMasters, LossScaler as LossScaler
+from lockstep.precision.scaler import LossScaler as LossScaler
 from lockstep.precision.scales import (
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,

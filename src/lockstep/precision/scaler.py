@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,13 +21,13 @@ from lockstep.precision.skipping import cannot_skip, skipped_if
 from lockstep.state import check_keys
 
 
-class HasMasters:
-    """The base class of optimizers that may hold master weights of their own."""
+@runtime_checkable
+class HasMasters(Protocol):
+    """An optimizer that may hold master weights of its own."""
 
     @property
     def masters(self) -> MasterWeights | None:
         """The master weights; None if there are none."""
-        return None
 
 
 Steppable: TypeAlias = Optimizer | MasterWeights

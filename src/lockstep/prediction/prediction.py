@@ -7,18 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import torch
-from torch import nn
 
 from lockstep import nest
 from lockstep.data import BatchIterator, Iterator, MapDataset, check_not_split_by_rank
-from lockstep.metrics import Observers
 from lockstep.plan import Shard
-from lockstep.prediction.batches import as_cuttable, in_held_precision, windows
-from lockstep.prediction.evaluation_mode import evaluation_mode
+from lockstep.prediction.batches import in_held_precision
+from lockstep.prediction.data_pass import DataPass
 from lockstep.prediction.model_inputs import ModelInputs
 from lockstep.prediction.rank_exchange import RankExchange
 from lockstep.replicas import BatchDim, ShardForward, read_outputs
-from lockstep.updaters import Converter, InferenceRunner, batch_size
+from lockstep.updaters import Converter, InferenceRunner
 
 EXCHANGED_WINDOWS: Final = 16
 """How many windows of batches are computed between two exchanges of outputs: fewer exchanges wait less."""
@@ -43,68 +41,38 @@ class Prediction:
     converter: Converter | None = None
     output_dim: BatchDim = 0
 
-    def run(
-        self,
-        runner: InferenceRunner,
-        dataset: Any,
-        size: int,
-        network_of: Callable[[nn.Module], nn.Module] | None = None,
-    ) -> Any:
+    def run(self, runner: InferenceRunner, dataset: Any, size: int) -> Any:
         """Predict a dataset on the devices and ranks of a runner.
 
         Args:
             runner: Runs the shards of this rank.
             dataset: The dataset or the batches.
             size: The number of samples per batch, at least 1, of a dataset.
-            network_of: Returns the network to run, given a replica of the runner's model; None for the replica itself.
 
         Returns:
             The outputs of all samples.
         """
-        exchange = RankExchange(runner.communicator)
+        data_pass = DataPass(runner, self.converter, name="dataset")
         collected: list[ShardOutput] = []
-        sizes: list[int] = []
-        with exchange.reporting_errors():
+        own: list[ShardOutput] = []
+
+        def compute(place: int, given: Any) -> Any:
+            args, kwargs = in_held_precision(given, runner.precision)
+            output = data_pass.networks[place](*args, **kwargs)
+            return output if self.output is None else self.output(output)
+
+        with data_pass.running():
             batches = _batches(dataset, size, runner)
-            replicas = runner.prepare()
-            networks = replicas if network_of is None else [network_of(replica) for replica in replicas]
-            inputs = ModelInputs.of_forward(networks[0].forward, self.target)
-
-            def compute(place: int, given: Any) -> Any:
-                args, kwargs = in_held_precision(given, runner.precision)
-                output = networks[place](*args, **kwargs)
-                return output if self.output is None else self.output(output)
-
-            def seen(batch: Any) -> Any:
-                batch = as_cuttable(batch, self.converter, runner.replicas.devices[0], name="dataset")
-                exchange.see(batch)
-                return batch
-
-            own: list[ShardOutput] = []
-            observers = [Observers({"": network}) for network in networks]
-            with evaluation_mode(runner.replicas.model, replicas):
-                for index, window in enumerate(windows(map(seen, batches), runner.batches_per_run)):
-                    first = len(sizes)
-                    results = runner.run(
-                        window,
-                        compute,
-                        observers,
-                        first=first,
-                        converter=self.converter,
-                        arguments=inputs.of_batch,
-                    )
-                    sizes += [batch_size(batch, runner.batch_dim) for batch in window]
-                    own += [
-                        ((first + each.shard.batch, each.shard.index), each.shard.samples, _on_cpu(each.returned))
-                        for each in results
-                    ]
-                    if index % EXCHANGED_WINDOWS == EXCHANGED_WINDOWS - 1:
-                        collected += _of_all_ranks(exchange, own)
-                        own = []
-                collected += _of_all_ranks(exchange, own)
-        if not sizes:
-            raise ValueError("`dataset` must hold at least one sample, got none. A generator yields only once.")
-        return self._merged(sorted(collected, key=lambda each: each[0]), sizes)
+            inputs = ModelInputs.of_forward(data_pass.networks[0].forward, self.target)
+            for index, results in enumerate(data_pass.results(batches, compute, inputs.of_batch)):
+                own += [
+                    ((batch, each.shard.index), each.shard.samples, _on_cpu(each.returned)) for batch, each in results
+                ]
+                if index % EXCHANGED_WINDOWS == EXCHANGED_WINDOWS - 1:
+                    collected += _of_all_ranks(data_pass.exchange, own)
+                    own.clear()
+            collected += _of_all_ranks(data_pass.exchange, own)
+        return self._merged(sorted(collected, key=lambda each: each[0]), data_pass.sizes)
 
     def _merged(self, collected: list[ShardOutput], sizes: list[int]) -> Any:
         """Merge the outputs of all shards in the order of samples."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from lockstep.communicators import Communicator
 from lockstep.data import fingerprint
-from lockstep.errors import DisagreementError, PeerError, PeerInterrupt, SignalExit
-from lockstep.updaters import CURE
+from lockstep.errors import DisagreementError
+from lockstep.updaters import CURE, describe_error, raise_error
 
 
 class RankExchange:
@@ -52,7 +51,7 @@ class RankExchange:
         self._failed = True
         messages = self._communicator.gather_objects({"batches": self._checksums, "value": value})
         for rank, each in enumerate(messages):
-            _raise_error(rank, each)
+            raise_error(rank, each)
         _check_same([each["batches"] for each in messages])
         self._checksums = []
         self._failed = False
@@ -65,31 +64,8 @@ class RankExchange:
             yield
         except BaseException as error:
             if self._communicator.size > 1 and not self._failed:
-                self._communicator.gather_objects(
-                    {
-                        "error": f"{type(error).__name__}: {error}",
-                        "interrupt": isinstance(error, KeyboardInterrupt),
-                        "stop": error.number if isinstance(error, SignalExit) else 0,
-                        "traceback": "".join(traceback.format_exception(error)),
-                    }
-                )
+                self._communicator.gather_objects(describe_error(error, phase="evaluation"))
             raise
-
-
-def _raise_error(rank: int, message: dict[str, Any]) -> None:
-    """Raise the error in the message of a rank, if there is one."""
-    if "error" not in message:
-        return
-    if message["stop"]:
-        raise SignalExit(message["stop"])
-    if message["interrupt"]:
-        raise PeerInterrupt(f"Rank {rank} was interrupted.", rank=rank)
-    raise PeerError(
-        f"Rank {rank} raised {message['error']}\nIts own traceback:\n{message['traceback'].rstrip()}",
-        rank=rank,
-        phase="evaluation",
-        traceback=message["traceback"],
-    )
 
 
 def _check_same(by_rank: Sequence[Sequence[int]]) -> None:

@@ -1,13 +1,12 @@
 """Snapshots of a run: whole, verified, and the same bytes for every placement."""
 
-from lockstep.snapshots.format import (
+from lockstep.snapshots.content import (
     Content as Content,
-    Limits as Limits,
-    Manifest as Manifest,
     Parent as Parent,
     folder_name as folder_name,
     training_of as training_of,
 )
+from lockstep.snapshots.disk import Disk as Disk
 from lockstep.snapshots.interchange import (
     Matches as Matches,
     export_hf as export_hf,
@@ -16,18 +15,13 @@ from lockstep.snapshots.interchange import (
     import_lightning as import_lightning,
     import_torch as import_torch,
 )
-from lockstep.snapshots.reading import (
-    Found as Found,
-    Snapshot as Snapshot,
-    damaged_manifests as damaged_manifests,
-    list_snapshots as list,  # noqa: A004 - it is called as `ls.snapshots.list`
-    load as load,
-    newest_whole as newest_whole,
-    verify as verify,
-)
+from lockstep.snapshots.manifest import Limits as Limits, Manifest as Manifest
+from lockstep.snapshots.retention import Retention as Retention
 from lockstep.snapshots.run import (
+    Agreement as Agreement,
     Collector as Collector,
     Comparison as Comparison,
+    Digester as Digester,
     DigestLog as DigestLog,
     Record as Record,
     RecordingWriter as RecordingWriter,
@@ -35,55 +29,22 @@ from lockstep.snapshots.run import (
     compare_runs as compare_runs,
     find as find,
     first_rank_in_folder as first_rank_in_folder,
+    fitting as fitting,
     prepare as prepare,
     read_digest_log as read_digest_log,
     record_of as record_of,
     restore as restore,
     save as save,
 )
-from lockstep.snapshots.writing import (
-    Disk as Disk,
-    Retention as Retention,
-    SnapshotWriter as SnapshotWriter,
-    write_beside as write_beside,
+from lockstep.snapshots.snapshot import (
+    Found as Found,
+    Snapshot as Snapshot,
+    damaged_manifests as damaged_manifests,
+    list_snapshots,
+    load as load,
+    newest_whole as newest_whole,
+    verify as verify,
 )
+from lockstep.snapshots.writer import SnapshotWriter as SnapshotWriter, write_beside as write_beside
 
-__all__ = [
-    "Collector",
-    "Comparison",
-    "Content",
-    "DigestLog",
-    "Disk",
-    "Found",
-    "Limits",
-    "Manifest",
-    "Matches",
-    "Parent",
-    "Record",
-    "RecordingWriter",
-    "Resumption",
-    "Retention",
-    "Snapshot",
-    "SnapshotWriter",
-    "compare_runs",
-    "damaged_manifests",
-    "export_hf",
-    "export_torch",
-    "find",
-    "first_rank_in_folder",
-    "folder_name",
-    "import_accelerate",
-    "import_lightning",
-    "import_torch",
-    "list",
-    "load",
-    "newest_whole",
-    "prepare",
-    "read_digest_log",
-    "record_of",
-    "restore",
-    "save",
-    "training_of",
-    "verify",
-    "write_beside",
-]
+list = list_snapshots  # noqa: A001 - it is called as `ls.snapshots.list`

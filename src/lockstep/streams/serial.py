@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Final
 
@@ -69,6 +70,19 @@ class DefaultStream:
             raise OrderError("`DefaultStream.seed` must be called inside its `with` block.")
         for generator, _ in self._saved:
             generator.manual_seed(seed)
+
+    def position(self) -> list[torch.Tensor]:
+        """Return how far the generators have come, for `resume`."""
+        return [generator.get_state() for generator, _ in self._saved or ()]
+
+    def resume(self, position: Sequence[torch.Tensor]) -> None:
+        """Continue from what `position` returned for the same devices.
+
+        Args:
+            position: The states of the generators.
+        """
+        for (generator, _), state in zip(self._saved or (), position, strict=True):
+            generator.set_state(state)
 
     def __enter__(self) -> DefaultStream:
         if self._saved is not None:

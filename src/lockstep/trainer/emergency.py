@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from lockstep import snapshots
-from lockstep.errors import PeerError, SignalExit, SnapshotError, SnapshotWarning
+from lockstep.errors import PeerError, SignalExit, SnapshotError, SnapshotWarning, WorkerError
 from lockstep.trainer.trainer import Trainer
 
 
@@ -24,8 +24,9 @@ def reason_of(error: BaseException | None, rank: int) -> str | None:
         return "end of the run"
     if isinstance(error, SignalExit):
         return f"signal {error.name}"
-    # The exchange that failed comes before anything changes, so that the state is that of the last finished update.
-    return f"emergency snapshot of rank {rank}" if isinstance(error, PeerError) else None
+    # The exchange that failed comes before anything changes, and so does a wait for data, so that the state is that of
+    # the last finished update.
+    return f"emergency snapshot of rank {rank}" if isinstance(error, PeerError | WorkerError) else None
 
 
 def write_emergency(trainer: Trainer, run_id: str, about: dict[str, Any]) -> None:

@@ -73,8 +73,27 @@ class Extension(Stateful, ABC):
             trainer: The trainer, before its next update.
         """
 
+    def prepare(self, trainer: Any) -> None:
+        """Read what a loaded state refers to; does nothing by default.
+
+        It is called first, and also for a run that has ended, so it must not write anything.
+
+        Args:
+            trainer: The trainer, before its next update.
+        """
+
     def initialize(self, trainer: Any) -> None:
         """Prepare for a run that starts or resumes; does nothing by default.
+
+        Args:
+            trainer: The trainer, before its next update.
+        """
+
+    def begin(self, trainer: Any) -> None:
+        """Begin to write; does nothing by default.
+
+        It is called when every extension is initialized, so that a start that one of them refuses, because another run
+        writes to the folder for example, leaves the files that are there unchanged.
 
         Args:
             trainer: The trainer, before its next update.

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from lockstep.integers import check_integer
-from lockstep.prediction import Prediction
+from lockstep.prediction import Prediction, runner_of
 from lockstep.replicas import BatchDim
-from lockstep.updaters import Converter, InferenceRunner, Updater, look_up
+from lockstep.updaters import Converter, Updater, look_up
 
 
 class Predicting:
@@ -61,13 +59,9 @@ class Predicting:
         check_integer("batch_size", batch_size, minimum=1)
         check_integer("num_shards", num_shards, minimum=1)
         updater = self.updater
-        model: nn.Module = look_up(model_name, updater.get_all_models())
-        prediction = Prediction(output, target, converter, output_dim)
-        if updater.parts is not None:
-            runner = InferenceRunner.of_updater(updater.parts, num_shards=num_shards)
-            return prediction.run(runner, dataset, batch_size, updater.parts.networks.selector(model_name))
-        runner = InferenceRunner.of_model(model, updater.communicator, num_shards=num_shards)
+        look_up(model_name, updater.get_all_models())
+        runner = runner_of(updater, num_shards=num_shards, model_name=model_name)
         try:
-            return prediction.run(runner, dataset, batch_size)
+            return Prediction(output, target, converter, output_dim).run(runner, dataset, batch_size)
         finally:
             runner.release()

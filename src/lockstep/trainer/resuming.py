@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.errors import StateError
-from lockstep.snapshots import Resumption, find, prepare
+from lockstep.snapshots import Resumption, find, fitting, prepare
 from lockstep.updaters import Updater
 
 
@@ -49,5 +49,6 @@ def resume_from(trainer: Resumable, source: str | Path, accept: Collection[str])
             f"Cannot resume a Trainer from {resumption.path}, which was saved without one. Load it into the updater "
             "by lockstep.snapshots.restore."
         )
-    trainer.load_state_dict({**resumption.surroundings, "updater": resumption.updater})
+    with fitting(resumption.path):
+        trainer.load_state_dict({**resumption.surroundings, "updater": resumption.updater})
     return resumption

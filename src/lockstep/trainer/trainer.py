@@ -39,11 +39,10 @@ class Trainer(Predicting):
 
         update → each extension by descending priority: collect, call its trigger, call it if that fired
 
-    An extension that raises ends the run, and so does Ctrl-C; calling `run` again continues exactly there, with
-    the extension that did not finish. A state that an extension saves contains how far the iteration had come:
-    when it is loaded, the run continues with the extensions after that one, and calls the trigger of each once
-    for that iteration. In the process that saved the state they have run too, so an extension that saves should
-    come last.
+    An extension that raises ends the run, and so does Ctrl-C; calling `run` again continues exactly there, with the
+    extension that did not finish. A state that an extension saves contains how far the iteration had come: when it is
+    loaded, the run continues with the extensions after that one, and calls the trigger of each once for that iteration.
+    In the process that saved the state they have run too, so an extension that saves should come last.
 
     Args:
         updater: The updater that runs the updates.
@@ -211,8 +210,8 @@ class Trainer(Predicting):
                 or the folder of a snapshot or of a run; or None.
             accept: The names of fields of the recipe that may differ from those of the snapshot.
 
-        For a run that has ended, nothing is called or written. The calling thread computes with one intra-op thread
-        during the run, including extensions, so that what they compute does not depend on the number of cores.
+        A run that has ended writes nothing. The calling thread computes with one intra-op thread during the run,
+        including extensions, so that what they compute does not depend on the number of cores.
 
         Raises:
             OrderError: If the trainer is running.
@@ -229,6 +228,8 @@ class Trainer(Predicting):
         if resume is not None and not (resume == "auto" and self._begun):
             self.resumption = resume_from(self, resume, accept) or self.resumption
         self.until.initialize(self._progress)
+        for entry in self._order:
+            entry.extension.prepare(self)
         if self._finished():
             return
         self._stopped = False
@@ -335,6 +336,8 @@ class Trainer(Predicting):
             if not entry.trigger.finished or entry is self._due:
                 entry.extension.initialize(self)
                 self._initialized.append(entry)
+        for entry in self._initialized:
+            entry.extension.begin(self)
         if self.updater.iteration == 0 and not self._begun:
             for entry in self._order:
                 if entry.call_before_training:

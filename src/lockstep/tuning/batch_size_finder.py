@@ -150,7 +150,7 @@ def find_batch_size(
     check_integer("num_updates", num_updates, minimum=2)
     if not 0 <= margin < 1:
         raise ValueError(f"`margin` must lie in [0, 1), got {margin}.")
-    num_shards = updater.parts.engine.shards_per_batch
+    num_shards = updater.shards_per_batch
     limit = min(len(batches.dataset), max_batch_size or len(batches.dataset))
     first = min(2 * num_shards, limit) if min_batch_size is None else min_batch_size
     check_integer("min_batch_size", first, minimum=1)
@@ -222,7 +222,7 @@ def _tried(
     batches.batch_size = batch_size
     # Also discards the batches that the iterator has planned.
     updater.load_state_dict(state)
-    trial = BatchSizeTrial(batch_size, -(-batch_size // updater.parts.engine.shards_per_batch), fits=False)
+    trial = BatchSizeTrial(batch_size, -(-batch_size // updater.shards_per_batch), fits=False)
     for device in updater.devices:
         restart_peak_memory(device)
     began, samples = 0.0, 0

@@ -1,7 +1,12 @@
 """What one update does, from taking the batch to counting it."""
 
 from lockstep.updaters.batch_loss import BatchLoss as BatchLoss
-from lockstep.updaters.compute import PhaseTimer as PhaseTimer, ShardResult as ShardResult
+from lockstep.updaters.compute import (
+    Clock as Clock,
+    ShardFunction as ShardFunction,
+    ShardResult as ShardResult,
+    Times as Times,
+)
 from lockstep.updaters.loss import (
     Loss as Loss,
     LossFunction as LossFunction,
@@ -12,7 +17,7 @@ from lockstep.updaters.loss import (
     supervised as supervised,
 )
 from lockstep.updaters.parallel import ParallelUpdater as ParallelUpdater
-from lockstep.updaters.ranks import CURE as CURE
+from lockstep.updaters.ranks import CURE as CURE, describe_error as describe_error, raise_error as raise_error
 from lockstep.updaters.result import (
     ShardReport as ShardReport,
     SkippedUpdate as SkippedUpdate,

@@ -29,7 +29,8 @@ class Loss:
     Args:
         value: The mean loss of the shard; a tensor of one element that requires a gradient.
         weight: The weight of the mean, for example its number of tokens; at least 0, a number or a tensor of one
-            element. None stands for the number of samples. A shard of weight 0 takes no part in the update.
+            element that requires no gradient. None stands for the number of samples. A shard of weight 0 takes no part
+            in the update, and its value may be a constant.
         metrics: Pairs (sum, weight) by name, for example ``{"accuracy": (correct, count)}``. They are summed over
             shards, in float64 if they are bool, in half precision or integers of fewer than 64 bits, and the metric is
             their quotient over the whole batch. A pair may also be a tensor of two elements.
@@ -252,7 +253,7 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
 
     Raises:
         TypeError: If it is neither a tensor nor a `Loss`, if it is complex, or if a metric is not a pair.
-        ValueError: If it has more than one element or does not require a gradient.
+        ValueError: If it has more than one element or does not require a gradient, or if its weight requires one.
     """
     loss = returned if isinstance(returned, Loss) else Loss(returned)  # type: ignore[arg-type]  # checked next
     value = loss.value
@@ -263,10 +264,18 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
         raise TypeError(f"`loss_fn` must return a real loss, got {value.dtype}. Take its real part.")
     if value.numel() != 1:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
-    if training and not value.requires_grad:
+    weight = loss.weight
+    if training and not value.requires_grad and (weight is None or float(weight) != 0):
         raise ValueError(
             "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from "
-            "the output of the model it is given, without detach(), item() or no_grad()."
+            "the output of the model it is given, without detach(), item() or no_grad(). For a shard without any "
+            "term return lockstep.Loss(value, weight=0), and for the others Loss(mean, weight=number of terms)."
+        )
+    if training and isinstance(weight, torch.Tensor) and weight.requires_grad:
+        raise ValueError(
+            "`weight` of a Loss must not require a gradient, got one that does, which would be left out. Return "
+            "Loss(value, weight=weight.detach()) if the weight is a constant. If it is to be learned, compute the "
+            "weighted mean over the batch by a lockstep.BatchLoss."
         )
     for name, pair in loss.metrics.items():
         if not _is_pair(pair):
@@ -308,5 +317,6 @@ def metric_pairs(loss: Loss) -> dict[str, tuple[float | torch.Tensor, float | to
 def _summand(value: float | torch.Tensor) -> float | torch.Tensor:
     """Return a number in a dtype in which sums over shards neither overflow nor round coarsely."""
     if not isinstance(value, torch.Tensor):
-        return value
+        # A number of NumPy would be summed in its own precision.
+        return value if isinstance(value, int) else float(value)
     return value.detach() if value.dtype in _SUMMABLE else value.detach().double()

@@ -14,14 +14,23 @@ from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
-from lockstep.replicas import BatchDim, BufferRule, Devices, Timeout
+from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, UpdateContext
+from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
 from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
-from lockstep.updaters.step import CopyAhead, CustomStep, Schedulers, assemble, check_run_options, needs_custom_step
+from lockstep.updaters.step import (
+    CopyAhead,
+    CustomStep,
+    InferenceRunner,
+    Schedulers,
+    assemble,
+    check_run_options,
+    needs_custom_step,
+)
 from lockstep.updaters.updater import Updater
 
 
@@ -43,21 +52,21 @@ class ParallelUpdater(Updater):
         optimizer: Any `torch.optim.Optimizer` over parameters of the models, or several by name that share no
             parameter. Without a step function every update steps all of them by the gradient of one loss.
         model: The model, moved to the first device and never run itself: replicas share its memory; or several by name.
-        models: Another name for `model`, for several networks.
         devices: ``"auto"`` for this rank's share of the machine's GPUs, or else of its cores; a number of devices per
             rank; or a list of device names, which may repeat.
         num_shards: The number of shards per batch, at least 1; the result depends on it. With None each device has one
             shard, sized by its workload, and the bits depend on the number of devices.
         workloads: The relative speeds of the devices, by which shards are assigned; equal by default. ``"auto"``
-            measures the speeds of devices and processes during the first updates; it requires `num_shards`.
+            measures the speeds of all devices during the first updates; it requires `num_shards`.
         loss_fn: Called as ``loss_fn(replica, *batch)``, or with the entries of a dict batch by keyword, and with a dict
             of replicas for several networks. It returns a mean loss or a `Loss`, as the model does by default. A
             `BatchLoss` compares all samples of the batch.
         step_fn: Called as ``step_fn(updater, batch)``. Gradients and steps it asks the updater for appear in the result
             and are counted by `scheduler`; direct calls such as ``optimizer.step()`` are not.
-        converter: Called as ``converter(samples, device)`` for the samples of one shard.
+        converter: Called as ``converter(samples, device)`` for the samples of one shard, in a random stream of it.
         batch_dim: The dimension of a batch of tensors that counts samples, 1 for time-first ones; or a dict by key or
-            position, with None for an input that every shard gets whole. Not for samples that the converter stacks.
+            position, with None for an input or a list that every shard gets whole. Not for samples that the converter
+            stacks.
         carried: Values carried from batch to batch, such as the hidden state of an LSTM; see `Carried`.
         seed: The seed of the random streams, which are keyed by (seed, update, shard).
         accumulate: The number of batches of one update, at least 1; fewer where the iterator ends. Or one by epoch, see
@@ -76,12 +85,10 @@ class ParallelUpdater(Updater):
         on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to lower.
         max_skipped: The number of skipped updates in a row, at least 1, that is a `NonFiniteError`; None for no error.
             The first one is named in a `NonFiniteWarning`. The log reads checks that are still on the device.
-        buffers: ``"mean"`` over shards, weighted by their samples, or ``"first"`` for those of the first shard.
+        buffers: ``"mean"`` over shards by samples, ``"sum"`` of changes, ``"min"``, ``"max"``, ``"first"``, or a dict.
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
         epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
-        flat_gradients: Whether every ``parameter.grad`` is a view of one tensor, the attribute `flat_gradients`. It
-            costs a copy, and is for one optimizer whose parameters have one dtype.
         timeout: Seconds, above 0, after which a device counts as hung; None for never. ``"auto"`` is half an hour for
             all but the first device.
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
@@ -105,9 +112,8 @@ class ParallelUpdater(Updater):
         self,
         iterator: Iterator | Source | Mapping[str, Iterator | Source],
         optimizer: Optimizer | Mapping[str, Optimizer],
-        model: nn.Module | Mapping[str, nn.Module] | None = None,
+        model: nn.Module | Mapping[str, nn.Module],
         *,
-        models: nn.Module | Mapping[str, nn.Module] | None = None,
         devices: Devices = "auto",
         num_shards: int | None = None,
         workloads: Sequence[float] | Literal["auto"] | None = None,
@@ -127,11 +133,10 @@ class ParallelUpdater(Updater):
         max_tries: int = 20,
         on_exhausted: recipes.OnExhausted = "skip",
         max_skipped: int | None = 100,
-        buffers: BufferRule = "mean",
+        buffers: BufferRules = "mean",
         scheduler: Schedulers | None = None,
         epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
-        flat_gradients: bool = False,
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
         check_every: int = 100,
@@ -150,7 +155,6 @@ class ParallelUpdater(Updater):
             max_tries=max_tries,
             on_exhausted=on_exhausted,
             max_skipped=max_skipped,
-            flat_gradients=flat_gradients,
             auto_new_epoch=auto_new_epoch,
             loss_fn=loss_fn,
             step_fn=step_fn,
@@ -169,7 +173,7 @@ class ParallelUpdater(Updater):
             recipe,
             iterator=iterator,
             optimizer=optimizer,
-            models=(model, models),
+            model=model,
             placement=(devices, workloads),
             schedulers=(scheduler, epoch_scheduler),
             loss_scale=loss_scale,
@@ -197,7 +201,7 @@ class ParallelUpdater(Updater):
             NonFiniteError: If the gradient stayed non-finite and `on_exhausted` is ``"raise"``.
             ReplicaError: If user code raised in a shard, or if a device hung.
             ValueError: If the loss is not computed with the model that `loss_fn` receives.
-            OrderError: If a step function calls this method.
+            OrderError: If a step function calls this method, or if there is a gradient that no optimizer has used.
         """
         if self._custom.state is not None:
             raise OrderError("`update` must not be called by a step function.")
@@ -219,9 +223,12 @@ class ParallelUpdater(Updater):
             # Up to here nothing of the training state has changed. After an error or Ctrl-C it is that of the last
             # update, and the batch is still the iterator's next. From here on Ctrl-C is held until the update ends.
             parts.coordinator.hold_interrupts(context.interrupts)
-            return parts.committer.commit(
-                names, attempt, context.settings, consumed={MAIN: attempt.skipped_batches + len(attempt.batches)}
-            )
+            consumed = {MAIN: attempt.skipped_batches + len(attempt.batches)}
+            result = parts.committer.commit(names, attempt, context.settings, consumed=consumed)
+            if engine.kept.has_changes:
+                engine.kept.settle(engine.recipe.batch_dim)
+            engine.kept.unsettled.clear()
+            return result
 
     def update_core(self, batch: Any) -> object:
         """Run the update of a subclass that overrides this method; by default, call `step_fn`. The result is ignored.
@@ -346,10 +353,31 @@ class ParallelUpdater(Updater):
         return self._parts.communicator
 
     @property
-    def flat_gradients(self) -> torch.Tensor | None:
-        """The last gradient of all parameters as one tensor, if requested; None otherwise and before the first."""
-        flat = self._engine.prepared.flat
-        return None if flat is None else flat.tensor
+    def shards_per_batch(self) -> int:
+        """The number of shards that a batch is cut into: `num_shards`, or by default the number of all devices."""
+        return self._engine.shards_per_batch
+
+    @property
+    def num_retries(self) -> int:
+        """The number of attempts at a batch that were repeated after an overflow, since the updater was created."""
+        return self._parts.retry.num_retries
+
+    @property
+    def clock(self) -> Clock:
+        """Measures how long the phases of updates take and how long devices compute, between its start and stop."""
+        return self._engine.clock
+
+    def inference_runner(
+        self, *, num_shards: int | None = None, model: nn.Module | None = None, model_name: str = MAIN
+    ) -> InferenceRunner:
+        """Return what runs a model without gradients on the devices and ranks of the updater, in its precision.
+
+        Args:
+            num_shards: The number of shards per batch, at least 1; None for that of updates.
+            model: Another model to run instead of one of the updater's.
+            model_name: The name of the updater's model to run.
+        """
+        return InferenceRunner.of_parts(self._parts, num_shards=num_shards, model=model, model_name=model_name)
 
     @property
     def why_it_waits(self) -> str | None:

@@ -22,12 +22,14 @@ class ShardReport:
         weight: The weight of its loss: the number of samples unless the loss function returned another.
         loss: The mean loss, a detached tensor of one element.
         metrics: A pair (sum, weight) by name, for each metric that was returned or reported.
+        has_own_weight: Whether the loss function returned the weight.
     """
 
     shard: int
     weight: float
     loss: torch.Tensor
     metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor]] = field(default_factory=dict)
+    has_own_weight: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class StandardUpdater(ParallelUpdater):
         self,
         iterator: Iterator | Source | Mapping[str, Iterator | Source],
         optimizer: Optimizer | Mapping[str, Optimizer],
-        model: nn.Module | Mapping[str, nn.Module] | None = None,
+        model: nn.Module | Mapping[str, nn.Module],
         *,
         device: str | torch.device = "cpu",
         **options: Any,

@@ -47,6 +47,8 @@ class TokenMean:
         if self.target not in kwargs:
             raise ValueError(f"`target` must name a key of the batch ({', '.join(kwargs)}), got {self.target!r}.")
         labels = kwargs[self.target]
+        # A model of transformers divides by this number of the whole batch instead of the shard's number of tokens.
+        kwargs.pop("num_items_in_batch", None)
         output = model(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):
@@ -68,8 +70,9 @@ def token_mean(ignore_index: int = -100, *, target: str = "labels", shifted: boo
     weighted by its number of tokens; a shard without counted tokens takes no part in the update.
 
     With a dict batch the model is called with its entries by keyword and must return its own mean loss as
-    ``output.loss``, as models of Hugging Face transformers do. With a tuple the last entry is the target, and
-    the loss is the cross entropy of the model's output, whose last dimension is the classes.
+    ``output.loss``, as models of Hugging Face transformers do; ``num_items_in_batch`` is not passed on.
+    With a tuple the last entry is the target, and the loss is the cross entropy of the model's output, whose last
+    dimension is the classes.
 
     Args:
         ignore_index: The label of tokens that are not counted.

@@ -53,11 +53,6 @@ class Updater(ABC):
         return None
 
     @property
-    def parts(self) -> Any:
-        """The internal parts that evaluations run on too; None for an updater without replicas."""
-        return getattr(self, "_parts", None)
-
-    @property
     def communicator(self) -> Communicator:
         """The communicator of the run; by default that of a single process."""
         return LocalCommunicator()

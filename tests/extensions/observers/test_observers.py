@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
+from lockstep.communicators import Watch
 from lockstep.extensions import GradientNorm, LogReport, ObserveLR, ObserveValue, ParameterStatistics, Throughput
 from lockstep.extensions.observers.throughput import _DeviceLoad
 from lockstep.metrics import Mean
 from lockstep.trainer import Trainer
-from lockstep.updaters.compute import BusyTimer
+from lockstep.updaters.compute import Clock
 from tests.support.plain_updaters import CountingUpdater
 from tests.support.resuming import vectors
 from tests.support.runs import Placement, finalized, updater_for
@@ -138,11 +139,7 @@ def test_the_load_is_the_share_of_the_time_in_which_a_device_computes(tmp_path: 
     twice = [Throughput(trigger=(3, "iteration")), Throughput(trigger=(2, "iteration")), log]
     with finalized(updater_for(MLP, Placement(2), num_shards=4, loss_fn=loss_fn)) as updater:
         Trainer(updater, (6, "iteration"), tmp_path, extensions=twice).run()
-        timer = updater.parts.engine.busy_timer
-        assert timer.num_users == 0
-        before = list(timer.seconds)
-        updater.update()
-        assert timer.seconds == before
+        assert updater.clock.num_users == 0
     for entry in log.log:
         first, second = (entry[f"throughput/load/device{index}"] for index in range(2))
         assert 0.0 < second < first <= 1.0
@@ -150,21 +147,27 @@ def test_the_load_is_the_share_of_the_time_in_which_a_device_computes(tmp_path: 
 
 
 def test_a_single_measured_update_stands_for_an_interval_of_an_accelerator() -> None:
-    timer = BusyTimer([torch.device("meta")])
-    load = _DeviceLoad(timer, (torch.device("meta"),))
-    wanted = []
+    clock = Clock(Watch(), [torch.device("meta")])
+    load = _DeviceLoad(clock, (torch.device("meta"),))
+    measured = []
+
+    def compute(_: int) -> None:
+        time.sleep(0.01)
+
     load.restart()
     for number in range(1, 4):
-        wanted.append(timer.num_users)
-        timer.seconds[0] += 0.5 * timer.num_users
+        run = clock.timed(compute)
+        measured.append(run is not compute)
+        run(0)
         load.end_update(number)
-    assert wanted == [0, 1, 0]
-    assert load.shares(2.0) == [0.25]
+    assert measured == [False, True, False]
+    (share,) = load.shares(1000.0)
+    assert 0.00001 <= share < 1.0
     load.restart()
     load.end_update(1)
     assert load.shares(2.0) == []
     load.stop()
-    assert timer.num_users == 0
+    assert clock.timed(compute) is compute
 
 
 def test_a_rate_of_weights_that_nothing_observes_is_left_out(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from lockstep.compat import chainer
+from lockstep.compat.nnabla import LAMB, SGDW
 from lockstep.errors import StateError
-from lockstep.optim import LAMB, SGDW, CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, UpdateSchedule
+from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, UpdateSchedule
 from lockstep.optim.schedule import warmup
 from tests.support.optimizers import bits, parameters, put_cut_grads
 
@@ -233,3 +234,40 @@ def test_chainers_optimizers_step_before_the_first_forward_too() -> None:
     model(torch.ones(1, 2))
     optimizer.update()
     assert optimizer.t == 2
+
+
+# Rules of your own -------------------------------------------------------------------------------
+
+
+class SignSGD(HookedOptimizer):
+    """A rule for lists of tensors, with one tensor of state."""
+
+    _state_names = ("last",)
+
+    def _advance_lists(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> None:
+        for moved, last, grad in zip(*lists, strict=True):
+            last.copy_(grad.sign())
+            moved.sub_(group["lr"] * last)
+
+
+class OwnSGD(HookedOptimizer):
+    """A rule that walks over the parameters itself and has no state."""
+
+    def advance(self) -> None:
+        for moved in self.moving_parameters():
+            moved.sub_(self.lr * moved.grad.sign())  # type: ignore[union-attr]
+
+    def state_keys(self, group: Any) -> frozenset[str]:  # noqa: ARG002
+        return frozenset()
+
+
+@pytest.mark.parametrize("cls", [SignSGD, OwnSGD])
+def test_a_rule_is_written_for_lists_or_as_a_walk(cls: type[HookedOptimizer]) -> None:
+    moved = weight()
+    optimizer = cls([moved], {"lr": 0.5, "missing_grad": "zero", "frozen": False})
+    moved.grad = torch.tensor([3.0, -4.0])
+    optimizer.step()
+    assert moved.tolist() == [0.5, 1.5]
+    again = cls([weight()], optimizer.defaults)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.t == 1

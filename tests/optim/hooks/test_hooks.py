@@ -99,6 +99,7 @@ def test_hook_on_one_group_sees_that_group_alone() -> None:
         (hooks.GradientHardClipping(-0.5, 0.25), [0.25, 0.25]),
         (hooks.GradientLARS(threshold=0.0, weight_decay=0.5, eps=0.5), None),
         (hooks.GradientLARS(threshold=10.0, weight_decay=0.5), [2.0, 0.5]),
+        (hooks.GradientLARS(threshold=10.0, weight_decay=0.5, clip=0.25), [1.25, -0.25]),
         # Below the threshold the coefficient takes no part either.
         (hooks.GradientLARS(threshold=10.0, weight_decay=0.5, coefficient=0.25), [2.0, 0.5]),
     ],
@@ -225,6 +226,7 @@ def test_noise_fades_as_the_paper_says() -> None:
         (lambda: hooks.GradientNoise(1, seed=2**32), r"`seed` must lie in 0..2\*\*32 - 1, got 4294967296"),
         (lambda: hooks.GradientLARS(-1), "`threshold` must be finite and at least 0, got -1"),
         (lambda: hooks.GradientLARS(weight_decay=-1), "`weight_decay` must be finite and at least 0, got -1"),
+        (lambda: hooks.GradientLARS(clip=0.0), "`clip` must be above 0 or None, got 0"),
         (lambda: hooks.GradientLARS(eps=0), "`eps` must be above 0, got 0"),
         (lambda: hooks.GradientLARS(coefficient=0), "`coefficient` must be finite and above 0, got 0"),
     ],

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ class Loss(nn.Module):
 
 
 class Looking(nn.Module):
-    """Looks at values, draws random numbers of two kinds, and counts in a buffer."""
+    """Looks at values, draws random numbers of three kinds, and counts in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Looking(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(nn.functional.dropout(self.layer(x), 0.5))
-        drawn = random.random()  # noqa: S311 - not for secrets
+        drawn = random.random() + np.random.rand()  # noqa: S311 - not for secrets, and of the global generator
         return y.cumsum(0) if drawn + y.mean().item() > 5 else y[:, :2]
 
 
@@ -104,11 +105,13 @@ def test_shapes_are_known_before_the_first_forward(name: str) -> None:
     calls: list[object] = []
     model.register_forward_hook(lambda *_: calls.append(1))
     with ls.ReplicaGroup(model, TWO) as group:
+        drawn = np.random.get_state()[2]
         before = ls.digest(model), torch.get_rng_state(), random.getstate(), model.training
         group.bind(**described)
         assert group.output_shapes() == expected
         assert (ls.digest(model), random.getstate(), model.training) == (before[0], *before[2:])
         assert torch.equal(torch.get_rng_state(), before[1])
+        assert np.random.get_state()[2] == drawn
         assert not calls
         assert all(parameter.grad is None for parameter in model.parameters())
 

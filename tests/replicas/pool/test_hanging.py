@@ -13,7 +13,8 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.plan import Shard
-from lockstep.replicas.pool.replica_set import AUTO_TIMEOUT_SECONDS, ReplicaSet
+from lockstep.replicas.pool.replica_set import ReplicaSet
+from lockstep.replicas.pool.worker import AUTO_TIMEOUT_SECONDS
 from tests.support.hanging import HUNG, here_it_hangs
 from tests.support.waiting import LONG
 

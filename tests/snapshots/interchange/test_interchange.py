@@ -262,3 +262,12 @@ def test_a_model_of_transformers_is_read_by_from_pretrained(tmp_path: Path) -> N
 def output_loss(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(**batch).loss
     return loss
+
+
+def test_escapes_in_names_are_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = {**plain()[0].state_dict(), "\x1b[2Jweight": torch.ones(1)}
+    with pytest.raises(ls.StateError) as raised:
+        ls.snapshots.import_torch(built("sgd"), checkpoint)
+    told = capsys.readouterr().out
+    assert "\\x1b[2Jweight" in told
+    assert all(line.isprintable() for line in [*told.split("\n"), *str(raised.value).split("\n")])

@@ -55,8 +55,8 @@ def test_under_other_conditions_later_updates_do_not_count(tmp_path: Path) -> No
     for update in (1, 2):
         first.record(record(update, a="1"))
     other = opened(tmp_path, "d", resumed_at=1)
-    assert read_digest_log(tmp_path) == {1: record(1, a="1")}
     assert other.record(record(2, a="2")) is None
+    assert read_digest_log(tmp_path) == {1: record(1, a="1"), 2: record(2, a="2")}
 
 
 def test_a_line_that_was_cut_ends_the_log(tmp_path: Path) -> None:
@@ -69,8 +69,6 @@ def test_a_line_that_was_cut_ends_the_log(tmp_path: Path) -> None:
         cut.mkdir()
         (cut / "digests.jsonl").write_bytes(path.read_bytes()[:-size])
         again = opened(cut, resumed_at=2)
-        # Without its newline the last line is whole; else the update is not known any more.
-        known = read_digest_log(cut)
-        assert set(known) == ({1, 2} if size == 1 else {1})
+        assert set(read_digest_log(cut)) == {1}
         again.record(record(3, a="3"))
-        assert set(read_digest_log(cut)) == {*known, 3}
+        assert set(read_digest_log(cut)) == {1, 3}

@@ -19,9 +19,10 @@ from lockstep.replicas.passes import shard_streams
 from lockstep.streams import stream_seed
 from lockstep.tree import PartialSum
 from lockstep.updaters.compute.shares import share_of
-from lockstep.updaters.compute.speeds import RankMeasurement, RankSpeeds, RankTimer
 from lockstep.updaters.ranks import inline, rank_reduction
 from lockstep.updaters.ranks.coordinator import RankCoordinator
+from lockstep.updaters.ranks.rank_reduction import RankReduction
+from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.step import engine
 from tests.support import gan as several
 from tests.support.half import TOO_HIGH, in_half, loss_of
@@ -134,23 +135,29 @@ def nonfinite_shards(num_devices: int) -> str:
         return ls.digest([repr(shard) for shard in found])
 
 
-class Restless(RankTimer):
+def drawn_workloads(generator: random.Random, workloads: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Draw other workloads for the devices of all ranks."""
+    return [[generator.choice([1.0, 2.0, 5.0]) for _ in devices] for devices in workloads]
+
+
+class Restless(RankReduction):
     """Finds other speeds after every attempt."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self._random = random.Random(0)  # noqa: S311 - no secret
+    _random = random.Random(0)  # noqa: S311 - no secret
 
-    def adopt(self, measurements: Sequence[RankMeasurement | None]) -> None:
-        """Draw how fast the ranks are, and what bytes cost."""
-        seconds = tuple(self._random.choice([1.0, 2.0, 5.0]) for _ in measurements)
-        self.speeds = RankSpeeds(seconds, self._random.choice([0.0, 30.0]))
+    def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
+        super()._update_assignment(reports)
+        # Equal on all ranks, which make equally many attempts.
+        self._workloads = drawn_workloads(self._random, self._workloads)
+        self._assign()
+        return False
 
 
 def moved(num_devices: int, **options: Any) -> str:
     """Compute every update's shards on other ranks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_reduction, "RankTimer", Restless)
+        patch.setattr(rank_reduction, "RankReduction", Restless)
+        patch.setattr(Restless, "_random", random.Random(0))  # noqa: S311 - no secret
         return trained(num_devices, updates=3 * NUM_UPDATES, num_shards=8, **options)
 
 
@@ -172,7 +179,6 @@ RUNS: dict[str, Run] = {
     "moved about": partial(moved, work=CONVNET, optimizer="adamw"),
     "moved about, strided": partial(moved, work=TRANSFORMER, split="strided", precision="bf16"),
     "above the limit of one thread": partial(trained, work=WIDE, updates=2),
-    "flat": partial(trained, work=CONVNET, flat_gradients=True),
     "sum": partial(trained, reduction="sum"),
     "bf16-true": partial(trained, work=HALF, precision="bf16-true", optimizer="corrected"),
     **{

@@ -24,9 +24,10 @@ from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
+from lockstep.snapshots import writer
 from lockstep.snapshots.run import resuming
-from lockstep.snapshots.writing import writer
 from lockstep.stopping import STOP
+from lockstep.trainer import READER
 from tests.support.resuming import Noted, vectors
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -112,13 +113,15 @@ class Counting(nn.Module):
 class Reach(ls.Extension):
     """A point between the other extensions."""
 
-    priority = 50
+    def __init__(self, points: Points, name: str) -> None:
+        self.points, self._name = points, name
 
-    def __init__(self, points: Points) -> None:
-        self.points = points
+    @property
+    def name(self) -> str:
+        return self._name
 
     def __call__(self, trainer: ls.Trainer) -> None:  # noqa: ARG002 - the interface
-        self.points.reach("extension")
+        self.points.reach(self._name)
 
 
 class Progress(ls.Extension):
@@ -186,8 +189,10 @@ def build(out: str, updates: int, points: Points, *, workers: int = 0, iterable:
     held_out = ls.BatchIterator(vectors(20), 5, repeat=False)
     trainer.extend(Progress())
     trainer.extend(ls.extensions.Evaluator(held_out, loss_fn=evaluated), trigger=(1, "update"))
+    trainer.extend(Reach(points, "logging"), priority=READER + 1)
     trainer.extend(ls.extensions.LogReport(trigger=(1, "update")))
-    trainer.extend(Reach(points))
+    trainer.extend(ls.extensions.CSVLogger(trigger=(1, "update")))
+    trainer.extend(Reach(points, "extension"), priority=50)
     trainer.extend(Noted("noted"), trigger=(3, "update"))
     trainer.extend(ls.extensions.Snapshot(keep=100, digest_every=1), trigger=(4, "update"))
     return trainer

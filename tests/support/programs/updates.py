@@ -211,6 +211,8 @@ def other_update() -> list[str]:
         updater.compute_gradients(updater.get_iterator().peek())
         if rank() == BAD_RANK:
             updater.apply_gradients()
+        else:
+            updater.get_optimizer("main").zero_grad()
         return outcome(updater.update)
 
 

@@ -12,8 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.updaters.compute import speeds
-from lockstep.updaters.compute.speeds import TIMED_ATTEMPTS, UNTIMED_ATTEMPTS
 from lockstep.updaters.ranks import rank_sum
 from lockstep.updaters.ranks.overlap import REPEATS_BEFORE_PREDICTION, Overlap
 from tests.support.backward import in_backward
@@ -22,13 +20,9 @@ from tests.support.runs import finalized, state_digest
 
 FIRST = REPEATS_BEFORE_PREDICTION
 """The first update, counted from 0, whose gradients are sent early."""
-TIMED_FIRST = UNTIMED_ATTEMPTS + TIMED_ATTEMPTS + 2
-"""The same where ranks are timed: one after they have adopted what they measured."""
 DISTURBED = FIRST + 2
 """The update in which something else happens."""
 NUM_UPDATES = FIRST + 5
-TIMED_AGAIN = 2 * (TIMED_FIRST - 1) - 1
-"""The update at whose meeting the ranks agree to be timed again, where that is after twice as many."""
 BATCH_SIZE = 12
 OPENING = DISTURBED % 2 * BATCH_SIZE
 """The first sample of the disturbed update's batch, in the first shard of the first rank."""
@@ -91,9 +85,7 @@ def with_heuristics(heuristics: rank_sum.Heuristics, *args: Any, **options: Any)
         return ls.ParallelUpdater(*args, **options)
 
 
-def disturbed(
-    what: str, *, updates: int = NUM_UPDATES, again: int = speeds.REMEASURE_FACTOR, **options: Any
-) -> dict[str, Any]:
+def disturbed(what: str, **options: Any) -> dict[str, Any]:
     """Train, and tell how it ended and how many gradients were there before the ranks met."""
     early: list[int] = []
     plain = Overlap.pop_sums
@@ -121,9 +113,7 @@ def disturbed(
     )
     with pytest.MonkeyPatch.context() as patch, finalized(updater):
         patch.setattr(Overlap, "pop_sums", pop_sums)
-        patch.setattr(speeds, "WORTHWHILE_SHARE", 0.0)  # a busy machine shall move no shard
-        patch.setattr(speeds, "REMEASURE_FACTOR", again)
-        while updater.iteration < updates:
+        while updater.iteration < NUM_UPDATES:
             loss_fn.update = updater.iteration
             try:
                 updater.update()
@@ -137,7 +127,6 @@ WHATS = ["nothing", "spare", "spare, in an earlier shard", "reentrant", "raise",
 
 def all_of_them() -> dict[str, dict[str, Any]]:
     return {
-        "timed again": disturbed("nothing", updates=TIMED_AGAIN + TIMED_FIRST + 1, again=2, workloads="auto"),
         "watched": disturbed("nothing", timeout=60.0),  # backward is another thread's
         **{what: disturbed(what) for what in WHATS},
     }
@@ -153,7 +142,7 @@ def alone() -> dict[str, dict[str, Any]]:
     return all_of_them()
 
 
-@pytest.mark.parametrize("what", [*WHATS, "timed again", "watched"])
+@pytest.mark.parametrize("what", [*WHATS, "watched"])
 def test_the_bits_are_those_of_one_process(what: str, found: Any, alone: Any) -> None:
     assert [rank[what]["end"] for rank in found] == [alone[what]["end"]] * len(found)
 
@@ -176,14 +165,6 @@ CHECKS: dict[str, Callable[[list[int]], bool]] = {
 def test_gradients_are_sent_early_where_the_prediction_is_right(what: str, found: Any) -> None:
     for rank in found:
         assert CHECKS[what](rank[what]["early"]), rank[what]["early"]
-
-
-def test_gradients_wait_while_ranks_are_timed_again(found: Any) -> None:
-    for rank in found:
-        assert rank["timed again"]["early"] == [
-            *range(TIMED_FIRST, TIMED_AGAIN + 1),
-            TIMED_AGAIN + TIMED_FIRST,
-        ]
 
 
 def test_a_shard_whose_gradients_were_given_away_in_vain_is_computed_anew(found: Any) -> None:

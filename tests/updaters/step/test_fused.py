@@ -75,48 +75,12 @@ def trained(make: Make, *, fused: bool, dtype: torch.dtype = torch.float32, **op
 
 
 @FUSED
-@pytest.mark.parametrize("flat_gradients", [False, True])
 @pytest.mark.usefixtures("one_intra_op_thread")
-def test_same_bits_as_a_loop_of_ones_own(make: Make, flat_gradients: bool) -> None:
+def test_same_bits_as_a_loop_of_ones_own(make: Make) -> None:
     model = net()
     plain = loop(model, make(model.parameters(), fused=True))
     options = {"devices": 1, "num_shards": 1}
-    assert trained(make, fused=True, flat_gradients=flat_gradients, **options) == plain
-
-
-@FUSED
-@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
-def test_gradients_in_one_tensor_change_no_bit(make: Make, precision: str) -> None:
-    if make is OPTIMIZERS["CorrectedMomentumSGD"] and precision != "fp32":
-        pytest.skip("CorrectedMomentumSGD(fused=True) refuses half precision on a CPU.")
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-    found = {
-        trained(
-            make,
-            fused=True,
-            dtype=dtype,
-            precision=precision,
-            devices=devices,
-            num_shards=3,
-            flat_gradients=flat,
-        )
-        for devices in (1, 2)
-        for flat in (False, True)
-    }
-    assert len(found) == 1
-
-
-def test_flat_gradients_have_the_strides_of_their_weights() -> None:
-    model = net()
-    updater = updater_of(model, torch.optim.SGD(model.parameters()), devices=1, flat_gradients=True)
-    updater.update()
-    updater.finalize()
-    flat = updater.flat_gradients
-    assert flat is not None
-    for weight in model.parameters():
-        assert weight.grad is not None
-        assert weight.grad.stride() == weight.stride()
-        assert weight.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    assert trained(make, fused=True, **options) == plain
 
 
 @FUSED
@@ -156,15 +120,14 @@ def column_updater(model: nn.Linear, optimizer: torch.optim.Optimizer, **options
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "CorrectedMomentumSGD"])
-@pytest.mark.parametrize("flat_gradients", [False, True])
-def test_weights_that_are_not_dense_are_refused(name: str, flat_gradients: bool) -> None:
+def test_weights_that_are_not_dense_are_refused(name: str) -> None:
     model, _ = column()
     optimizer = OPTIMIZERS[name](model.parameters(), fused=True)
     with pytest.raises(ValueError, match=rf"`fused=False` .* a fused {name} and a weight of shape \(3, 4\)"):
-        column_updater(model, optimizer, flat_gradients=flat_gradients)
+        column_updater(model, optimizer)
     model.weight.data = torch.zeros(3, 1).expand(3, 4)
     with pytest.raises(ValueError, match=r"not dense in memory, .* strides \(1, 0\)"):
-        column_updater(model, optimizer, flat_gradients=flat_gradients)
+        column_updater(model, optimizer)
 
 
 def test_a_weight_that_stops_being_dense_is_refused_before_anything_moves() -> None:
@@ -188,10 +151,7 @@ def test_a_weight_that_stops_being_dense_is_refused_before_anything_moves() -> N
         ("CorrectedMomentumSGD", "fp32", True),
     ],
 )
-@pytest.mark.parametrize("flat_gradients", [False, True])
-def test_a_column_is_trained_without_its_neighbours(
-    name: str, precision: str, fused: bool, flat_gradients: bool
-) -> None:
+def test_a_column_is_trained_without_its_neighbours(name: str, precision: str, fused: bool) -> None:
     dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
     found = []
     for options in ({"fused": fused}, {}):
@@ -201,7 +161,6 @@ def test_a_column_is_trained_without_its_neighbours(
             model,
             OPTIMIZERS[name](model.parameters(), **options),
             precision=precision,
-            flat_gradients=flat_gradients,
         )
         for _ in range(3):
             updater.update()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -34,12 +34,14 @@ class GradientMethod(optim.HookedOptimizer):
 
     Attributes:
         target: The model, after `setup`.
+        rules: The update rules of the parameters that have groups of their own.
     """
 
     target: nn.Module | None = None
+    rules: Sequence[UpdateRule] = ()
 
     def setup(self: Self, link: nn.Module) -> Self:
-        """Set the model, and reset the optimizer: no hooks, no counts, no velocities.
+        """Set the model, and reset the optimizer: no hooks, no counts, no velocities, no options of single parameters.
 
         Settings for loss scaling and fp32 updates are kept.
 
@@ -59,10 +61,33 @@ class GradientMethod(optim.HookedOptimizer):
         self.param_groups.clear()
         self.state.clear()
         self._hooks = HookList()
+        self.rules = ()
         self.t = self.epoch = 0
         self.add_param_group(options)
         self.target = link
+        for parameter in link.parameters():
+            parameter.update_rule = UpdateRule(self, parameter)  # type: ignore[attr-defined]  # the name is Chainer's
         return self
+
+    def _set_option(self, name: str, value: object) -> None:
+        super()._set_option(name, value)
+        for rule in self.rules:
+            if name not in rule.own:
+                rule.group()[name] = value
+
+    def set_of_group(self, index: int, name: str, value: object) -> None:
+        """Set an option of one group.
+
+        Args:
+            index: The index of the group.
+            name: The name of the option.
+            value: Its value.
+
+        Raises:
+            ValueError: If the value is out of range.
+        """
+        self._check_options({**self.param_groups[index], name: value})
+        self.param_groups[index][name] = value
 
     def update(  # type: ignore[override]  # the name is Chainer's
         self, lossfun: Callable[..., Tensor] | None = None, *args: Any, **kwds: Any
@@ -157,7 +182,7 @@ class GradientMethod(optim.HookedOptimizer):
             self.load_state_dict(loaded)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "target": self.target}
+        return {**super().__getstate__(), "target": self.target, "rules": self.rules}
 
     def _check_set_up(self) -> nn.Module:
         """Return the model, or raise an error if there is none."""
@@ -209,18 +234,41 @@ class MomentumSGD(GradientMethod, optim.MomentumSGD):
 class UpdateRule:
     """The arithmetic of an optimizer for single parameters; the velocities are those of the optimizer.
 
+    After `setup`, each parameter has one as ``parameter.update_rule``. What you set on it gives the parameter a group
+    of its own: options (``hyperparam``), hooks, and ``enabled``. Options that are not set follow the optimizer's. (An
+    `UpdateSchedule` also sets the options of such groups, as torch's schedulers do.)
+
     Args:
         optimizer: The optimizer, whose options are read at each update.
+        param: The parameter that the rule belongs to; None for a rule of any.
 
     Attributes:
-        enabled: Whether `update` has an effect.
-        t: The number of updates.
+        t: The number of calls of `update`.
     """
 
-    def __init__(self, optimizer: GradientMethod) -> None:
+    def __init__(self, optimizer: GradientMethod, param: Tensor | None = None) -> None:
         self.optimizer = optimizer
-        self.enabled = True
+        self.param = param
+        self.own: set[str] = set()
+        """The names of the options that were set here."""
         self.t = 0
+        self._enabled = True
+
+    @property
+    def hyperparam(self) -> Hyperparameter:
+        """The options of the parameter, as attributes that you can set."""
+        return Hyperparameter(self)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether updates change the parameter. You can set it."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled = enabled
+        if self.param is not None:
+            self.set_option("frozen", not enabled)
 
     def update(self, param: Tensor) -> None:
         """Update one parameter from its gradient, without hooks.
@@ -230,7 +278,88 @@ class UpdateRule:
         """
         if self.enabled:
             self.t += 1
-            self.optimizer.part([{**self.optimizer.param_groups[0], "params": [param]}]).advance()
+            self.optimizer.part([{**self.group(param), "params": [param]}]).advance()
+
+    def group(self, param: Tensor | None = None) -> dict[str, Any]:
+        """Return the group of a parameter, by default that of this rule, or else the first.
+
+        Args:
+            param: The parameter.
+        """
+        wanted = self.param if param is None else param
+        groups = self.optimizer.param_groups
+        return next((group for group in groups[1:] if any(each is wanted for each in group["params"])), groups[0])
+
+    def set_option(self, name: str, value: object) -> None:
+        """Set an option of the parameter alone.
+
+        Args:
+            name: The name of the option.
+            value: Its value.
+
+        Raises:
+            AttributeError: If the optimizer has no such option.
+            ValueError: If the value is out of range.
+        """
+        if name not in self.optimizer.defaults:
+            raise AttributeError(f"The options are {sorted(self.optimizer.defaults)}, got {name!r}.")
+        self.optimizer.set_of_group(self.own_group(), name, value)
+        self.own.add(name)
+
+    def add_hook(self, hook: Callable[..., object], name: str | None = None, timing: str = "auto") -> None:
+        """Register a function to be called as ``hook(rule, parameter)`` in every update of the parameter.
+
+        Args:
+            hook: The function.
+            name: The name of the hook; by default ``hook.name``, otherwise ``hook.__name__``.
+            timing: When to call it: "pre", "post" or "auto".
+        """
+        index = self.own_group()
+        self.optimizer.add_hook(_PerParameterHook(hook, self), name, timing, group=index)
+
+    def remove_hook(self, name: str) -> None:
+        """Remove a hook of the parameter.
+
+        Args:
+            name: The name of the hook.
+        """
+        self.optimizer.remove_hook(name, group=self.own_group())
+
+    def own_group(self) -> int:
+        """Return the index of the group of the parameter alone, which is created where there is none.
+
+        Raises:
+            OrderError: If the rule belongs to no parameter, or the optimizer has master weights already.
+        """
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        if self.param is None:
+            raise OrderError("`parameter.update_rule` must be used for options and hooks of one parameter.")
+        if self not in optimizer.rules:
+            if optimizer.masters is not None:
+                raise OrderError("`use_fp32_update` must be called after the options of parameters are set.")
+            groups[0]["params"] = [each for each in groups[0]["params"] if each is not self.param]
+            optimizer.add_param_group({**groups[0], "params": [self.param]})
+            optimizer.rules = [*optimizer.rules, self]
+        return next(index for index, group in enumerate(groups) if group is self.group())
+
+
+class Hyperparameter:
+    """The options of one parameter: those that were set on it, and otherwise those of the optimizer.
+
+    Args:
+        rule: The update rule of the parameter.
+    """
+
+    def __init__(self, rule: UpdateRule) -> None:
+        vars(self)["_rule"] = rule
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(self)["_rule"].optimizer.defaults:
+            raise AttributeError(f"The options are {sorted(vars(self)['_rule'].optimizer.defaults)}, got {name!r}.")
+        return vars(self)["_rule"].group()[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        vars(self)["_rule"].set_option(name, value)
 
 
 class _PerParameterHook:
@@ -238,13 +367,14 @@ class _PerParameterHook:
 
     per_parameter = True
 
-    def __init__(self, hook: Any) -> None:
+    def __init__(self, hook: Any, rule: UpdateRule | None = None) -> None:
         self.hook = hook
+        self.rule = rule
         self.name = getattr(hook, "name", None) or getattr(hook, "__name__", None)
         self.timing = getattr(hook, "timing", "pre")
 
     def __call__(self, optimizer: optim.HookedOptimizer, parameter: Tensor) -> None:
-        self.hook(optimizer, parameter)
+        self.hook(optimizer if self.rule is None else self.rule, parameter)
 
 
 def _adapt_hook(hook: Callable[..., object]) -> Callable[..., object]:

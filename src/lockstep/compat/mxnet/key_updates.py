@@ -19,7 +19,7 @@ UpdateFunction: TypeAlias = "Callable[[Key, Tensor, Tensor], object]"
 def assign_sum(key: Key, summed: Tensor, value: Tensor) -> None:
     """Set the value to the sum."""
     del key
-    value.copy_(summed)
+    value.copy_(summed.to_dense())
 
 
 class OptimizerPerKey:

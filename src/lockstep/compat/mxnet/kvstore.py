@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -98,7 +99,7 @@ class KVStore:
                 raise TypeError(f"`key` must be all integers or all strings, got {name!r}.")
             names.append(name)
         for name, (first, *_) in given:
-            self._values[name] = first.detach().clone()
+            self._values[name] = first.detach().to_dense().clone()
             self._communicator.broadcast([self._values[name]])
             if isinstance(self._updater, OptimizerPerKey):
                 self._updater.add(name, self._values[name])
@@ -108,7 +109,8 @@ class KVStore:
 
         Args:
             key: One key, or a list of keys; a key that occurs twice is pushed once, with the tensors of both.
-            value: For each key a tensor, or one tensor per device; left untouched.
+            value: For each key a tensor, or one tensor per device, which may be sparse; left untouched. If all tensors
+                of a key are sparse, so is their sum, and the optimizer of the key must accept sparse gradients.
             priority: Ignored, because all operations are synchronous.
 
         Raises:
@@ -134,7 +136,7 @@ class KVStore:
 
         Raises:
             OrderError: If a key has no value yet.
-            ValueError: If a shape differs from that of the value.
+            ValueError: If a shape differs from that of the value, or a tensor is sparse.
         """
         del priority, ignore_sparse
         for name, targets in self._checked(key, out, "out"):
@@ -150,8 +152,11 @@ class KVStore:
             out: The tensors to copy the values to; by default those of ``value``.
             priority: Ignored, because all operations are synchronous.
         """
+        targets = value if out is None else out
+        # Before anything is pushed.
+        self._checked(key, targets, "out")
         self.push(key, value, priority)
-        self.pull(key, value if out is None else out, priority)
+        self.pull(key, targets, priority)
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         """Set the initial values of new keys, and pull them.
@@ -243,6 +248,8 @@ class KVStore:
                 raise OrderError(f"`init` must come before any other call for a key, and {name!r} has no value.")
             shape = self._values[name].shape
             others = [tuple(part.shape) for part in parts if part.shape != shape]
+            if argument == "out" and any(part.layout is not torch.strided for part in parts):
+                raise ValueError(f"`out` for {name!r} must be dense, got a sparse tensor. Pass a dense `out`.")
             if others:
                 raise ValueError(f"`{argument}` for {name!r} must have the shape {tuple(shape)}, got {others[0]}.")
         return list(found.items())
@@ -250,6 +257,10 @@ class KVStore:
     def _sum(self, name: Key, parts: list[Tensor]) -> Tensor:
         """Sum the tensors of the devices of this process."""
         value = self._values[name]
+        # Only sparse tensors of one form can be added to each other, and only dense ones compressed.
+        kinds = {part.sparse_dim() if part.layout is torch.sparse_coo else None for part in parts}
+        if self._compression is not None or len(kinds) > 1 or None in kinds:
+            parts = [part.to_dense() for part in parts]
         # Copies, because the sum is computed in place.
         addends = [part.detach().to(value.device, value.dtype, copy=True) for part in parts]
         # As in MXNet: compressed where tensors leave a device, or else where they leave the process.

@@ -7,6 +7,5 @@ from lockstep.extensions.loggers.optional import (
     check_installed as check_installed,
     import_optional as import_optional,
 )
-from lockstep.extensions.loggers.replaced_file import replace_file as replace_file
 from lockstep.extensions.loggers.tensorboard_logger import TensorBoardLogger as TensorBoardLogger
 from lockstep.extensions.loggers.wandb_logger import WandbLogger as WandbLogger

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.extensions.loggers.logger import Logger
-from lockstep.extensions.loggers.replaced_file import read_json, replace_file, write_json
+from lockstep.side_files import DAMAGE, SideFile
 from lockstep.trainer import Trainer
 
 UPDATE = "update"
@@ -19,8 +19,8 @@ class CSVLogger(Logger):
     """Writes ``metrics.csv`` in the trainer's folder, one row per entry, and ``metrics.json`` with the configuration.
 
     The columns are ``update``, ``epoch`` and the names of the values. When a new name appears, the file is replaced by
-    one with a further column. Numbers are written with all digits, and cells without a value are empty. A row is
-    written in one call, so that a killed process leaves whole rows.
+    one with a further column. Numbers are written with all digits, and cells without a value are empty. A process that
+    is killed leaves whole rows.
 
     Args:
         filename: The file name, relative to the trainer's folder.
@@ -30,55 +30,79 @@ class CSVLogger(Logger):
     def __init__(self, filename: str = "metrics.csv", **options: Any) -> None:
         super().__init__(**options)
         self.filename = filename
-        self._path = Path(filename)
+        self._table = self._config = SideFile(Path(), filename)
         self._columns: list[str] = []
+        self._values: dict[str, Any] = {}
 
-    def open(self, trainer: Trainer, *, keep: float) -> int:
-        """Open the file, and remove a row that is not whole and the rows that are not kept."""
-        self._path = trainer.out / self.filename
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns, rows = _read(self._path) if keep else ([], [])
-        kept = [row for row in rows if int(row[UPDATE]) <= keep]
-        replace_file(self._path, _rows([self._columns, *_cells(kept, self._columns)] if self._columns else []))
-        return max((int(row[UPDATE]) for row in kept), default=0)
+    def initialize(self, trainer: Trainer) -> None:
+        """Check that the files are regular files, if they exist."""
+        self._table = SideFile(trainer.out, self.filename, required=self.required)
+        self._config = SideFile(trainer.out, Path(self.filename).with_suffix(".json"), required=self.required)
+        self._table.check()
+        self._config.check()
+
+    def open(self, trainer: Trainer, *, keep: float) -> int:  # noqa: ARG002 - the interface
+        """Read the files, and remove a row that is not whole and the rows that are not kept."""
+        self._columns, rows = _parse(self._table, self._table.read() or b"") if keep else ([], [])
+        kept = [row for row in rows if int(row[0]) <= keep]
+        self._table.begin(_rows([self._columns, *kept] if self._columns else []))
+        self._values = self._config.read_json() if keep else {}
+        return int(kept[-1][0]) if kept else 0
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """Replace the file of the configuration."""
-        write_json(self._path.with_suffix(".json"), config)
+        self._values = dict(config)
+        self._config.write_json(self._values)
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """Append a row, below a new header if there are new names."""
         row = {UPDATE: str(update), **{name: repr(float(value)) for name, value in values.items()}}
         new = [name for name in row if name not in self._columns]
+        cells = [row.get(name, "") for name in self._columns + new]
         if new:
-            _, rows = _read(self._path)
+            _, rows = _parse(self._table, self._table.content)
             self._columns += new
-            replace_file(self._path, _rows([self._columns, *_cells(rows, self._columns)]))
-        # Unbuffered, so that the row is written in one call.
-        with self._path.open("ab", buffering=0) as file:
-            file.write(_rows(_cells([row], self._columns)))
+            rows = [[*each, *[""] * len(new)] for each in rows]
+            self._table.replace(_rows([self._columns, *rows, cells]))
+        else:
+            self._table.append(_rows([cells]))
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Add the summary to the file of the configuration."""
-        path = self._path.with_suffix(".json")
-        write_json(path, read_json(path) | {"summary": summary})
+        self._config.write_json({**self._values, "summary": summary})
 
-    def close(self, *, failed: bool) -> None:
-        """Close the table, of which every row is already written."""
+    def flush(self) -> None:
+        """Wait until every row is durable."""
+        self._table.write(durable=True)
 
-
-def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and the whole rows of a file; none if there is no file."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    # What follows the last line break is a row that a killed process did not finish.
-    reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1]))
-    rows = list(reader)
-    return list(reader.fieldnames or []), rows
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002 - the interface
+        """Write the rows that could not be written before."""
+        self._table.close()
 
 
-def _cells(rows: Iterable[Mapping[str, str]], columns: list[str]) -> list[list[str]]:
-    """Return the cells of rows in the order of the columns."""
-    return [[row.get(name) or "" for name in columns] for row in rows]
+def _parse(table: SideFile, data: bytes) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and the rows. What follows the last line break was not finished by a process that was killed.
+
+    Raises:
+        SideFileError: If the content is damaged.
+    """
+    columns, rows, last = list[str](), list[list[str]](), -1
+    try:
+        for row in csv.reader(io.StringIO(data[: data.rfind(b"\n") + 1].decode(), newline="")):
+            if not columns:
+                columns = row
+                if columns[:1] != [UPDATE] or len(set(columns)) < len(columns):
+                    raise ValueError(f"its first row must be a header that begins with {UPDATE!r}")
+                continue
+            if len(row) != len(columns) or int(row[0]) <= last:
+                raise ValueError("it must have a cell for each column, and ascending updates")
+            for cell in filter(None, row):
+                float(cell)
+            last = int(row[0])
+            rows.append(row)
+    except DAMAGE as error:
+        raise table.damaged(f"row {len(rows) + 1}", error) from error
+    return columns, rows
 
 
 def _rows(cells: Iterable[list[str]]) -> bytes:

@@ -6,17 +6,21 @@ import hashlib
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from lockstep.digest import digest
 from lockstep.metrics import IntervalMeans
+from lockstep.side_files import report_unwritten
 from lockstep.state import check_keys
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
 
 EPOCH: Final = "epoch"
 """The name of the value that every entry contains, the number of epochs including the fraction of the current one."""
+
+Row: TypeAlias = tuple[int, dict[str, float]]
+"""An update, and the values of its entry by name."""
 
 
 class Logger(Extension):
@@ -34,6 +38,9 @@ class Logger(Extension):
     kernels, the entries after the snapshot are replaced. A run that starts anew starts a new log. With several
     processes, rank 0 writes.
 
+    An `OSError` while something is written, such as that of a full disk, is a `SideFileWarning`, and the entry is
+    written with a later one.
+
     A subclass defines `open`, `configure`, `write`, `summarize` and `close`, which are called on rank 0 only.
 
     Args:
@@ -43,6 +50,10 @@ class Logger(Extension):
         last: The names of values of which the last one of an interval is written instead of the mean.
         sums: The names of values of which the sum over an interval is written instead of the mean. Here and in `last`,
             a name also stands for every name that ends with ``"/"`` and that name.
+        required: Whether an entry that cannot be written ends the run by a `SideFileError`.
+
+    Raises:
+        SideFileError: At the start of a run, if a file is damaged or no regular file.
 
     Determinism: the values are equal on all placements. Nothing that a logger does changes the run.
     """
@@ -58,12 +69,17 @@ class Logger(Extension):
         hyperparameters: Mapping[str, Any] | None = None,
         last: Sequence[str] = ("lr",),
         sums: Sequence[str] = ("skipped",),
+        required: bool = False,
     ) -> None:
         self.keys = None if keys is None else tuple(keys)
         self.trigger = trigger
         self.hyperparameters = dict(hyperparameters or {})
         self._means = IntervalMeans(last=last, sums=sums)
+        self.required = required
         self._observed_at: dict[str, tuple[int, float]] = {}
+        # The entries of the last interval, which rank 0 may not have written if it was lost, and any before them that
+        # could not be written.
+        self._rows: list[Row] = []
         self._last_written = 0
         self._is_open = False
         self._failed = False
@@ -116,7 +132,7 @@ class Logger(Extension):
     def flush(self) -> None:
         """Write what is still in memory; does nothing by default."""
 
-    def initialize(self, trainer: Trainer) -> None:
+    def begin(self, trainer: Trainer) -> None:
         """Open the log, and write the configuration if it is new."""
         self._failed = False
         if not trainer.is_main:
@@ -125,7 +141,10 @@ class Logger(Extension):
         self._last_written = self.open(trainer, keep=kept)
         self._is_open = True
         if not self._last_written or math.isfinite(kept):
-            self.configure(_configuration(trainer, self.hyperparameters))
+            self._attempt(self.configure, _configuration(trainer, self.hyperparameters))
+        if not kept:
+            self._rows.clear()
+        self._write_rows()
 
     def collect(self, trainer: Trainer) -> None:
         """Add the observation of one update to the means; nothing is read from the device."""
@@ -137,8 +156,7 @@ class Logger(Extension):
         """End the interval, and write its entries."""
         # Before anything is written: if this ends the run and you continue it, the entry is written then.
         trainer.updater.last_skipped()
-        if self._is_open:
-            self._write_interval()
+        self._end_interval()
         self._means.clear()
         self._observed_at.clear()
 
@@ -152,39 +170,60 @@ class Logger(Extension):
             return
         try:
             if not self._failed:
-                self._write_interval()
+                self._end_interval()
                 models = trainer.updater.get_all_models()
                 digests = {name: digest(model) for name, model in models.items()}
-                self.summarize({"update": trainer.updater.iteration, "digest": digests})
+                self._attempt(self.summarize, {"update": trainer.updater.iteration, "digest": digests})
         finally:
             self._is_open = False
-            self.close(failed=self._failed)
+            self._attempt(self.close, failed=self._failed)
 
     def state_dict(self) -> dict[str, object]:
-        """Return the means of the current interval; what was written before is flushed."""
+        """Return the means of the current interval and the last entries; what was written before is flushed."""
         # A run that resumes from this state does not repeat the updates before it: they must survive a kill.
         if self._is_open:
-            self.flush()
+            self._attempt(self.flush)
         observed_at = {name: list(at) for name, at in self._observed_at.items()}
-        return {"means": self._means.state_dict(), "observed_at": observed_at}
+        rows = [[update, dict(values)] for update, values in self._rows]
+        return {"means": self._means.state_dict(), "observed_at": observed_at, "rows": rows}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a saved state."""
-        check_keys(state, ("means", "observed_at"), of=type(self).__name__)
+        """Load a saved state, also one of an earlier version, which has no entries."""
+        state = {"rows": [], **state}
+        check_keys(state, ("means", "observed_at", "rows"), of=type(self).__name__)
+        rows = [(int(update), dict(values)) for update, values in state["rows"]]
         observed_at = {name: (int(update), float(epoch)) for name, (update, epoch) in state["observed_at"].items()}
         self._means.load_state_dict(state["means"])
-        self._observed_at = observed_at
+        self._observed_at, self._rows = observed_at, rows
 
-    def _write_interval(self) -> None:
+    def _end_interval(self) -> None:
         """Write the means, each at the update at which its value was last observed."""
         entries: dict[tuple[int, float], dict[str, float]] = {}
         for name, value in self._means.compute().items():
             entries.setdefault(self._observed_at[name], {})[name] = value
-        for (update, epoch), values in sorted(entries.items(), key=lambda entry: entry[0]):
+        unwritten = [row for row in self._rows if self._is_open and row[0] > self._last_written]
+        rows = sorted(entries.items(), key=lambda entry: entry[0])
+        self._rows = [*unwritten, *((update, {EPOCH: epoch, **values}) for (update, epoch), values in rows)]
+        if self._is_open:
+            self._write_rows()
+
+    def _write_rows(self) -> None:
+        """Write the entries up to one that cannot be written."""
+        for update, values in self._rows:
             # Up to there the log was written before the run was resumed, with equal values.
             if update > self._last_written:
-                self.write(update, {EPOCH: epoch, **values})
+                if not self._attempt(self.write, update, values):
+                    return
                 self._last_written = update
+
+    def _attempt(self, call: Callable[..., None], *args: Any, **options: Any) -> bool:
+        """Write something, and return whether it could be written."""
+        try:
+            call(*args, **options)
+        except OSError as error:
+            report_unwritten(f"The log of {type(self).__name__}", error, required=self.required)
+            return False
+        return True
 
 
 def _kept(trainer: Trainer) -> float:

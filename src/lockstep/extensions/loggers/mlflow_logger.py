@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.extensions.loggers.logger import EPOCH, Logger
 from lockstep.extensions.loggers.optional import check_installed, import_optional
-from lockstep.extensions.loggers.replaced_file import read_json, write_json
+from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 
 RUN_FILE = "mlflow-run.json"
@@ -58,14 +58,14 @@ class MLflowLogger(Logger):
         """Create or continue a run."""
         self._entities = import_optional("mlflow.entities")
         self._client = import_optional("mlflow").MlflowClient(tracking_uri=self.tracking_uri)
-        path = trainer.out / RUN_FILE
-        self._run_id = read_json(path).get("id", "") if keep else ""
+        file = SideFile(trainer.out, RUN_FILE, required=self.required)
+        self._run_id = str(file.read_json().get("id", "")) if keep else ""
         last = self._last_update() if self._run_id else 0
         if self._run_id and last <= keep:
             self._client.update_run(self._run_id, status="RUNNING")
             return last
         self._run_id = self._create_run(trainer.out)
-        write_json(path, {"id": self._run_id})
+        file.write_json({"id": self._run_id})
         return 0
 
     def configure(self, config: Mapping[str, Any]) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from lockstep.extensions.loggers.logger import EPOCH, Logger
 from lockstep.extensions.loggers.optional import check_installed, import_optional
+from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
+
+EVENT_FILES: Final = "events.out.tfevents.*"
 
 
 class TensorBoardLogger(Logger):
@@ -32,26 +35,34 @@ class TensorBoardLogger(Logger):
         super().__init__(**options)
         self.folder = folder
         self._writer: Any = None
+        self._path = Path(folder)
+        self._purge_step: int | None = None
 
     @property
     def writer(self) -> Any:
         """The `torch.utils.tensorboard.SummaryWriter`, for images, histograms and more; None between runs and ranks."""
         return self._writer
 
-    def open(self, trainer: Trainer, *, keep: float) -> int:
+    def initialize(self, trainer: Trainer) -> None:
+        """Check that the event files are regular files, if there are any."""
+        self._path = trainer.out / self.folder
+        for name in ("events", *(file.name for file in self._path.glob(EVENT_FILES))):
+            SideFile(trainer.out, Path(self.folder, name)).check()
+
+    def open(self, trainer: Trainer, *, keep: float) -> int:  # noqa: ARG002 - the interface
         """Open a new event file, and hide the events that are not kept."""
-        path = trainer.out / self.folder
-        last = _last_update(path)
-        purge = None
+        last = _last_update(self._path)
+        self._purge_step = None
         if last > keep or (last >= 0 and not keep):
             # Everything from this step on, also the configuration at step 0 where nothing is kept.
-            purge = int(keep) + 1 if keep else 0
+            self._purge_step = int(keep) + 1 if keep else 0
             last = int(keep)
-        self._writer = import_optional("torch.utils.tensorboard").SummaryWriter(str(path), purge_step=purge)
+        self._attempt(self._open_file)
         return max(last, 0)
 
     def configure(self, config: Mapping[str, Any]) -> None:
         """Write the configuration as a text, and the hyperparameters for their page."""
+        self._open_file()
         self._writer.add_text("config", _as_code(config))
         if config["hyperparameters"]:
             summary = import_optional("torch.utils.tensorboard.summary")
@@ -62,25 +73,43 @@ class TensorBoardLogger(Logger):
         """Write all values of an update as one event."""
         summary = import_optional("tensorboard.compat.proto.summary_pb2").Summary
         scalars = [summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._open_file()
         self._writer.file_writer.add_summary(summary(value=scalars), update)
+        # A process that is killed would lose what is in the queue.
+        self.flush()
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Write the summary as a text."""
+        self._open_file()
         self._writer.add_text("summary", _as_code(summary), summary["update"])
 
     def flush(self) -> None:
         """Write what is in the queue."""
-        self._writer.flush()
+        if self._writer is not None:
+            try:
+                self._writer.flush()
+            except OSError:
+                # Its thread has ended, and its file may end with a part of a record. What follows needs a new one.
+                self._writer = None
+                raise
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002 - event files have no place for it
         """Write what is in the queue, and close the file."""
-        self._writer.close()
-        self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _open_file(self) -> None:
+        """Open a new event file, unless one is open."""
+        if self._writer is None:
+            writer = import_optional("torch.utils.tensorboard").SummaryWriter
+            self._writer = writer(str(self._path), purge_step=self._purge_step)
+            self._purge_step = None
 
 
 def _last_update(folder: Path) -> int:
     """Return the last update in the event files of a folder; 0 if there are events without one, -1 without a file."""
-    files = sorted(folder.glob("events.out.tfevents.*"))
+    files = sorted(folder.glob(EVENT_FILES))
     if not files:
         return -1
     last = 0

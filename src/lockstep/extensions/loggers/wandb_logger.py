@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from lockstep.extensions.loggers.logger import Logger
 from lockstep.extensions.loggers.optional import check_installed, import_optional
-from lockstep.extensions.loggers.replaced_file import read_json, write_json
+from lockstep.side_files import SideFile
 from lockstep.trainer import Trainer
 
 RUN_FILE = "wandb-run.json"
@@ -47,7 +47,7 @@ class WandbLogger(Logger):
         self.mode = mode
         self.init = dict(init or {})
         self._run: Any = None
-        self._path = Path(RUN_FILE)
+        self._file = SideFile(Path(), RUN_FILE)
 
     @property
     def run(self) -> Any:
@@ -56,15 +56,18 @@ class WandbLogger(Logger):
 
     def open(self, trainer: Trainer, *, keep: float) -> int:
         """Start or continue a run."""
-        self._path = trainer.out / RUN_FILE
-        known = read_json(self._path) if keep else {}
-        if known.get("update", 0) > keep or not known:
+        self._file = SideFile(trainer.out, RUN_FILE, required=self.required)
+        SideFile(trainer.out, "wandb/run").check()
+        known = self._file.read_json() if keep else {}
+        if known and (type(known.get("id")), type(known.get("update"))) != (str, int):
+            raise self._file.damaged("the file", "it must hold an id and an update")
+        if not known or known["update"] > keep:
             known = {"id": secrets.token_hex(4), "update": 0}
         options = {"project": self.project, "name": trainer.out.resolve().name, "dir": str(trainer.out), **self.init}
         if self.mode == "online":
             options["resume"] = "allow"
         self._run = import_optional("wandb").init(id=known["id"], mode=self.mode, **options)
-        write_json(self._path, known)
+        self._file.write_json(known)
         return int(known["update"])
 
     def configure(self, config: Mapping[str, Any]) -> None:
@@ -76,7 +79,7 @@ class WandbLogger(Logger):
         """Log the values at the step of the update."""
         # Without `commit`, they would be held back until the next step.
         self._run.log(dict(values), step=update, commit=True)
-        write_json(self._path, {"id": self._run.id, "update": update})
+        self._file.write_json({"id": self._run.id, "update": update})
 
     def summarize(self, summary: Mapping[str, Any]) -> None:
         """Add the digests to the summary of the run."""

@@ -7,7 +7,7 @@ import platform
 import socket
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from pathlib import Path
+from functools import reduce
 from typing import Any, Final
 
 import torch
@@ -15,11 +15,12 @@ import torch
 from lockstep._version import __version__
 from lockstep.communicators import kernel_class
 from lockstep.digest import digest
-from lockstep.extensions.loggers import recipe_digest, replace_file
+from lockstep.extensions.loggers import recipe_digest
 from lockstep.integers import check_integer
+from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import PhaseTimer
+from lockstep.updaters import Clock, ParallelUpdater, Times
 
 EVERY_ON_ACCELERATORS: Final = 50
 """By default every 50th update is measured on accelerators, since measuring waits for the device at each phase."""
@@ -36,7 +37,8 @@ class RunRecord(Extension):
     that were measured took, by phase for each rank and by phase for each device. At the end of a session follows one
     with the key ``"end"``: how it ended, and the digest of each model if it ended without an error.
 
-    A run that resumes continues the file; a new run in the folder of an old one starts a new file. Rank 0 writes.
+    A run that resumes continues the file; a new run in the folder of an old one starts a new file. Rank 0 writes, from
+    the first update on. What cannot be written is a `SideFileWarning`, and is written with a later line.
 
     Args:
         trigger: The trigger that ends an interval.
@@ -44,8 +46,10 @@ class RunRecord(Extension):
             which takes some tens of microseconds, and every 50th on other devices, which wait at the end of each phase
             then.
         filename: The file name, relative to the trainer's folder.
+        required: Whether a line that cannot be written ends the run by a `SideFileError`.
 
     Raises:
+        SideFileError: At the start of a run, if the file is no regular file.
         TypeError: If a number is not an integer.
         ValueError: If `every` is below 1.
 
@@ -57,84 +61,93 @@ class RunRecord(Extension):
     priority = READER - 1
 
     def __init__(
-        self, *, trigger: TriggerSpec = (1, "epoch"), every: int | None = None, filename: str = "run.jsonl"
+        self,
+        *,
+        trigger: TriggerSpec = (1, "epoch"),
+        every: int | None = None,
+        filename: str = "run.jsonl",
+        required: bool = False,
     ) -> None:
         if every is not None:
             check_integer("every", every, minimum=1)
         self.trigger = trigger
         self.every = every
         self.filename = filename
-        self._path = Path(filename)
-        self._timer: PhaseTimer | None = None
+        self.required = required
+        self._file: SideFile | None = None
+        self._begun_at = 0
+        self._clock: Clock | None = None
+        self._start: Times | None = None
+        self._times: list[Times] = []
         self._every = 1
-        self._measured = self._retries = 0
+        self._retries = 0
         self._recipe: dict[str, object] = {}
         self._error: BaseException | None = None
 
     def initialize(self, trainer: Trainer) -> None:
         """Begin a session, and begin to measure. Every rank must call this."""
-        self._path, self._error = trainer.out / self.filename, None
         updater = trainer.updater
+        self._error, self._begun_at = None, updater.iteration
         on_cpu = all(device.type == "cpu" for device in updater.devices)
         self._every = self.every or (1 if on_cpu else EVERY_ON_ACCELERATORS)
         own = {"host": socket.gethostname(), "devices": [_device_name(each) for each in updater.devices]}
         ranks = _gather(trainer, own)
         self._recipe = updater.recipe_fields()
         if trainer.is_main:
-            self._open(trainer)
             resumption = trainer.resumption
-            self._write(
-                "session",
-                {
-                    "lockstep": __version__,
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                    "time": _now(),
-                    "update": updater.iteration,
-                    "resumed_from": None if resumption is None else str(resumption.path),
-                    "ranks": ranks,
-                    "recipe": self._recipe,
-                    "recipe_digest": recipe_digest(self._recipe),
-                    "kernel_class": kernel_class(updater.devices),
-                },
-            )
+            session = {
+                "lockstep": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "time": _now(),
+                "update": updater.iteration,
+                "resumed_from": None if resumption is None else str(resumption.path),
+                "ranks": ranks,
+                "recipe": self._recipe,
+                "recipe_digest": recipe_digest(self._recipe),
+                "kernel_class": kernel_class(updater.devices),
+            }
+            self._file = self._open(trainer)
+            # Not written before the first update, because the start may still be refused.
+            self._file.add(_line("session", session))
         # An updater of another kind has neither phases nor retries.
-        if updater.parts is not None:
-            self._timer = updater.parts.time_phases()
-            self._timer.start()
-            self._restart(trainer)
+        if isinstance(updater, ParallelUpdater):
+            self._clock = updater.clock
+            self._start = self._clock.start()
+            self._times, self._retries = [], updater.num_retries
 
     def collect(self, trainer: Trainer) -> None:
-        """Measure the next update if it is due."""
-        if self._timer is None:
+        """Measure the next update if it is due, and write the session after the first one."""
+        if self._file is not None and trainer.updater.iteration == self._begun_at + 1:
+            self._file.write()
+        if self._clock is None:
             return
-        if self._timer.is_timing:
-            self._timer.stop()
-            self._measured += 1
+        if self._start is not None:
+            self._times.append(self._clock.stop(self._start))
+            self._start = None
         if trainer.updater.iteration % self._every == 0:
-            self._timer.start()
+            self._start = self._clock.start()
 
     def __call__(self, trainer: Trainer) -> None:
         """End the interval, and write it. Every rank must call this."""
-        updater, timer, parts = trainer.updater, self._timer, trainer.updater.parts
-        if timer is None:
+        updater = trainer.updater
+        if self._clock is None or not isinstance(updater, ParallelUpdater):
             return
-        ranks = _gather(trainer, {"seconds": timer.seconds, "devices": timer.device_seconds})
-        if trainer.is_main:
-            self._write(
-                "interval",
-                {
-                    "update": updater.iteration,
-                    "epoch": updater.epoch_detail,
-                    "elapsed_time": trainer.elapsed_time,
-                    "loss_scale": parts.training.loss_scale.factor,
-                    "retries": parts.retry.num_retries - self._retries,
-                    "applied": parts.training.applied_updates,
-                    "measured": self._measured,
-                    "ranks": ranks,
-                },
-            )
-        self._restart(trainer)
+        times = reduce(Times.plus, self._times, self._clock.zero)
+        ranks = _gather(trainer, {"seconds": times.seconds, "devices": times.device_seconds})
+        if self._file is not None:
+            interval = {
+                "update": updater.iteration,
+                "epoch": updater.epoch_detail,
+                "elapsed_time": trainer.elapsed_time,
+                "loss_scale": updater.loss_scale.factor,
+                "retries": updater.num_retries - self._retries,
+                "applied": updater.applied_updates,
+                "measured": len(self._times),
+                "ranks": ranks,
+            }
+            self._file.append(_line("interval", interval))
+        self._times, self._retries = [], updater.num_retries
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - the interface
         """Record the error that ends the session."""
@@ -144,14 +157,17 @@ class RunRecord(Extension):
         """End the session, and the last interval unless the run ended with an error."""
         try:
             # After an error, other ranks may not reach this call.
-            if self._error is None and self._measured:
+            if self._error is None and self._times:
                 self(trainer)
         finally:
-            if self._timer is not None:
-                trainer.updater.parts.end_timing()
-                self._timer = None
-        if trainer.is_main:
-            self._write("end", self._ending(trainer))
+            if self._clock is not None and self._start is not None:
+                self._clock.stop(self._start)
+            self._clock = self._start = None
+        file, self._file = self._file, None
+        # A start that is refused leaves the record of an earlier run as it is.
+        if file is not None and (self._error is None or trainer.updater.iteration > self._begun_at):
+            file.add(_line("end", self._ending(trainer)))
+            file.write(durable=True)
 
     def _ending(self, trainer: Trainer) -> dict[str, Any]:
         updater, error = trainer.updater, self._error
@@ -164,24 +180,18 @@ class RunRecord(Extension):
             ending |= {"recipe": recipe, "recipe_digest": recipe_digest(recipe)}
         return {**ending, "digests": {name: digest(model) for name, model in updater.get_all_models().items()}}
 
-    def _restart(self, trainer: Trainer) -> None:
-        """Count from now on."""
-        if self._timer is not None:
-            self._timer.clear()
-        self._measured, self._retries = 0, trainer.updater.parts.retry.num_retries
-
-    def _open(self, trainer: Trainer) -> None:
+    def _open(self, trainer: Trainer) -> SideFile:
         """Keep the whole lines of an earlier session of this run, and no others."""
         source = trainer.resumption
         continues = trainer.updater.iteration > 0 and (source is None or source.same_run)
-        data = self._path.read_bytes() if continues and self._path.exists() else b""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self._path, data[: data.rfind(b"\n") + 1])
+        file = SideFile(trainer.out, self.filename, required=self.required)
+        data = file.read() or b""
+        file.begin(data[: data.rfind(b"\n") + 1] if continues else b"")
+        return file
 
-    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
-        """Append a line in one call: a killed process leaves it complete or not at all."""
-        with self._path.open("ab", buffering=0) as file:
-            file.write(json.dumps({kind: values}).encode() + b"\n")
+
+def _line(kind: str, values: Mapping[str, Any]) -> bytes:
+    return json.dumps({kind: values}).encode() + b"\n"
 
 
 def _gather(trainer: Trainer, own: Mapping[str, Any]) -> list[Any]:

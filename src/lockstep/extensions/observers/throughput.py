@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from typing import Any
 
 import torch
 
@@ -12,6 +11,7 @@ from lockstep.metrics import Mean
 from lockstep.replicas import peak_memory, restart_peak_memory
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
+from lockstep.updaters import Clock, ParallelUpdater, Times
 
 
 class Throughput(Extension):
@@ -56,8 +56,8 @@ class Throughput(Extension):
     def initialize(self, trainer: Trainer) -> None:
         """Begin to count."""
         # An updater of another kind has no devices that compute shards.
-        parts = trainer.updater.parts
-        self._load = None if parts is None else _DeviceLoad(parts.engine.busy_timer, trainer.updater.devices)
+        updater = trainer.updater
+        self._load = _DeviceLoad(updater.clock, updater.devices) if isinstance(updater, ParallelUpdater) else None
         self._restart(trainer)
 
     def collect(self, trainer: Trainer) -> None:
@@ -113,35 +113,37 @@ class _DeviceLoad:
     The first update of an interval may be the first of the run, which chooses kernels and starts threads.
     """
 
-    def __init__(self, timer: Any, devices: tuple[torch.device, ...]) -> None:
-        self._timer = timer
+    def __init__(self, clock: Clock, devices: tuple[torch.device, ...]) -> None:
+        self._clock = clock
         self._always = all(device.type == "cpu" for device in devices)
-        self._uses = False
+        self._start: Times | None = None
         self._measured = 0
-        self._before: list[float] = []
+        self._busy = [0.0] * len(devices)
 
     def restart(self) -> None:
         """Begin an interval."""
-        self._use(self._always)
-        self._measured, self._before = 0, list(self._timer.seconds)
+        self.stop()
+        self._measured, self._busy = 0, [0.0] * len(self._busy)
+        if self._always:
+            self._start = self._clock.start()
 
     def end_update(self, number: int) -> None:
         """End an update, by its number in the interval, from 1, and begin another one."""
-        self._measured += self._uses
-        self._use(self._always or number == 1)
+        self._measured += self._start is not None
+        self.stop()
+        if self._always or number == 1:
+            self._start = self._clock.start()
 
     def shares(self, seconds: float) -> list[float]:
         """Return the share of the time of each device, if an update takes this long; none if none was measured."""
         if not self._measured:
             return []
-        busy = [now - before for now, before in zip(self._timer.seconds, self._before, strict=True)]
         # One update that stands for others may have been slower than they were.
-        return [min(each / self._measured / seconds, 1.0) for each in busy]
+        return [min(each / self._measured / seconds, 1.0) for each in self._busy]
 
     def stop(self) -> None:
         """End measuring."""
-        self._use(False)
-
-    def _use(self, uses: bool) -> None:
-        self._timer.num_users += uses - self._uses
-        self._uses = uses
+        if self._start is not None:
+            times = self._clock.stop(self._start)
+            self._busy = [before + more for before, more in zip(self._busy, times.busy_seconds, strict=True)]
+            self._start = None

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lockstep.extensions.notebook import InlineImage, in_notebook
-from lockstep.extensions.plot_report import MAX_TIME_FRACTION, check_matplotlib, save_figure
+from lockstep.extensions.plot_report import Plot, panel_grid
 from lockstep.integers import check_integer
 from lockstep.state import check_keys
-from lockstep.trainer import WRITER, Extension, Trainer
+from lockstep.trainer import WRITER, Trainer
 from lockstep.triggers import TriggerSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PERCENTILES: Final = (0.0, 0.13, 2.28, 15.87, 50.0, 84.13, 97.72, 99.87, 100.0)
 """The minimum, the median, the maximum, and those of a normal distribution at 1, 2 and 3 standard deviations."""
 
 
-class VariableStatisticsPlot(Extension):
+class VariableStatisticsPlot(Plot):
     """Plots the mean, the standard deviation and percentiles of all elements of the parameters, and of the gradients.
 
     The image is in the trainer's folder, and in a notebook also below the cell. It is replaced in one step, and not
@@ -59,7 +60,7 @@ class VariableStatisticsPlot(Extension):
         max_points: int = 1000,
         trigger: TriggerSpec = (1, "epoch"),
     ) -> None:
-        check_matplotlib("VariableStatisticsPlot")
+        super().__init__(filename, trigger)
         check_integer("max_points", max_points, minimum=2)
         for each in percentiles:
             if not 0 <= each <= 100:  # noqa: PLR2004 - per cent
@@ -67,15 +68,11 @@ class VariableStatisticsPlot(Extension):
         self.parameters = None if parameters is None else frozenset(parameters)
         self.kinds = [kind for kind, wanted in (("data", data), ("grad", grads)) if wanted]
         self.percentiles = tuple(percentiles)
-        self.filename = filename
         self.max_points = max_points
-        self.trigger = trigger
         self.points: list[tuple[int, dict[str, list[float]]]] = []
         """The update of each point, and for ``"data"`` and ``"grad"`` the mean, the deviation and the percentiles."""
         self._num_calls = 0
         self._stride = 1
-        self._next = 0.0
-        self._inline: InlineImage | None = None
 
     def initialize(self, trainer: Trainer) -> None:
         """Check the names of the parameters.
@@ -86,7 +83,7 @@ class VariableStatisticsPlot(Extension):
         unknown = sorted((self.parameters or frozenset()) - _named(trainer).keys())
         if unknown:
             raise ValueError(f"`parameters` must name some of {', '.join(_named(trainer))}, got {unknown[0]!r}.")
-        self._inline = InlineImage() if in_notebook() else None
+        super().initialize(trainer)
 
     def __call__(self, trainer: Trainer) -> None:
         """Compute the statistics, and plot them unless the last plot is too recent."""
@@ -103,13 +100,7 @@ class VariableStatisticsPlot(Extension):
         self._num_calls += 1
         if len(self.points) > self.max_points:
             self.points, self._stride = self.points[::2], 2 * self._stride
-        if trainer.is_main and time.perf_counter() >= self._next:
-            self._draw(trainer)
-
-    def finalize(self, trainer: Trainer) -> None:
-        """Plot all points."""
-        if trainer.is_main:
-            self._draw(trainer)
+        super().__call__(trainer)
 
     def state_dict(self) -> dict[str, object]:
         """Return the points."""
@@ -126,31 +117,23 @@ class VariableStatisticsPlot(Extension):
         self.points = [(update, dict(found)) for update, found in state["points"]]
         self._num_calls, self._stride = state["num_calls"], state["stride"]
 
-    def _draw(self, trainer: Trainer) -> None:
-        """Plot the points, and compute from the time taken when the next plot may be made."""
-        start = time.perf_counter()
+    def plot(self, trainer: Trainer) -> Figure | None:  # noqa: ARG002 - the points have all that is drawn
+        """Return the curves of all points; None if there are none."""
         kinds = [kind for kind in self.kinds if any(kind in found for _, found in self.points)]
-        if kinds:
-            from matplotlib.figure import Figure  # noqa: PLC0415 - takes a second
-
-            figure = Figure(figsize=(5.5 * len(kinds), 6.5), layout="constrained")
-            for column, kind in zip(figure.subplots(2, len(kinds), squeeze=False).T, kinds, strict=True):
-                updates = [update for update, found in self.points if kind in found]
-                rows = [found[kind] for _, found in self.points if kind in found]
-                means, deviations = [row[0] for row in rows], [row[1] for row in rows]
-                column[0].set_title("parameters" if kind == "data" else "gradients")
-                column[0].errorbar(updates, means, yerr=deviations, marker=".", label="mean ± standard deviation")
-                for index, percentile in enumerate(self.percentiles, start=2):
-                    column[1].plot(updates, [row[index] for row in rows], marker=".", label=f"{percentile:g} %")
-                for axes in column:
-                    axes.set_xlabel("update")
-                    axes.grid(alpha=0.3)
-                    axes.legend(fontsize="x-small")
-            png = save_figure(figure, trainer.out / self.filename)
-            if self._inline is not None:
-                self._inline.show(png())
-        end = time.perf_counter()
-        self._next = end + (end - start) / MAX_TIME_FRACTION
+        if not kinds:
+            return None
+        figure, columns = panel_grid(2, len(kinds), height=6.5)
+        for (upper, lower), kind in zip(columns, kinds, strict=True):
+            updates = [update for update, found in self.points if kind in found]
+            means, deviations, *rows = zip(*[found[kind] for _, found in self.points if kind in found], strict=True)
+            upper.set_title("parameters" if kind == "data" else "gradients")
+            upper.errorbar(updates, means, yerr=deviations, marker=".", label="mean ± standard deviation")
+            for percentile, row in zip(self.percentiles, rows, strict=True):
+                lower.plot(updates, row, marker=".", label=f"{percentile:g} %")
+            for axes in (upper, lower):
+                axes.set_xlabel("update")
+                axes.legend(fontsize="x-small")
+        return figure
 
 
 def _named(trainer: Trainer) -> dict[str, torch.nn.Parameter]:

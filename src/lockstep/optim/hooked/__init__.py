@@ -1,11 +1,6 @@
-"""The base classes of lockstep's optimizers: hooks, counters, loss scaling, saved state."""
+"""The base class of lockstep's optimizers: hooks, counters, loss scaling, saved state."""
 
-from lockstep.optim.hooked.foreach import ForeachOptimizer as ForeachOptimizer
-from lockstep.optim.hooked.hook_list import HookList as HookList
+from lockstep.optim.hooked.hook_list import HookList as HookList, StatefulHook as StatefulHook
 from lockstep.optim.hooked.load_hooks import without_pre_hooks as without_pre_hooks
 from lockstep.optim.hooked.optimizer import HookedOptimizer as HookedOptimizer
-from lockstep.optim.hooked.options import (
-    check_lr_size as check_lr_size,
-    scalar as scalar,
-    unknown_options as unknown_options,
-)
+from lockstep.optim.hooked.options import scalar as scalar, unknown_options as unknown_options

@@ -95,6 +95,10 @@ class HookList:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def functions(self) -> list[Callable[..., object]]:
+        """List the hooks in the order in which they were added."""
+        return [entry.hook for entry in self._entries]
+
     def add(self, entry: Registration) -> None:
         """Append a hook.
 

@@ -1,38 +1,39 @@
-"""The base of lockstep's optimizers: hooks, counters, missing gradients and saved state."""
+"""The base of lockstep's optimizers: a training step with hooks, half precision, counters and saved state."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, TypeVar, cast, overload
+from typing import Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT
 
-from lockstep.errors import OrderError
+from lockstep.errors import OrderError, StateError
 from lockstep.optim.hooked.hook_list import TIMINGS, HookList, describe
 from lockstep.optim.hooked.load_hooks import run_load_pre_hooks, without_pre_hooks
 from lockstep.optim.hooked.options import check_names, check_options
 from lockstep.optim.hooked.saved_state import check_saved
-from lockstep.optim.hooked.scaled import ScaledOptimizer
+from lockstep.precision import LossScale, LossScaler, MasterWeights, RampLossScale
 
 Self = TypeVar("Self", bound="HookedOptimizer")
 
-_COUNTERS = ("t", "epoch")
-_OTHER_ATTRIBUTES = ("use_auto_new_epoch", "_hooks", "_scaler", "_masters")
+_ATTRIBUTES = ("t", "epoch", "use_auto_new_epoch", "_hooks", "_scaler", "_masters")
 
 
-class HookedOptimizer(ScaledOptimizer):
-    """A torch optimizer with hooks around its arithmetic.
+class HookedOptimizer(Optimizer):
+    """A torch optimizer with hooks around its arithmetic, which can scale the loss and update master weights.
 
     `step` runs the closure, the hooks of timing "pre", `advance`, the count and the hooks of timing "post", in
-    this order. A subclass implements the arithmetic in `advance`, and lists the state of a parameter.
+    this order. A subclass lists in `_state_names` the tensors that it keeps for each parameter, and implements the
+    arithmetic in `_advance_lists`; or it overrides `advance` and `state_keys`.
 
-    `update` is a complete training step on one device. `loss_scaling` and `use_fp32_update` enable what half
-    precision needs; see `ScaledOptimizer`.
+    `update` is a complete training step on one device: it scales the loss, runs backward, divides the gradients
+    by the scale, calls `step` if they are all finite, and updates the scale. `loss_scaling` and `use_fp32_update`
+    enable what half precision needs.
 
     The options of a group are passed to the constructor, or in the dict of a parameter group, which is how
     parameters get options of their own. They are ``lr``, those of the optimizer's rule (such as ``momentum``) and:
@@ -48,16 +49,19 @@ class HookedOptimizer(ScaledOptimizer):
         use_auto_new_epoch: Whether an updater calls `new_epoch`; if so, nothing else may call it.
     """
 
+    _state_names: ClassVar[tuple[str, ...]] = ("velocity",)
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        self.t = 0
-        self.epoch = 0
+        self.t = self.epoch = 0
         self.use_auto_new_epoch = False
         self._hooks = HookList()
+        self._scaler: LossScaler | None = None
+        self._masters: MasterWeights | None = None
         super().__init__(params, defaults)
 
     # Arithmetic ------------------------------------------------------------------------------
 
-    @abstractmethod
+    @torch.no_grad()
     def advance(self) -> None:
         """Apply one step to the weights.
 
@@ -65,10 +69,18 @@ class HookedOptimizer(ScaledOptimizer):
         parameters can therefore advance one after another, or in several threads at once, with the same bits as
         all of them together: create the parts with `part`, and pass `step` a function that advances them all.
         """
+        self.fill_missing_grads()
+        for group in self.param_groups:
+            weights: list[Tensor] = []
+            grads: list[Tensor] = []
+            states: list[list[Tensor]] = [[] for _ in self._state_names]
+            self._init_group(group, weights, grads, *states)
+            for lists in self._group_by_device_and_dtype(weights, *states, grads):
+                self._advance_lists(group, *lists)
 
-    @abstractmethod
-    def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
+    def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:  # noqa: ARG002 - the same in all groups
         """Return the keys of the state of a parameter in this group."""
+        return frozenset(self._state_names)
 
     def part(self: Self, groups: list[dict[str, Any]]) -> Self:
         """Return a shallow copy that holds these groups and shares the state of the parameters.
@@ -85,7 +97,79 @@ class HookedOptimizer(ScaledOptimizer):
         twin.__setstate__({**self.__getstate__(), **bare, "param_groups": groups})
         return twin
 
+    @abstractmethod
+    def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+        """Apply a step to weights of one device and one dtype.
+
+        Args:
+            group: The parameter group whose options apply.
+            *lists: The weights, one list for each name in `_state_names`, and the gradients.
+        """
+
+    def _init_group(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor], *states: list[Tensor]
+    ) -> None:
+        """Collect the parameters to update with their state.
+
+        `torch.compile` looks for a method of this name, and runs it eagerly.
+        """
+        if group["frozen"]:
+            return
+        for weight in group["params"]:
+            if weight.grad is not None:
+                state = self.state[weight]
+                if self._state_names[0] not in state:
+                    self._init_state(state, weight)
+                weights.append(weight)
+                grads.append(weight.grad)
+                for name, tensors in zip(self._state_names, states, strict=True):
+                    tensors.append(state[name])
+
+    def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
+        """Create the state of a parameter, before its first step."""
+        # `zeros_like` keeps the strides of the weight, without which the kernels lose their fast path.
+        state.update({name: torch.zeros_like(weight) for name in self._state_names})
+
+    def _group_by_device_and_dtype(self, *lists: list[Tensor]) -> list[list[list[Tensor]]]:
+        """Group parallel lists by device and dtype, as the multi-tensor kernels require."""
+        if not lists[0]:
+            return []
+        kinds = self._group_tensors_by_device_and_dtype(cast("list[list[Tensor | None]]", list(lists)))
+        return cast("list[list[list[Tensor]]]", [tensors for tensors, _ in kinds.values()])
+
     # The public step -------------------------------------------------------------------------
+
+    def update(self, loss_fn: Callable[..., Tensor] | None = None, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Run a complete training step on one device.
+
+        In this order: clear the gradients, compute ``loss_fn(*args, **kwargs)``, run backward from the loss times
+        the loss scale, divide by the scale, check the gradients, call `step`, and update the scale. If a gradient
+        is not finite, only the scale changes: no hook is called, no weight moves and nothing is counted. Without
+        a loss scale there is no check, as in any training loop.
+
+        Args:
+            loss_fn: A function that returns the unscaled loss. Without it the existing gradients are used, which
+                must be those of the loss times the scale.
+            *args: The positional arguments of ``loss_fn``.
+            **kwargs: The keyword arguments of ``loss_fn``.
+
+        Returns:
+            The loss, or None without ``loss_fn``.
+        """
+        loss = None
+        if loss_fn is not None:
+            self.zero_grad()
+            with torch.enable_grad():
+                loss = loss_fn(*args, **kwargs)
+                scaled = loss if self._scaler is None else self._scaler.scale(loss)
+                scaled.backward()  # type: ignore[no-untyped-call]  # torch's gap
+        if self._scaler is None:
+            self.step()
+        else:
+            self._scaler.step(self)
+            self._scaler.update()
+        # Detached, because a loss that you keep would keep its graph in memory.
+        return None if loss is None else loss.detach()
 
     @overload
     def step(self, closure: None = None, *, advance: Callable[[], None] | None = None) -> None: ...
@@ -174,15 +258,74 @@ class HookedOptimizer(ScaledOptimizer):
         self._check_options({**self.param_groups[0], name: value})
         self.param_groups[0][name] = value
 
+    # Half precision --------------------------------------------------------------------------
+
+    def loss_scaling(self, interval: float = 1000, scale: LossScale | float | None = None) -> None:
+        """Enable loss scaling in `update`.
+
+        Args:
+            interval: The number of finite updates in which Chainer's scale doubles after its first overflow; at
+                least 1.
+            scale: A `LossScale`, or a number for a static scale, to use instead of Chainer's.
+
+        Raises:
+            TypeError: If ``scale`` is neither of these.
+            ValueError: If a number is out of range.
+        """
+        self._scaler = LossScaler(RampLossScale(interval=interval) if scale is None else scale)
+
+    def set_loss_scale(self, loss_scale: float) -> None:
+        """Enable loss scaling in `update` with a constant scale.
+
+        Args:
+            loss_scale: The scale, positive and finite.
+
+        Raises:
+            ValueError: If the scale is not positive and finite.
+        """
+        self.loss_scaling(scale=loss_scale)
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of the next loss, or None without `loss_scaling`. Reading it synchronizes with the device."""
+        return None if self._scaler is None else self._scaler.loss_scale
+
+    def update_loss_scale(self) -> None:
+        """Update the scale from the current gradients; `update` calls this itself.
+
+        Without a loss scale it has no effect.
+        """
+        if self._scaler is not None:
+            self._scaler.update(nonfinite=self._scaler.nonfinite(self))
+
+    def is_safe_to_update(self) -> bool:
+        """Return whether the current gradients are finite; synchronizes with the device."""
+        scaler = LossScaler(1.0) if self._scaler is None else self._scaler
+        return not bool(scaler.nonfinite(self))
+
+    def use_fp32_update(self, flag: bool = True) -> None:
+        """Update float32 master weights of half-precision parameters, and round them to the parameters.
+
+        The master weights start as copies of the parameters, and follow changes that you make to these.
+
+        Args:
+            flag: Whether to use master weights; False discards them and updates the parameters themselves.
+        """
+        if flag and self._masters is None:
+            self._masters = MasterWeights(self)
+        elif not flag and self._masters is not None:
+            self._masters.remove()
+            self._masters = None
+
+    @property
+    def masters(self) -> MasterWeights | None:
+        """The float32 master weights, or None without `use_fp32_update`."""
+        return self._masters
+
     # Hooks -----------------------------------------------------------------------------------
 
     def add_hook(
-        self,
-        hook: Callable[..., object],
-        name: str | None = None,
-        timing: str = "auto",
-        *,
-        group: int | None = None,
+        self, hook: Callable[..., object], name: str | None = None, timing: str = "auto", *, group: int | None = None
     ) -> None:
         """Register a function to be called in every update.
 
@@ -202,8 +345,15 @@ class HookedOptimizer(ScaledOptimizer):
             ValueError: If the timing is unknown, the hook has no name, or the group does not exist.
             KeyError: If the name is already in use.
         """
-        self._check_group(group)
+        last = len(self.param_groups) - 1
+        if group is not None and not 0 <= group <= last:
+            raise ValueError(f"`group` must lie in 0..{last}, got {group}.")
         self._hooks.add(describe(hook, name, timing, group))
+
+    @property
+    def hooks(self) -> list[Callable[..., object]]:
+        """The hooks in the order in which they were added."""
+        return self._hooks.functions()
 
     def remove_hook(self, name: str, *, group: int | None = None) -> None:
         """Remove a hook.
@@ -270,11 +420,11 @@ class HookedOptimizer(ScaledOptimizer):
         packed = super().state_dict()
         # Threads may have created the entries in any order; a saved state must not depend on it.
         state = {index: packed["state"][index] for index in sorted(packed["state"])}
-        counters = {counter: getattr(self, counter) for counter in _COUNTERS}
         return {
             **packed,
             "state": state,
-            **counters,
+            "t": self.t,
+            "epoch": self.epoch,
             "hooks": self._hooks.state_dict(),
             "loss_scale": None if self._scaler is None else self._scaler.state_dict(),
             "masters": None if self._masters is None else self._masters.saved_masters(),
@@ -307,8 +457,7 @@ class HookedOptimizer(ScaledOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # torch's `__getstate__` leaves all but its own attributes out, so a pickled optimizer would lose ours.
-        attributes = {key: self.__dict__[key] for key in (*_COUNTERS, *_OTHER_ATTRIBUTES)}
-        return {**super().__getstate__(), **attributes}
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in _ATTRIBUTES}}
 
     def __copy__(self: Self) -> Self:
         return self.part(self.param_groups)
@@ -323,15 +472,20 @@ class HookedOptimizer(ScaledOptimizer):
         """Return a state of this optimizer for one of another kind that it can load."""
         return state_dict
 
-    def _check_group(self, group: int | None) -> None:
-        """Check that the index of a group exists."""
-        last = len(self.param_groups) - 1
-        if group is not None and not 0 <= group <= last:
-            raise ValueError(f"`group` must lie in 0..{last}, got {group}.")
-
     def _check_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Check that a state was written by an optimizer of the same kind and groups."""
-        wanted = {"state", "param_groups", "hooks", "loss_scale", "masters", *_COUNTERS}
+        wanted = {"state", "param_groups", "hooks", "loss_scale", "masters", "t", "epoch"}
         check_saved(saved, self.param_groups, wanted=wanted, options=self.defaults, state_keys=self.state_keys)
         self._hooks.check(saved["hooks"])
-        self._check_precision(saved)
+        here = {"loss_scale": self._scaler is not None, "masters": self._masters is not None}
+        there = {key: saved[key] is not None for key in here}
+        if here != there:
+            raise StateError(
+                f"The optimizer must have a loss scale and master weights as the saved state has ({there}), "
+                f"got {here}. Call `loss_scaling` or `use_fp32_update` before loading."
+            )
+        # Both calls only check: a state is loaded after all of it was found to fit.
+        if self._scaler is not None:
+            self._scaler.restored(saved["loss_scale"])
+        if self._masters is not None:
+            self._masters.check_masters(saved["masters"])

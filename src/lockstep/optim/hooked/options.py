@@ -18,10 +18,15 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Check that the options of a group are in range.
 
     Raises:
-        ValueError: If ``lr``, ``missing_grad`` or, where present, ``momentum`` or ``weight_decay`` is out of range.
+        ValueError: If ``lr`` is not a single number, or ``lr``, ``missing_grad`` or, where present, ``momentum`` or
+            ``weight_decay`` is out of range.
     """
     lr = options["lr"]
-    check_lr_size(lr)
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(
+            f"`lr` must be a number or a tensor of one element, got a tensor of shape {tuple(lr.shape)}. "
+            "Pass parameters that need different learning rates in groups, each with its own `lr`."
+        )
     if not (0 <= lr < math.inf):
         raise ValueError(f"`lr` must be finite and at least 0, got {lr}.")
     if "momentum" in options and not 0 <= options["momentum"] < 1:
@@ -30,19 +35,6 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ValueError(f"`weight_decay` must be finite and at least 0, got {options['weight_decay']}.")
     if options["missing_grad"] not in {"skip", "zero"}:
         raise ValueError(f"`missing_grad` must be 'skip' or 'zero', got {options['missing_grad']!r}.")
-
-
-def check_lr_size(lr: float | Tensor) -> None:
-    """Check that a learning rate is a single number.
-
-    Raises:
-        ValueError: If it is a tensor that does not have exactly one element.
-    """
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"`lr` must be a number or a tensor of one element, got a tensor of shape {tuple(lr.shape)}. "
-            "Pass parameters that need different learning rates in groups, each with its own `lr`."
-        )
 
 
 def scalar(lr: float | Tensor) -> float | Tensor:

@@ -23,6 +23,9 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
         r = c·‖w‖ / (ε + ‖g‖ + λ·‖w‖)   where ‖w‖ > threshold, else 1
         g ← r·(g + λ·w)
 
+    With a bound b on the elements, g in the last line is min(max(g, -b), b): the norm is that before the clipping, as
+    in MXNet's lars. To clip before the norm, add `GradientHardClipping` before this hook.
+
     With c = 1, the learning rate is the fraction of its own norm that a parameter moves in a step. Combined with
     `MomentumSGD`, this is the complete optimizer of the paper, where c is called the trust coefficient.
 
@@ -31,6 +34,7 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
         weight_decay: The weight decay λ, at least 0.
         eps: The number ε that is added to the denominator, above 0.
         coefficient: The trust coefficient c, above 0.
+        clip: The bound b, above 0; None for none.
 
     Raises:
         ValueError: If a number is out of range.
@@ -52,6 +56,7 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
     weight_decay: float = 0.0
     eps: float = 1e-9
     coefficient: float = 1.0
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("threshold", self.threshold), ("weight_decay", self.weight_decay)):
@@ -62,8 +67,11 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
         if not 0 < self.coefficient < math.inf:
             raise ValueError(f"`coefficient` must be finite and above 0, got {self.coefficient}.")
 
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"`clip` must be above 0 or None, got {self.clip}.")
+
     def change_(self, weights: list[Tensor], grads: list[Tensor]) -> None:
-        """Add the weight decay to each gradient and scale it."""
+        """Clip each gradient, add the weight decay, and scale the sum."""
         rates = [
             torch.where(
                 weight_norm > self.threshold,
@@ -72,7 +80,10 @@ class GradientLARS(GradientHook, ChangesOnlyGradients):
             )
             for weight_norm, grad_norm in zip(norms(weights), norms(grads), strict=True)
         ]
-        # After the norms: ‖g‖ in the rule is that of the gradient without decay.
+        # After the norms: ‖g‖ in the rule is that of the gradient without clipping and decay.
+        if self.clip is not None:
+            torch._foreach_clamp_min_(grads, -self.clip)
+            torch._foreach_clamp_max_(grads, self.clip)
         if self.weight_decay != 0:
             add_scaled_(grads, weights, self.weight_decay)
         for grad, rate in zip(grads, rates, strict=True):

@@ -7,7 +7,7 @@ has one input for each of its tensors, named by the path to it, such as ``pair[0
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, TypeAlias, TypeVar
 
@@ -197,7 +197,7 @@ def check_dims(dims: Any, argument: str, *, by_position: bool = False) -> None:
     Raises:
         TypeError: If the value is neither an integer, nor None, nor a dict with such values or nests of them.
     """
-    each = _dims_by_name(dims if isinstance(dims, Mapping) else {argument: dims})
+    each = dims_by_name(dims if isinstance(dims, Mapping) else {argument: dims})
     allowed = NESTS if by_position or isinstance(dims, Mapping) else ()
     # `type(...) is int` also rejects booleans.
     if not all(dim is None or type(dim) is int or isinstance(dim, allowed) for dim in each.values()):
@@ -224,26 +224,29 @@ def dims_by_path(dims: BatchDim, paths: Sequence[str], argument: str) -> list[in
     if not isinstance(dims, Mapping):
         return [dims] * len(paths)
     found: list[int | None] = []
-    for path, dim in zip(paths, by_longest_name(_dims_by_name(dims), paths, argument, default=0), strict=True):
+    for path, dim in zip(paths, by_longest_name(dims_by_name(dims), paths, argument, default=0), strict=True):
         if not (dim is None or isinstance(dim, int)):
             raise ValueError(f"`{argument}` must have an entry for `{path}`, got {dim!r}.")
         found.append(dim)
     return found
 
 
-def _dims_by_name(dims: Mapping[str, DimNest]) -> dict[str, DimNest]:
+def dims_by_name(dims: Mapping[str, DimNest]) -> dict[str, DimNest]:
     """Return the dimension of each path that a mapping names, and each nest of dimensions under its own path.
 
-    >>> _dims_by_name({"x": 0, "pair": (1, None)})
+    Args:
+        dims: The dimensions by name.
+
+    >>> dims_by_name({"x": 0, "pair": (1, None)})
     {'x': 0, 'pair': (1, None), 'pair[0]': 1, 'pair[1]': None}
     """
     found: dict[str, DimNest] = {}
     for name, part in dims.items():
         found[name] = part
         if isinstance(part, Mapping):
-            found |= _dims_by_name({f"{name}[{key!r}]": dim for key, dim in part.items()})
+            found |= dims_by_name({f"{name}[{key!r}]": dim for key, dim in part.items()})
         elif isinstance(part, tuple | list):
-            found |= _dims_by_name({f"{name}[{index}]": dim for index, dim in enumerate(part)})
+            found |= dims_by_name({f"{name}[{index}]": dim for index, dim in enumerate(part)})
     return found
 
 
@@ -262,8 +265,17 @@ def by_longest_name(given: Mapping[str, Given], paths: Sequence[str], argument: 
     for name in given:
         if not any(_names_path(path, name) for path in paths):
             raise ValueError(f"`{argument}` must name some of {', '.join(paths)}, got {name!r}.")
-    fitting = [[name for name in given if _names_path(path, name)] for path in paths]
-    return [given[max(names, key=len)] if names else default for names in fitting]
+    return [default if name is None else given[name] for name in (longest_name(given, path) for path in paths)]
+
+
+def longest_name(names: Iterable[str], path: str) -> str | None:
+    """Return the longest name that is a path or a beginning of it, or None if there is none.
+
+    Args:
+        names: The names.
+        path: The path of a value in a batch.
+    """
+    return max((name for name in names if _names_path(path, name)), key=len, default=None)
 
 
 def _names_path(path: str, name: str) -> bool:

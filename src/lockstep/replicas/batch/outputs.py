@@ -13,12 +13,13 @@ with the same weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from lockstep import nest
+from lockstep.metrics import WeightedSum
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
 from lockstep.replicas.batch.inputs import BatchDim, dims_by_path, positive_dim
@@ -39,6 +40,7 @@ class ShardForward:
         tensors: The tensors in that value, in order.
         buffer_leaves: The leaf tensors in which backward stores the gradients of buffers that require one.
         stream_position: The state of the shard's random stream after the forward, or None if no graph was kept.
+        reports: The sum and the weight of each value that was reported, if reports are collected.
     """
 
     shard: Shard
@@ -47,6 +49,7 @@ class ShardForward:
     tensors: list[torch.Tensor]
     buffer_leaves: list[torch.Tensor]
     stream_position: list[torch.Tensor] | None
+    reports: Mapping[str, WeightedSum] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ast
 import inspect
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -26,10 +25,14 @@ from lockstep.replicas.batch import named_outputs
 from lockstep.replicas.binding.bound_inputs import BoundInputs
 from lockstep.replicas.modules import ModuleWrapper
 from lockstep.replicas.pool import HOOK_NAMES, copy_model
+from lockstep.streams import restored_generators
 
 MAX_MIXED_INPUTS: Final = 3
 """Up to this number of inputs, all mixtures of floating-point and integer inputs are tried. Beyond, all inputs have the
 same dtype."""
+
+Call: TypeAlias = "tuple[bool, dict[str, torch.dtype]]"
+"""Whether the model is in training mode, and the dtypes of the inputs by path."""
 
 
 @dataclass(slots=True)
@@ -56,25 +59,28 @@ def infer(model: nn.Module, binding: BoundInputs, *, training: bool) -> Inferred
         binding: The shapes of the inputs. Calls are tried with the labels as arguments, and without them.
         training: Whether training mode is tried first.
     """
-    if any("." in re.sub(r"\[.*?\]", "", path) for path in binding.paths):
-        # A path with a dot leads into a dataclass, of which the fields are known but not the class.
-        return InferredShapes()
-    if any(isinstance(module, ModuleWrapper) for module in model.modules()):
-        # A wrapper has devices of its own, and possibly threads.
-        return InferredShapes()
-    if any(map(is_lazy, model.parameters())):
-        # The parameters have no shapes yet.
-        return InferredShapes()
+    found = InferredShapes()
+    # A path with a dot leads into a dataclass, of which the fields are known but not the class. A wrapper has devices
+    # of its own, and possibly threads. Lazy parameters have no shapes yet.
+    if (
+        any("." in re.sub(r"\[.*?\]", "", path) for path in binding.paths)
+        or any(isinstance(module, ModuleWrapper) for module in model.modules())
+        or any(map(is_lazy, model.parameters()))
+    ):
+        return found
+    found.refuses = True
     calls = [(mode, dtypes) for mode in dict.fromkeys((training, False)) for dtypes in _input_dtypes(model, binding)]
-    with _without_side_effects():
-        with torch.device("meta") as meta:
-            without_values = _try_calls(_convert_copy(model, _without_memory), meta, binding, calls)
-        if without_values.shapes is not None:
-            return without_values
-        with_zeros = _try_calls(_convert_copy(model, torch.Tensor.clone), _model_device(model), binding, calls)
-    with_zeros.errors = without_values.errors + with_zeros.errors
-    with_zeros.refuses &= without_values.refuses
-    return with_zeros
+    meta, own = torch.device("meta"), _model_device(model)
+    # The compiler is slow to import, so it is disabled only if it has been imported already.
+    eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with eager, restored_generators(), torch.random.fork_rng(), torch.no_grad():
+        for device in (meta, own):
+            with device if device is meta else nullcontext():
+                copied = _convert_copy(model, _without_memory if device is meta else torch.Tensor.clone)
+                _try_calls(copied, device, binding, calls, found)
+            if found.shapes is not None:
+                break
+    return found
 
 
 def check_shapes(model: nn.Module, binding: BoundInputs, before: BoundInputs | None, *, training: bool) -> None:
@@ -119,20 +125,6 @@ def _input_dtypes(model: nn.Module, binding: BoundInputs) -> Iterator[dict[str, 
         yield dict(zip(binding.data, dtypes, strict=True))
 
 
-@contextmanager
-def _without_side_effects() -> Iterator[None]:
-    """Return a context manager that disables gradients and the compiler of torch, and restores random states."""
-    state = random.getstate()
-    # The compiler is slow to import, so it is disabled only if it has been imported already.
-    compiles = "torch._dynamo" in sys.modules
-    try:
-        eager = torch.compiler.set_stance("force_eager") if compiles else nullcontext()
-        with eager, torch.random.fork_rng(), torch.no_grad():
-            yield
-    finally:
-        random.setstate(state)
-
-
 def _convert_copy(model: nn.Module, convert: Callable[[torch.Tensor], Any]) -> nn.Module:
     """Return a copy of a model with converted parameters and buffers, and without hooks of the user."""
     copied = copy_model(model, _model_device(model))
@@ -157,17 +149,13 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _try_calls(
-    model: nn.Module,
-    device: torch.device,
-    binding: BoundInputs,
-    calls: Sequence[tuple[bool, Mapping[str, torch.dtype]]],
-) -> InferredShapes:
-    """Call a copy of the model in different ways until one of them succeeds."""
-    found = InferredShapes(refuses=True)
+    model: nn.Module, device: torch.device, binding: BoundInputs, calls: Sequence[Call], found: InferredShapes
+) -> None:
+    """Call a copy of the model in different ways until one of them succeeds, and add what it returns or raises."""
+    shapes = binding.data | binding.labels
     for training, dtypes in calls:
         if model.training != training:
             model.train(training)
-        shapes = binding.data | binding.labels
         tensors = {path: torch.zeros(shapes[path], dtype=kind, device=device) for path, kind in dtypes.items()}
         try:
             args, kwargs = _as_arguments(model, tensors)
@@ -178,8 +166,7 @@ def _try_calls(
         else:
             found.refuses = False
             found.shapes = [(name, tuple(tensor.shape)) for name, tensor in named_outputs(returned)]
-            return found
-    return found
+            return
 
 
 def _is_inconclusive(error: Exception) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -202,21 +202,13 @@ class AliasHooks:
         return nullcontext()
 
 
-class Placement(Protocol):
-    """The way in which a batch is split, and the devices that compute it."""
-
-    devices: list[torch.device]
-    workloads: list[float]
-    num_shards: int | None
-
-
 def attached_forward(
     passes: ForwardBackward,
     inputs: Inputs,
     parameters: Sequence[nn.Parameter],
     buffers: Sequence[TrainedBuffer],
-    layout: Placement,
     *,
+    num_shards: int | None,
     output_dim: BatchDim,
     flat: FlattenedParameters | None,
 ) -> Forward:
@@ -227,15 +219,16 @@ def attached_forward(
         inputs: The batch.
         parameters: The parameters of the model that require a gradient.
         buffers: The buffers of the model that require a gradient.
-        layout: The devices, and the number of shards.
+        num_shards: The number of shards, or None for one per device.
         output_dim: The dimensions along which outputs are merged.
         flat: The flattened parameters whose gradients are kept end to end, or None.
     """
-    shards = shards_of_batch(inputs.num_samples, layout.num_shards, tuple(layout.workloads))
-    devices = {shard.index: device for run, device in zip(shards, layout.devices, strict=True) for shard in run}
+    replicas = passes.replicas
+    shards = shards_of_batch(inputs.num_samples, num_shards, tuple(replicas.workloads))
+    devices = {shard.index: device for run, device in zip(shards, replicas.devices, strict=True) for shard in run}
     inner = passes.shard_hooks
     passes.shard_hooks = AliasHooks(parameters, buffers, devices, inner, flat)
     try:
-        return passes.forward(DifferentiableInputs.of(inputs), num_shards=layout.num_shards, output_dim=output_dim)
+        return passes.forward(DifferentiableInputs.of(inputs), num_shards=num_shards, output_dim=output_dim)
     finally:
         passes.shard_hooks = inner

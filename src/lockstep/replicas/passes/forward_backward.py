@@ -20,15 +20,18 @@ import torch
 
 from lockstep import plan
 from lockstep.errors import OrderError
+from lockstep.metrics import collecting
 from lockstep.plan import Shard
 from lockstep.replicas.batch import BatchDim, Inputs, Outputs, ShardForward, read_outputs
 from lockstep.replicas.buffers import (
     AnyBufferSum,
     BufferRef,
-    BufferRule,
+    BufferRules,
     ReplicaBuffers,
     TrainedBuffer,
     buffer_refs,
+    check_buffers,
+    check_rules,
     combine_buffers,
     trained_buffers,
 )
@@ -119,9 +122,10 @@ class ForwardBackward:
         buffers: The rule by which the buffers of shards are combined (see `replicas.buffers`).
     """
 
-    def __init__(self, replicas: ReplicaSet, *, buffers: BufferRule = "mean") -> None:
-        self._replicas = replicas
-        self._rule: BufferRule = buffers
+    def __init__(self, replicas: ReplicaSet, *, buffers: BufferRules = "mean") -> None:
+        check_rules(buffers)
+        self.replicas = replicas
+        self._rules: BufferRules = buffers
         self._streams = ShardStreams(replicas.devices)
         # Threads of the user take turns. Reentrant, because a hook may run forward or backward again.
         self._lock = threading.RLock()
@@ -168,12 +172,12 @@ class ForwardBackward:
             self._update_replicas()
             buffers: Sequence[TrainedBuffer] = ()
             if self._buffer_refs and settings.grad and not inputs.attached:
-                buffers = trained_buffers(self._replicas.model, self._buffer_refs, frozen=self._replicas.frozen)
+                buffers = trained_buffers(self.replicas.model, self._buffer_refs, frozen=self.replicas.frozen)
             forward = Forward(
                 inputs,
-                shards_of_batch(inputs.num_samples, num_shards, tuple(self._replicas.workloads)),
+                shards_of_batch(inputs.num_samples, num_shards, tuple(self.replicas.workloads)),
                 draw_seed() if seed is None else seed,
-                ModuleMode.of(self._replicas.model, training=training),
+                ModuleMode.of(self.replicas.model, training=training),
                 settings,
                 self._runners,
                 [*self._parameters, *[(buffer.name, buffer.tensor) for buffer in buffers]]
@@ -184,15 +188,21 @@ class ForwardBackward:
             )
 
             run = partial(self._forward, forward, settings, interrupts)
-            sums = self._streams.run(run, seed=forward.seed, parallel=self._replicas.wants_threads(forward.shards))
+            sums = self._streams.run(run, seed=forward.seed, parallel=self.replicas.wants_threads(forward.shards))
             in_order = list(chain.from_iterable(forward.results))
             _check_complete(len(in_order), forward.shards)
             # Once per set of replicas is enough, because it depends on the structure of the model.
             if forward.has_graph and not inputs.attached and not self._checked_for_leaks:
                 own = {id(parameter): name for name, parameter in forward.trained_tensors}
-                check_no_leaked_graphs(in_order[0].tensors, own)
+                runs = zip(forward.runners, forward.results, strict=True)
+                replica = next(runner.replica for runner, run in runs if run)
+                check_no_leaked_graphs(in_order[0].tensors, replica, own)
                 self._checked_for_leaks = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
+            # Inside of a shard that is split further here, what its parts report counts as one report.
+            collector = collecting.current()
+            if collector is not None:
+                collector.add([each.reports for each in in_order])
             # Last, after everything that can fail: buffers are the only state of the model that a forward changes.
             if self._buffer_refs:
                 self._combine(sums, inputs.num_samples if len(in_order) > 1 else 1)
@@ -238,8 +248,8 @@ class ForwardBackward:
         with self._lock, CallSigint() as interrupts, ComputeMode(self._settings()) as settings:
             # Replicas that were replaced since this forward keep the parameters of its graph.
             if forward.runners is self._runners:
-                self._replicas.sync_for_backward()
-            tasks = self._streams.run(run, seed=forward.seed, parallel=self._replicas.wants_threads(forward.shards))
+                self.replicas.sync_for_backward()
+            tasks = self._streams.run(run, seed=forward.seed, parallel=self.replicas.wants_threads(forward.shards))
         input_gradients: dict[int, Tensors] = {}
         for task in tasks:
             input_gradients.update(task.input_gradients)
@@ -253,28 +263,28 @@ class ForwardBackward:
 
     def _settings(self) -> ThreadSettings:
         """Return the settings of the calling thread, as far as other threads need them."""
-        if self._replicas.uses_threads:
-            return ThreadSettings.capture(self._replicas.device_types, self._replicas.accelerators)
+        if self.replicas.uses_threads:
+            return ThreadSettings.capture(self.replicas.device_types, self.replicas.accelerators)
         return _single_thread_settings(torch.is_grad_enabled(), torch.is_inference_mode_enabled())
 
     def _update_replicas(self) -> None:
         """Create everything that depends on the replicas again if the model has changed."""
-        if not self._replicas.refresh() and self._runners:
+        if not self.replicas.refresh() and self._runners:
             return
-        model, replicas, devices = self._replicas.model, self._replicas.replicas, self._replicas.devices
+        model, replicas, devices = self.replicas.model, self.replicas.replicas, self.replicas.devices
         pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
-        self._tree_sum = TreeSum(self._replicas, [parameter.numel() for _, parameter in self._parameters])
-        self._buffer_refs = buffer_refs(model)
+        self._tree_sum = TreeSum(self.replicas, [parameter.numel() for _, parameter in self._parameters])
+        self._buffer_refs = buffer_refs(model, self._rules)
         self._checked_for_leaks = False
         self._runners = [
             ShardRunner(
                 place,
-                self._replicas,
+                self.replicas,
                 device,
                 replica,
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
-                ReplicaBuffers(model, replica, self._rule),
+                ReplicaBuffers(model, replica, self._rules),
             )
             for place, (device, replica) in enumerate(zip(devices, replicas, strict=True))
         ]
@@ -285,6 +295,7 @@ class ForwardBackward:
         """Run forward on all devices from a calling thread that has the right settings."""
         tasks: list[ForwardTask | None] = [None] * len(forward.shards)
         interruptible = interrupts.interruptible
+        collector = collecting.current()
 
         def work(place: int) -> None:
             runner, shards = forward.runners[place], forward.shards[place]
@@ -295,11 +306,12 @@ class ForwardBackward:
                 interruptible,
                 settings.grad,
                 runner.buffers.start_shards(shards[0].index if shards else 0),
+                None if collector is None else collector.observers,
                 forward.trained_buffer_indices,
             )
             runner.run(zip(shards, shards, strict=True), task, self._streams)
 
-        self._replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
+        self.replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
         forward.results, sums = [], []
         for task in tasks:
             forward.results.append([] if task is None else task.results)
@@ -330,12 +342,15 @@ class ForwardBackward:
             shards = zip(map(SHARD_OF, results), results, strict=True)
             forward.runners[place].run(shards, tasks[place], self._streams)
 
-        self._replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
+        # The hooks of saved tensors of a forward in the calling thread, if there are any, run in backward.
+        parallel = parallel and not forward.settings.kept
+        self.replicas.run(work, settings=settings, parallel=parallel, waiting=interruptible)
         return tasks
 
     @torch.no_grad()
     def _combine(self, sums: Sequence[AnyBufferSum], weight: float) -> None:
         """Write the combined buffers of the shards to the model."""
+        check_buffers(sums, self._buffer_refs)
         combine_buffers(sums, self._buffer_refs, weight=weight)
 
 

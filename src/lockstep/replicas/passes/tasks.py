@@ -11,10 +11,12 @@ import torch
 from torch import nn
 
 from lockstep import nest
+from lockstep.metrics import Observers, collecting
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
 from lockstep.replicas.batch import Inputs, ShardForward
 from lockstep.replicas.buffers import AnyBufferSum
+from lockstep.replicas.passes.leaks import check_no_inner_backward
 from lockstep.replicas.passes.shard_runner import ShardRunner
 from lockstep.replicas.passes.shard_streams import resume_stream, stream_position
 from lockstep.replicas.pool import NULL_CONTEXT
@@ -96,6 +98,7 @@ class ForwardTask:
         interruptible: A context manager to enter while the model runs, during which an interrupt may be raised.
         keeps_graph: Whether graphs are kept for a later backward.
         buffer_sum: The sum of the changes that shards made to the buffers.
+        observers: The names of the modules that may report, or None if no reports are collected.
         trained_buffer_indices: The indices of the buffers that require a gradient.
         results: The results of the shards so far.
     """
@@ -106,6 +109,7 @@ class ForwardTask:
     interruptible: AbstractContextManager[None]
     keeps_graph: bool
     buffer_sum: AnyBufferSum
+    observers: Observers | None = None
     trained_buffer_indices: Sequence[int] = ()
     results: list[ShardForward] = field(default_factory=list)
     phase: ClassVar[str] = "forward"
@@ -134,6 +138,7 @@ class ForwardTask:
         with (
             NULL_CONTEXT if self.mode.training is None else self.mode.apply(replica),
             NULL_CONTEXT if self.hooks is None else self.hooks.forward(runner.place, shard, replica),
+            NULL_CONTEXT if self.observers is None else collecting(self.observers, len(shard.samples)) as reported,
         ):
             try:
                 inputs = self.inputs.shard_inputs(shard.samples, runner.device)
@@ -141,9 +146,14 @@ class ForwardTask:
                     returned = replica(*inputs.args, **inputs.kwargs)
             except Exception as error:
                 raise runner.error("forward", shard, error) from error
+            if any(parameter.grad is not None for parameter in runner.parameters):
+                check_no_inner_backward(replica)
             # Recorded inside of the hooks' context, right after the forward, where backward has to continue.
             position = stream_position(runner.device) if self.keeps_graph else None
-        self.results.append(ShardForward(shard, inputs.leaves, returned, nest.tensors(returned), leaves, position))
+        reports = {} if reported is None else reported.pairs
+        self.results.append(
+            ShardForward(shard, inputs.leaves, returned, nest.tensors(returned), leaves, position, reports)
+        )
         if runner.buffers.entries:
             # The buffers of a single shard are used as they are, because x * n / n is not always x.
             is_only_shard = len(shard.samples) == self.inputs.num_samples

@@ -3,7 +3,10 @@
 from lockstep.replicas.pool.copies import (
     HOOK_NAMES as HOOK_NAMES,
     REQUIRES_GRAD as REQUIRES_GRAD,
+    check_no_lookups as check_no_lookups,
     copy_model as copy_model,
+    held_tensors as held_tensors,
+    hidden_parameters as hidden_parameters,
 )
 from lockstep.replicas.pool.copy_streams import CopyStreams as CopyStreams
 from lockstep.replicas.pool.deterministic import (
@@ -22,12 +25,16 @@ from lockstep.replicas.pool.devices import (
 )
 from lockstep.replicas.pool.interrupts import CallSigint as CallSigint, DeferredSigint as DeferredSigint
 from lockstep.replicas.pool.progress import samples_text as samples_text
-from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, Timeout as Timeout, fork_error as fork_error
+from lockstep.replicas.pool.replica_set import ReplicaSet as ReplicaSet, fork_error as fork_error
 from lockstep.replicas.pool.settings import (
+    CHECKPOINT as CHECKPOINT,
     SINGLE_THREAD as SINGLE_THREAD,
     ComputeMode as ComputeMode,
     InheritedSettings as InheritedSettings,
     OneIntraOpThread as OneIntraOpThread,
     ThreadSettings as ThreadSettings,
+    identity as identity,
+    module_of_hooks as module_of_hooks,
 )
+from lockstep.replicas.pool.worker import Timeout as Timeout
 from lockstep.replicas.pool.wrapped import refuse_wrapped as refuse_wrapped

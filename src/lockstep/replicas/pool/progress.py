@@ -54,11 +54,13 @@ class DeviceProgress:
         devices: The devices of the replicas.
 
     Attributes:
-        stopping: Whether devices are to skip their remaining work.
+        stopping: Whether devices were asked to stop, or one has failed.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.stopping = False
+        self._halted = False
+        self._failed: list[int] = []
         self._devices = devices
         self._statuses: list[DeviceStatus | None] = [None] * len(devices)
         self._interrupted: list[tuple[int, DeviceStatus]] = []
@@ -75,7 +77,8 @@ class DeviceProgress:
         """Record what a device does next, and return whether to do it.
 
         The work is to be skipped if devices were asked to stop, or if the calling thread was abandoned in the middle of
-        earlier work and no longer works for the device.
+        earlier work and no longer works for the device. After a failure only the devices before the one that failed go
+        on, because their shards come first: the error that is raised is that of the lowest shard that fails.
 
         Args:
             place: The index of the device.
@@ -87,7 +90,7 @@ class DeviceProgress:
         if status is None or status.thread != threading.get_ident():
             return False
         status.phase, status.shard = phase, shard
-        return not self.stopping
+        return not self.stopping or (not self._halted and place < min(self._failed, default=0))
 
     def finish(self, place: int) -> None:
         """Record that a device has finished.
@@ -97,15 +100,25 @@ class DeviceProgress:
         """
         self._statuses[place] = None
 
-    def record_failure(self, error: BaseException) -> None:
-        """Ask all devices to stop, because one has failed.
+    def record_failure(self, place: int, error: BaseException) -> None:
+        """Record that a device has failed, and ask others to stop.
 
         Args:
-            error: The error of the device. If it is an interrupt, the devices at work are recorded.
+            place: The index of the device.
+            error: Its error. If it is an interrupt, the devices at work are recorded.
         """
-        self.stopping = True
+        if isinstance(error, Exception):
+            # Before `stopping`, so that no device stops that is to go on.
+            self._failed.append(place)
+            self.stopping = True
+            return
+        self.halt()
         if isinstance(error, KeyboardInterrupt):
             self.mark()
+
+    def halt(self) -> None:
+        """Ask all devices to stop at their next shard."""
+        self.stopping = self._halted = True
 
     def mark(self) -> None:
         """Record the devices that are at work now, for an interrupt that is delivered later."""

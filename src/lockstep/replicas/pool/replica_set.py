@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager
+from contextvars import copy_context
 from functools import partial
 from types import TracebackType
-from typing import Final, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,20 +18,21 @@ from torch.nn.utils import parametrize
 
 from lockstep import plan
 from lockstep.errors import OrderError
-from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model
+from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model, hidden_parameters
 from lockstep.replicas.pool.deterministic import warn_of_kernels
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
+from lockstep.replicas.pool.forward_mode import serialize_forward_mode
 from lockstep.replicas.pool.parameter_copier import ParameterCopier
 from lockstep.replicas.pool.progress import DeviceProgress
-from lockstep.replicas.pool.settings import REFUSING_CACHE, ComputeMode, InheritedSettings, ThreadSettings
-from lockstep.replicas.pool.worker import Worker, keep_freed_memory
+from lockstep.replicas.pool.settings import (
+    REFUSING_CACHE,
+    ComputeMode,
+    InheritedSettings,
+    ThreadSettings,
+    warn_of_kept,
+)
+from lockstep.replicas.pool.worker import Timeout, Worker, keep_freed_memory, seconds_of
 from lockstep.replicas.pool.wrapped import refuse_wrapped
-
-Timeout: TypeAlias = "float | Literal['auto'] | None"
-"""Seconds after which a device counts as hung; "auto" watches the threads of all devices but the first."""
-
-AUTO_TIMEOUT_SECONDS: Final = 1800.0
-"""The number of seconds that "auto" waits for a thread, as long as DistributedDataParallel waits for a process."""
 
 
 class ReplicaSet:
@@ -40,9 +41,12 @@ class ReplicaSet:
     A replica on the device where the model lives shares the memory of its parameters. A replica on another device holds
     a copy, which receives all values before every use, no matter how they were written. The model itself is never run.
     The first replica works in the calling thread and every other one in a thread of its own, under the settings of the
-    caller (grad mode, autocast, default dtype and device, denormals) and with one intra-op thread. If there is a CPU
-    device under Linux, the process keeps the memory that it frees from the first use on, unless environment variables
-    configure this (see `replicas.pool.worker.keep_freed_memory`).
+    caller (grad mode, autocast, default dtype and device, denormals), in a copy of its `contextvars.Context`, and with
+    one intra-op thread. If the caller is inside of something that other threads cannot be given (a `TorchFunctionMode`,
+    a `TorchDispatchMode`, `saved_tensors_hooks`, a transform of `torch.func`), all replicas work in the calling thread,
+    one after another and without a timeout, and a warning says so. If there is a CPU device under Linux, the process
+    keeps the memory that it frees from the first use on, unless environment variables configure this (see
+    `replicas.pool.worker.keep_freed_memory`).
 
     Args:
         model: The model. It stays where it is, so call ``model.to(devices[0])`` first to train it on a GPU.
@@ -98,7 +102,7 @@ class ReplicaSet:
                 "also casts other operations on each type.",
                 stacklevel=3,
             )
-        self._seconds = _check_timeout(timeout)
+        self._seconds = seconds_of(timeout)
         self._watches_all = timeout is not None and timeout != "auto"
         self.uses_threads = len(self.devices) > 1 or self._watches_all
         """Whether work may run in other threads, which need the settings of the caller."""
@@ -147,7 +151,7 @@ class ReplicaSet:
 
     def stop(self) -> None:
         """Ask every replica to stop because of an interrupt, and record which devices are at work."""
-        self.progress.stopping = True
+        self.progress.halt()
         self.progress.mark()
 
     def refresh(self) -> bool:
@@ -168,9 +172,11 @@ class ReplicaSet:
                 keep_freed_memory()
             # Tensors that are created in inference mode could not be trained later.
             with torch.inference_mode(mode=False):
-                self._replicas = [self._copy(place) for place in range(len(self.devices))]
+                memos: list[dict[int, Any]] = [{} for _ in self.devices]
+                self._replicas = [self._copy(place, memo) for place, memo in enumerate(memos)]
             # The detector comes last: if a copy fails, the next call starts over.
-            self._copier = ParameterCopier(list(self.model.parameters()), self._replicas)
+            parameters = [*self.model.parameters(), *hidden_parameters(self.model)]
+            self._copier = ParameterCopier(parameters, [[memo[id(each)] for each in parameters] for memo in memos])
             self._changes = ModelChangeDetector(self.model)
             return True
         if self._copier.has_copies:
@@ -186,9 +192,9 @@ class ReplicaSet:
         """
         return parameter.is_meta or parameter.device == self.devices[place]
 
-    def _copy(self, place: int) -> nn.Module:
+    def _copy(self, place: int, memo: dict[int, Any]) -> nn.Module:
         """Copy the model for one device and freeze the parameters that are to be frozen."""
-        replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place))
+        replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place), memo)
         for name, parameter in replica.named_parameters():
             if name in self.frozen:
                 parameter.requires_grad_(False)
@@ -229,7 +235,8 @@ class ReplicaSet:
             OrderError: If the set is closed, or was created before this process was forked.
             ReplicaError: If a device is still at work after the timeout.
             ReplicaInterrupt: If the calling thread was interrupted.
-            BaseException: The error of the first device (by index) that failed. The other devices were asked to stop.
+            BaseException: The error of the first device (by index) that failed. The devices after it were asked to
+                stop; those before it went on, because one of their shards may fail too.
         """
         if self._closed or self._process != os.getpid():
             raise self._unusable_error()
@@ -239,7 +246,11 @@ class ReplicaSet:
             return
         self.progress = progress = DeviceProgress(self.devices)
         try:
-            if self._watches_all or (parallel and len(self.devices) > 1):
+            in_threads = self._watches_all or (parallel and len(self.devices) > 1)
+            if in_threads and settings.kept:
+                warn_of_kept(settings.kept)
+                in_threads = False
+            if in_threads:
                 parametrize._cache = REFUSING_CACHE if len(self.devices) > 1 else {}  # noqa: SLF001 - no public way
                 try:
                     self._run_in_threads(work, settings, parallel, waiting)
@@ -272,12 +283,14 @@ class ReplicaSet:
         thread_runs = runs if self._watches_all else runs[1:]
         # So far one thread may have worked for all devices in turn, so more may be missing.
         for run in thread_runs[len(self._workers) :]:
+            serialize_forward_mode()
             self._workers.append(Worker(f"lockstep-{run[0]}-{self.devices[run[0]]}"))
         workers = self._workers[: len(thread_runs)]
         errors: list[BaseException | None] = []
         try:
             for run, worker in zip(thread_runs, workers, strict=True):
-                worker.submit(partial(self._work_under, settings, work, run, progress))
+                # A copy for each thread, because a context can be entered once at a time.
+                worker.submit(partial(copy_context().run, self._work_under, settings, work, run, progress))
             if not self._watches_all:
                 try:
                     self._work(work, 0, progress)
@@ -287,13 +300,18 @@ class ReplicaSet:
             with waiting:
                 errors += self._wait(thread_runs, workers)
         except BaseException as error:
-            progress.record_failure(error)
+            # Of the first device, so that none goes on.
+            progress.record_failure(0, error)
             self._abandon()
             raise
         # In the order of devices, so that the same error is raised no matter which thread failed first.
-        for raised in errors:
-            if raised is not None:
+        raised = next(filter(None, errors), None)
+        if raised is not None:
+            try:
                 raise raised
+            finally:
+                # The error refers to this frame, and a cycle would keep the graphs of its shard.
+                del raised, errors
 
     def _work_under(
         self, settings: ThreadSettings, work: Callable[[int], None], places: range, progress: DeviceProgress
@@ -318,7 +336,7 @@ class ReplicaSet:
             with NULL_CONTEXT if device.type == "cpu" else device_context(device):
                 work(place)
         except BaseException as error:
-            progress.record_failure(error)
+            progress.record_failure(place, error)
             raise
         progress.finish(place)
 
@@ -351,7 +369,7 @@ class ReplicaSet:
     def _abandon(self) -> None:
         """Drop threads and replicas. A thread that is still at work ends after that work."""
         # Abandoned threads read this when they come back, and skip the rest of their work.
-        self.progress.stopping = True
+        self.progress.halt()
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.close()
@@ -383,16 +401,3 @@ def fork_error(name: str) -> OrderError:
         "not survive a fork. Create it in the new process, or start that process with multiprocessing's 'spawn' or "
         "with lockstep.launch."
     )
-
-
-def _check_timeout(timeout: Timeout) -> float:
-    """Return the number of seconds to wait."""
-    if timeout is None:
-        return math.inf
-    if timeout == "auto":
-        return AUTO_TIMEOUT_SECONDS
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f'`timeout` must be a number of seconds, "auto" or None, got {timeout!r}.')
-    if not timeout > 0:
-        raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
-    return timeout

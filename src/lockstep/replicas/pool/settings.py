@@ -1,11 +1,14 @@
 """The settings under which a thread computes, captured from the calling thread and applied in every worker.
 
 In PyTorch, grad mode, autocast, the default device and the number of intra-op threads belong to a thread, and a new
-thread does not inherit them. The default dtype and the deterministic switches belong to the process.
+thread does not inherit them. The default dtype and the deterministic switches belong to the process. Modes, hooks of
+saved tensors and transforms of `torch.func` belong to a thread too, but are objects that may count or store what they
+see. They are not applied in other threads; all work stays in the calling thread instead.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,8 +16,12 @@ from types import TracebackType
 from typing import Any, Final
 
 import torch
+from torch.utils._device import DeviceContext
 
 from lockstep.errors import OrderError
+from lockstep.replicas.pool.forward_mode import LEVELS
+
+CHECKPOINT: Final = "torch.utils.checkpoint"
 
 SMALLEST_DENORMAL = 5e-324
 """The smallest positive float64. It becomes zero in arithmetic if the processor flushes denormal numbers."""
@@ -48,6 +55,8 @@ class ThreadSettings:
         flush_denormal: Whether the processor rounds denormal numbers to zero.
         streams: The current stream of each accelerator in use, so that what a worker reads has been written and what it
             writes is read afterwards.
+        kept: The name of what the caller is inside of and other threads cannot be given, or an empty string. All work
+            then stays in the calling thread.
     """
 
     grad: bool
@@ -56,6 +65,7 @@ class ThreadSettings:
     default_device: torch.device | None
     flush_denormal: bool
     streams: tuple[torch.Stream, ...] = ()
+    kept: str = ""
 
     @classmethod
     def capture(
@@ -68,16 +78,17 @@ class ThreadSettings:
             accelerators: The accelerators whose current streams are captured.
             training: Whether to record operations for backward even if the thread currently does not.
         """
-        has_modes = torch._C._len_torch_function_stack()  # noqa: SLF001 - a tenth of the time of the public way
+        num_modes = torch._C._len_torch_function_stack()  # noqa: SLF001 - a tenth of the time of the public way
         return cls(
             grad=training or torch.is_grad_enabled(),
             inference=not training and torch.is_inference_mode_enabled(),
             autocast=tuple(map(_autocast_state, device_types)),
             # A default device is a torch function mode, so without modes there is none and the slow lookup is skipped.
-            default_device=_default_device() if has_modes else None,
+            default_device=_default_device() if num_modes else None,
             # torch can set this switch but not read it, so a product shows how the processor rounds.
             flush_denormal=SMALLEST_DENORMAL * 1.0 == 0.0,
             streams=tuple(map(torch.accelerator.current_stream, accelerators)) if accelerators else (),
+            kept=_kept_by_thread(num_modes),
         )
 
 
@@ -201,6 +212,53 @@ def _switch_autocast(states: Iterable[AutocastState]) -> list[AutocastState]:
             torch.set_autocast_enabled(kind, cast.enabled)
             torch.set_autocast_dtype(kind, cast.dtype)
     return before
+
+
+def identity(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, as a hook of saved tensors that changes nothing."""
+    return tensor
+
+
+def module_of_hooks() -> str | None:
+    """Return the name of the module that defines the saved tensor hooks of the calling thread, or None without any."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: SLF001 - no public way
+    return None if hooks is None else getattr(hooks[0], "__module__", "")
+
+
+def _kept_by_thread(num_modes: int) -> str:
+    """Return the name of what the calling thread is inside of and other threads cannot be given, or an empty string.
+
+    Args:
+        num_modes: The number of torch function modes.
+    """
+    # torch keeps the default device, which is captured by itself, below all other modes.
+    if num_modes > 1 or (num_modes and not isinstance(torch._C._get_function_stack_at(0), DeviceContext)):  # noqa: SLF001 - no public way
+        return "a `TorchFunctionMode`"
+    if torch._C._len_torch_dispatch_stack():  # noqa: SLF001 - as above
+        return "a `TorchDispatchMode`"
+    # `DataParallel` replaces the hooks of activation checkpointing by those of this module.
+    if module_of_hooks() not in (None, CHECKPOINT, __name__):
+        return "`torch.autograd.graph.saved_tensors_hooks`"
+    if torch._C._functorch.maybe_current_level() is not None:  # noqa: SLF001 - as above
+        return "a transform of `torch.func`"
+    # The threads of replicas would wait for this one.
+    if LEVELS._is_owned():  # type: ignore[attr-defined]  # noqa: SLF001 - no public way
+        return "a level of forward-mode differentiation"
+    return ""
+
+
+def warn_of_kept(kept: str) -> None:
+    """Warn that all work stays in the calling thread.
+
+    Args:
+        kept: The name of what the thread is inside of.
+    """
+    warnings.warn(
+        f"The calling thread is inside of {kept}, which no other thread can be given, so the devices of this process "
+        "work in this thread, one after another and without a timeout, with the same result. Enter it in the loss "
+        "function or in forward to use all devices at the same time.",
+        stacklevel=3,
+    )
 
 
 def _default_device() -> torch.device | None:

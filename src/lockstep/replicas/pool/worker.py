@@ -11,13 +11,15 @@ two cores this took a tenth of the time of an update, which `keep_freed_memory` 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
 import threading
 import weakref
 from _thread import allocate_lock
 from collections.abc import Callable
-from typing import Final
+from contextvars import Context
+from typing import Final, Literal, TypeAlias
 
 import torch
 
@@ -49,6 +51,13 @@ MALLOC_VARIABLES: Final = (
     "MALLOC_TRIM_THRESHOLD_",
 )
 """The environment variables in which a user can configure the same settings."""
+
+
+Timeout: TypeAlias = "float | Literal['auto'] | None"
+"""Seconds after which a device counts as hung; "auto" watches the threads of all devices but the first."""
+
+AUTO_TIMEOUT_SECONDS: Final = 1800.0
+"""The number of seconds that "auto" waits for a thread, as long as DistributedDataParallel waits for a process."""
 
 
 class Mailbox:
@@ -95,7 +104,9 @@ class Worker:
         self._finalizer = weakref.finalize(self, self._mailbox.close)
         # At exit `_close_at_exit` does the same, but earlier.
         self._finalizer.atexit = False
-        self._thread.start()
+        # In an empty context: where threads inherit contexts, as in free-threaded Python, this thread would otherwise
+        # keep what the context of its creator refers to as long as it lives.
+        Context().run(self._thread.start)
 
     def close(self) -> None:
         """End the thread after the job that it is running. Calling this again has no effect."""
@@ -130,6 +141,19 @@ class Worker:
                 raise TimeoutError
         error, mailbox.error = mailbox.error, None
         return error
+
+
+def seconds_of(timeout: Timeout) -> float:
+    """Return the number of seconds to wait."""
+    if timeout is None:
+        return math.inf
+    if timeout == "auto":
+        return AUTO_TIMEOUT_SECONDS
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f'`timeout` must be a number of seconds, "auto" or None, got {timeout!r}.')
+    if not timeout > 0:
+        raise ValueError(f"`timeout` must be above 0 seconds, got {timeout}.")
+    return timeout
 
 
 def keep_freed_memory() -> bool:

@@ -10,8 +10,10 @@ from typing import Any, Final
 import torch
 
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.format import FOLDER
-from lockstep.snapshots.reading import Snapshot, load, newest_whole
+from lockstep.snapshots.content import model_file
+from lockstep.snapshots.files import snapshots_in
+from lockstep.snapshots.run import fitting
+from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
 from lockstep.updaters import MAIN
 
 CONFIG: Final = "config.json"
@@ -41,7 +43,8 @@ def export_torch(source: str | Path, path: str | Path) -> dict[str, Any]:
     with the same random numbers, have the bits of the run.
     """
     snapshot = _read(source)
-    checkpoint = _checkpoint(snapshot)
+    with fitting(snapshot.path):
+        checkpoint = _checkpoint(snapshot)
     # "x" refuses a file that exists, at the same moment as it creates the new one.
     with Path(path).open("xb") as file:
         torch.save(checkpoint, file)
@@ -79,7 +82,7 @@ def export_hf(source: str | Path, path: str | Path, *, config: Any = None, model
     if config is not None:
         _write_config(config, folder)
     # The file of a snapshot is what transformers reads: bare names, tied weights once, and its mark in the header.
-    shutil.copyfile(snapshot.path / models[model].file, target)
+    shutil.copyfile(snapshot.path / model_file(model), target)
     return target
 
 
@@ -99,9 +102,7 @@ def _write_config(config: Any, folder: Path) -> None:
 def _read(source: str | Path) -> Snapshot:
     """Read a snapshot, or the newest whole one of a run."""
     path = Path(source)
-    if not (path / FOLDER).is_dir():
-        return load(path)
-    snapshot = newest_whole(path)
+    snapshot = load(path) if snapshots_in(path) is None else newest_whole(path)
     if snapshot is None:
         raise SnapshotError(f"`source` must be a snapshot or a run that has one, got {path}.")
     return snapshot

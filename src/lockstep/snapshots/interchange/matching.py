@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from lockstep.errors import printable
+
 WRAPPERS: Final = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 """What wrappers of modules add to names, at any place."""
 LISTED: Final = 20
@@ -53,7 +55,8 @@ def _rows(title: str, entries: Sequence[str]) -> list[str]:
     listed = list(entries[:LISTED])
     if len(entries) > LISTED:
         listed.append(f"and {len(entries) - LISTED} more")
-    return [f"{title if row == 0 else '':<26}{entry}" for row, entry in enumerate(listed or ["none"])]
+    # The names are those of a file.
+    return [f"{title if row == 0 else '':<26}{printable(entry)}" for row, entry in enumerate(listed or ["none"])]
 
 
 def bare(name: str) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.snapshots.format import Manifest
-from lockstep.snapshots.reading import list_snapshots
+from lockstep.errors import printable
+from lockstep.snapshots.manifest import Manifest
 from lockstep.snapshots.run.collect import record_of
 from lockstep.snapshots.run.digest_log import Record, read_digest_log
-from lockstep.snapshots.run.recipe import compare_fields
+from lockstep.snapshots.run.restoring import compare_fields
+from lockstep.snapshots.snapshot import list_snapshots
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Comparison:
         >>> Comparison.listed(["a", "b", "c"], 2), Comparison.listed([])
         ('a, b and 1 more', '')
         """
-        return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+        return printable(", ".join(names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def compare_runs(first: str | Path, second: str | Path) -> Comparison:
@@ -97,6 +98,6 @@ def _conditions(first: list[Manifest], second: list[Manifest]) -> tuple[tuple[st
     if not (first and second):
         return (), ()
     one, other = first[-1], second[-1]
-    recipe = compare_fields(one.recipe_values, other.recipe_values)
+    recipe = compare_fields(one.recipe, other.recipe)
     kernels = compare_fields(one.kernel_class, other.kernel_class)
     return tuple(each.name for each in recipe), tuple(each.name for each in kernels)

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from lockstep.side_files import SideFile
+
 FILENAME: Final = "digests.jsonl"
 DIGITS: Final = 8
 """The hexadecimal digits by which a line represents a tensor. The digest represents all bits."""
@@ -77,17 +79,24 @@ class DigestLog:
         out: The folder of the run.
         conditions: A digest of the recipe and the kernels, on which the bits depend.
         resumed_at: The update from which the run continues; None if it starts anew, with a new log.
+        required: Whether a record that cannot be written raises instead of warning.
+
+    Nothing is written before the first record.
+
+    Raises:
+        SideFileError: If the file is damaged or no regular file.
     """
 
-    def __init__(self, out: Path, *, conditions: str, resumed_at: int | None) -> None:
-        self._path = out / FILENAME
+    def __init__(self, out: Path, *, conditions: str, resumed_at: int | None, required: bool = False) -> None:
+        self._file = SideFile(out, FILENAME, required=required)
         self._conditions = conditions
         self._header: tuple[str, tuple[str, ...]] | None = None
-        found = [] if resumed_at is None else _read(self._path)
+        self._file.check()
+        found = [] if resumed_at is None else _read(self._file)
         # Under other conditions other bits are right.
         kept = [each for each in found if each[0] == conditions or each[1].update <= (resumed_at or 0)]
         self._records = {record.update: record for _, record in kept}
-        self._rewrite(kept)
+        self._file.begin(b"".join(self._lines(*each) for each in kept))
 
     def expect(self, records: Iterable[Record]) -> None:
         """Add records from elsewhere, such as snapshots written just before a kill, unless the log has them.
@@ -97,7 +106,8 @@ class DigestLog:
         """
         for each in records:
             if each.update not in self._records:
-                self.record(each)
+                self._records[each.update] = each
+                self._file.add(self._lines(self._conditions, each))
 
     def record(self, record: Record) -> Repeated | None:
         """Log an update, unless the log has it with the same digest.
@@ -112,31 +122,18 @@ class DigestLog:
         if before is not None and before.digest == record.digest:
             return None
         self._records[record.update] = record
-        self._append(record)
+        self._file.append(self._lines(self._conditions, record))
         if before is None:
             return None
         # What follows a difference differs too, so that only the first one is reported.
         self._records = {update: each for update, each in self._records.items() if update <= record.update}
         return Repeated(before, record)
 
-    def _rewrite(self, kept: list[tuple[str, Record]]) -> None:
-        """Write the file without the lines that do not count any more, and without one that was cut."""
-        if not kept and not self._path.exists():
-            return
-        new = Path(f"{self._path}.new")
-        lines: list[bytes] = []
-        for conditions, record in kept:
-            lines += self._lines(conditions, record)
-        new.write_bytes(b"".join(lines))
-        # Replaced in one step, so that a process that is killed here leaves the old file or the new one.
-        new.replace(self._path)
+    def close(self) -> None:
+        """Write what could not be written before, durably."""
+        self._file.close()
 
-    def _append(self, record: Record) -> None:
-        # In one call, so that a process that is killed leaves whole lines and at most one that was cut.
-        with self._path.open("ab", buffering=0) as file:
-            file.write(b"".join(self._lines(self._conditions, record)))
-
-    def _lines(self, conditions: str, record: Record) -> list[bytes]:
+    def _lines(self, conditions: str, record: Record) -> bytes:
         """Return the line of a record, with a header before it if the last one does not fit."""
         lines: list[dict[str, Any]] = []
         header = (conditions, tuple(record.tensors))
@@ -145,7 +142,7 @@ class DigestLog:
             self._header = header
         digits = "".join(record.tensors.values())
         lines.append({"update": record.update, "digest": record.digest, "tensors": digits})
-        return [json.dumps(each).encode() + b"\n" for each in lines]
+        return b"".join(json.dumps(each).encode() + b"\n" for each in lines)
 
 
 def read_digest_log(out: Path) -> dict[int, Record]:
@@ -153,29 +150,27 @@ def read_digest_log(out: Path) -> dict[int, Record]:
 
     Args:
         out: The folder of the run.
+
+    Raises:
+        SideFileError: If the log is damaged or cannot be read.
     """
-    return {record.update: record for _, record in _read(out / FILENAME)}
+    return {record.update: record for _, record in _read(SideFile(out, FILENAME))}
 
 
-def _read(path: Path) -> list[tuple[str, Record]]:
-    """Read the records of a file with their conditions. Lines that cannot be read end the log."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+def _read(file: SideFile) -> list[tuple[str, Record]]:
+    """Read the records of a file with their conditions."""
     found: list[tuple[str, Record]] = []
-    conditions, names = "", list[str]()
-    for line in text.splitlines():
-        try:
-            values = json.loads(line)
-            if "update" not in values:
-                conditions, names = values["conditions"], values["tensors"]
-                continue
-            digits = values["tensors"]
-            pieces = [digits[start : start + DIGITS] for start in range(0, len(digits), DIGITS)]
-            record = Record(int(values["update"]), str(values["digest"]), dict(zip(names, pieces, strict=True)))
-        except (ValueError, KeyError, TypeError):
-            # A line that was cut when the process was killed.
-            break
-        found.append((conditions, record))
+    header: tuple[str, list[str]] = ("", [])
+
+    def take(values: dict[str, Any]) -> None:
+        nonlocal header
+        if "update" not in values:
+            header = (str(values["conditions"]), list(map(str, values["tensors"])))
+            return
+        digits = values["tensors"]
+        pieces = [digits[start : start + DIGITS] for start in range(0, len(digits), DIGITS)]
+        record = Record(int(values["update"]), str(values["digest"]), dict(zip(header[1], pieces, strict=True)))
+        found.append((header[0], record))
+
+    file.read_lines(take)
     return found

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import SnapshotError
+from lockstep.snapshots.commit import Buffers, remove, stage, write_folder
+from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.run.collect import Collector
+from lockstep.snapshots.run.restoring import fitting
 from lockstep.snapshots.run.resuming import Resumption, find, prepare
-from lockstep.snapshots.writing import Disk, SnapshotWriter
 from lockstep.updaters import Updater
 
 
@@ -23,9 +25,8 @@ def save(updater: Updater, path: str | Path) -> None:
 
     Raises:
         FileExistsError: If the folder exists.
-        OSError: If its parent cannot be created, or it cannot be renamed.
-        SnapshotError: If it cannot be written; a warning before it has the reason. On the other ranks, for any error
-            of rank 0.
+        OSError: If it cannot be written.
+        SnapshotError: On the other ranks, for any error of rank 0.
         TypeError: If the state holds something that a snapshot cannot hold.
 
     Every rank must call this, and returns when the snapshot is there.
@@ -49,19 +50,16 @@ def _save(updater: Updater, target: Path) -> None:
     if target.exists():
         raise FileExistsError(f"`path` must not exist, got {target}.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    # In a folder of its own, because the name is the caller's and not that of the update.
-    holder = target.parent / f".{target.name}-{secrets.token_hex(4)}"
-    run_id = secrets.token_hex(8)
+    staged = stage(Collector(updater, run_id=secrets.token_hex(8)).collect(), ["saved by a call"])
+    disk, temporary = Disk(), target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
-        with SnapshotWriter(holder, run_id=run_id, required=True) as writer:
-            writer.save(Collector(updater, run_id=run_id).collect(), reasons=("saved by a call",), must=True)
-        if writer.newest is None:
-            raise SnapshotError(f"The snapshot could not be written to {target.parent}.")
-        disk = Disk()
-        disk.rename(writer.newest, target)
-        disk.sync_folder(target.parent)
-    finally:
-        shutil.rmtree(holder, ignore_errors=True)
+        write_folder(disk, temporary, staged, Buffers().copy(staged.tensors), {})
+        disk.rename(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            remove(disk, temporary)
+        raise
+    disk.sync_folder(target.parent)
 
 
 def restore(updater: Updater, path: str | Path, accept: Collection[str] = ()) -> Resumption:
@@ -87,5 +85,6 @@ def restore(updater: Updater, path: str | Path, accept: Collection[str] = ()) ->
     if snapshot is None:
         raise SnapshotError(f"`path` must be a snapshot, got {path}.")
     resumption = prepare(updater, snapshot, accept)
-    updater.load_state_dict(resumption.updater)
+    with fitting(resumption.path):
+        updater.load_state_dict(resumption.updater)
     return resumption

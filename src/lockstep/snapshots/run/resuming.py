@@ -1,19 +1,23 @@
-"""Find a snapshot, check that it fits, and prepare its state for loading."""
+"""Find a snapshot, the same one on all ranks, check that it fits, and prepare its state for loading."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import secrets
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lockstep.communicators import kernel_class
+import torch
+
+from lockstep.communicators import Communicator, kernel_class
 from lockstep.errors import SnapshotError
-from lockstep.snapshots.format import DAMAGED, FOLDER, Parent
-from lockstep.snapshots.reading import Snapshot, load, newest_whole
-from lockstep.snapshots.run.ranks import agree
-from lockstep.snapshots.run.recipe import check_kernels, check_recipe
-from lockstep.snapshots.run.restore import updater_state
+from lockstep.snapshots.content import DAMAGED, UNVERIFIED, Parent
+from lockstep.snapshots.files import snapshots_in
+from lockstep.snapshots.manifest import Limits, read_manifest
+from lockstep.snapshots.run.restoring import check_kernels, check_recipe, fitting, updater_state
+from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
 from lockstep.updaters import Updater
 
 
@@ -65,18 +69,17 @@ def find(updater: Updater, source: str | Path, out: Path, *, argument: str = "re
 
     def read() -> Snapshot | None:
         path = out if source == "auto" else Path(source)
-        if source != "auto" and not (path / FOLDER).is_dir():
-            return load(path)
+        folder = snapshots_in(path)
+        if folder is None:
+            return None if source == "auto" else load(path)
         newest = newest_whole(path)
-        damaged = sorted(each.name for each in (path / FOLDER).glob(f"{DAMAGED}*"))
-        if newest is None and damaged:
+        aside = sorted(each.name for each in folder.iterdir() if each.name.startswith((DAMAGED, UNVERIFIED)))
+        if newest is None and aside:
             # They were renamed by an earlier attempt, which must not make the next one start anew.
-            raise SnapshotError(
-                f"No snapshot in {path / FOLDER} is whole: {', '.join(damaged)}. Remove them to start anew."
-            )
+            raise SnapshotError(f"No snapshot in {folder} is whole: {', '.join(aside)}. Remove them to start anew.")
         return newest
 
-    found = agree(updater.communicator, read)
+    found = _agree(updater.communicator, read)
     if found is None and source != "auto":
         raise SnapshotError(f"`{argument}` must name a snapshot or a run that has one, got {source}.")
     return found
@@ -98,6 +101,8 @@ def prepare(
         ValueError: If `accept` names something that is no field.
     """
     changes = check_recipe(snapshot.path, snapshot.recipe, updater.recipe_fields(), accept)
+    with fitting(snapshot.path):
+        state = updater_state(snapshot, updater, changes)
     return Resumption(
         path=snapshot.path,
         run_id=snapshot.run_id,
@@ -106,6 +111,99 @@ def prepare(
         accepted=tuple(each.name for each in changes),
         same_run=same_run,
         same_kernels=check_kernels(snapshot.path, snapshot.kernel_class, kernel_class(updater.devices)),
-        updater=updater_state(snapshot, updater, changes),
+        updater=state,
         surroundings=snapshot.surroundings(),
     )
+
+
+def _agree(communicator: Communicator, read: Callable[[], Snapshot | None]) -> Snapshot | None:
+    """Read a snapshot on every rank, and return the newest of them on all ranks.
+
+    The lowest rank that has it sends it to the ranks that have an older one or none.
+
+    Args:
+        communicator: The communicator of the run.
+        read: Returns the newest snapshot that this rank finds, or None.
+
+    Raises:
+        SnapshotError: On every rank, if no rank has a snapshot that is whole although one has found some.
+    """
+    if communicator.size == 1:
+        return read()
+    own, report = None, ""
+    # Rank 0 first, because the ranks of a machine see one folder, and the first to read it renames what is damaged.
+    if communicator.rank == 0:
+        own, report = _try(read)
+    communicator.exchange(b"")
+    if communicator.rank != 0:
+        own, report = _try(read)
+    found = [json.loads(each) for each in communicator.exchange(report.encode())]
+    newest = max((each["update"] for each in found if each["error"] is None), default=-1)
+    errors = [f"Rank {rank}: {each['error']}" for rank, each in enumerate(found) if each["error"] is not None]
+    if newest < 0:
+        if errors:
+            raise SnapshotError(" ".join(errors))
+        return None
+    owner = next(rank for rank, each in enumerate(found) if each["update"] == newest)
+    if all(each["digest"] == found[owner]["digest"] for each in found):
+        return own
+    return _send(communicator, own, owner)
+
+
+def _try(read: Callable[[], Snapshot | None]) -> tuple[Snapshot | None, str]:
+    """Read a snapshot, and describe it for the other ranks."""
+    error = None
+    snapshot = None
+    try:
+        snapshot = read()
+    except (SnapshotError, OSError) as raised:
+        # The other ranks are waiting for this rank's report, and raise if none of them has a snapshot.
+        error = str(raised)
+    described = {
+        "update": -1 if snapshot is None else snapshot.update,
+        "digest": "" if snapshot is None else snapshot.run_digest,
+        "error": error,
+    }
+    return snapshot, json.dumps(described)
+
+
+def _send(communicator: Communicator, own: Snapshot | None, owner: int) -> Snapshot:
+    """Send the snapshot of one rank to all, and verify what arrives."""
+    payload, tensors = b"", dict[str, torch.Tensor]()
+    if communicator.rank == owner and own is not None:
+        payload = json.dumps(str(own.path)).encode() + b"\n" + own.manifest.raw
+        tensors = own.tensors()
+    path, _, raw = communicator.exchange(payload)[owner].partition(b"\n")
+    manifest = read_manifest(raw, Limits())
+    files = {
+        file: {name: tensors[f"{file}/{name}"] if tensors else stored.empty() for name, stored in named.items()}
+        for file, named in manifest.files.items()
+    }
+    # As bytes, which every transport can send for every dtype; in the order of the manifest, which all ranks have.
+    sent = [each.reshape(-1).view(torch.uint8) for named in files.values() for each in named.values() if each.numel()]
+    communicator.broadcast(sent, source=owner)
+    snapshot = Snapshot(Path(json.loads(path)), manifest, files)
+    snapshot.check()
+    return snapshot
+
+
+def first_rank_in_folder(communicator: Communicator, out: Path) -> list[int]:
+    """Return for each rank the lowest rank that has the same folder. Every rank must call this.
+
+    Args:
+        communicator: The communicator of the run.
+        out: The folder on this rank, which must exist.
+    """
+    if communicator.size == 1:
+        return [0]
+    # A random name, because a file of an earlier run would look like a shared folder.
+    name = f".rank-{communicator.rank}-{secrets.token_hex(8)}"
+    path = out / name
+    path.touch(exist_ok=False)
+    try:
+        names = [each.decode() for each in communicator.exchange(name.encode())]
+        seen = min(rank for rank, each in enumerate(names) if each == name or (out / each).exists())
+        # An exchange before the file is removed: the others must have looked for it.
+        return [json.loads(each) for each in communicator.exchange(json.dumps(seen).encode())]
+    finally:
+        path.unlink(missing_ok=True)

@@ -9,3 +9,4 @@ from lockstep.updaters.attempt.attempt import (
 )
 from lockstep.updaters.attempt.context import UpdateContext as UpdateContext, UpdateSigint as UpdateSigint
 from lockstep.updaters.attempt.deferred import Deferral as Deferral, DeferredCheck as DeferredCheck
+from lockstep.updaters.attempt.step_stream import StepStream as StepStream

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from lockstep.data import Fingerprint
+from lockstep.errors import OrderError
 from lockstep.plan import Shard
 from lockstep.precision import CurrentScale, first_nonfinite, nonfinite_flags
 from lockstep.replicas import AnyBufferSum
@@ -18,6 +19,7 @@ from lockstep.updaters.attempt.deferred import DeferredCheck, FiniteCheck, Overf
 from lockstep.updaters.compute import DeviceGradientTask, GradientContext, RankShare
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.result import ShardReport, UpdateResult
+from lockstep.updaters.setup import DeviceShards
 
 
 class Described(NamedTuple):
@@ -128,6 +130,8 @@ class Attempt:
         complete: Whether no shard was left out, as can happen after an interrupt whose handler returns.
         overflow_check: *Check*: whether the gradient is finite.
         gradients_assigned: Whether the gradients have been stored where optimizers read them.
+        replaced: The error for a gradient that was computed before this one and that no optimizer has used.
+        stream_position: How far what draws after the shards has come in its stream; None before it has drawn.
         grad_norm: *Commit*: the norm of the gradients before they were clipped; None if they were not.
     """
 
@@ -143,7 +147,7 @@ class Attempt:
     batches: Sequence[Any] = ()
     sizes: Sequence[int] = ()
     share: RankShare = field(init=False)
-    device_shards: Sequence[Sequence[tuple[Shard, Any]]] = ()
+    device_shards: DeviceShards = field(default_factory=list)
     gradient_context: GradientContext = field(init=False)
     device_tasks: Sequence[DeviceGradientTask] = ()
     gradients: Tensors = field(default_factory=list)
@@ -155,6 +159,8 @@ class Attempt:
     complete: bool = True
     overflow_check: OverflowCheck = FINITE
     gradients_assigned: bool = False
+    replaced: OrderError | None = None
+    stream_position: list[torch.Tensor] | None = None
     grad_norm: torch.Tensor | None = None
 
     @property

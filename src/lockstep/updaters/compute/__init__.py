@@ -1,7 +1,7 @@
 """Compute the part of an update that belongs to this process: from shards to partial sums."""
 
-from lockstep.updaters.compute.device_timer import BusyTimer as BusyTimer, DeviceTimer as DeviceTimer
-from lockstep.updaters.compute.phase_timer import PhaseTimer as PhaseTimer
+from lockstep.updaters.compute.clock import Clock as Clock, Times as Times
+from lockstep.updaters.compute.measured_speeds import MeasuredSpeeds as MeasuredSpeeds, workloads_of as workloads_of
 from lockstep.updaters.compute.prepared_model import (
     PreparedModel as PreparedModel,
     create_runners as create_runners,
@@ -21,4 +21,3 @@ from lockstep.updaters.compute.shares import (
     ShardAssignment as ShardAssignment,
     share_of as share_of,
 )
-from lockstep.updaters.compute.speeds import RankMeasurement as RankMeasurement, RankTimer as RankTimer

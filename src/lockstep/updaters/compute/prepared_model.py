@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.metrics import Observers
 from lockstep.replicas import (
     BufferRef,
-    BufferRule,
+    BufferRules,
     ParameterWrites,
     ReplicaBuffers,
     ReplicaSet,
@@ -20,7 +20,6 @@ from lockstep.replicas import (
     TreeSum,
     buffer_refs,
 )
-from lockstep.updaters.compute.flat import FlatGradients
 from lockstep.updaters.compute.lightning_logs import observe_logs
 from lockstep.updaters.setup import Recipe
 
@@ -38,7 +37,6 @@ class PreparedModel:
         like: Tensors with the shapes, dtypes and devices of the gradients.
         runners: The runner of each replica.
         observers: For each replica, the modules under the names that they report by.
-        flat: The flat tensor of all gradients; None unless the user asked for one.
         writes: Refuses a model that writes to its parameters.
     """
 
@@ -50,7 +48,6 @@ class PreparedModel:
     like: Sequence[torch.Tensor] = ()
     runners: Sequence[ShardRunner] = ()
     observers: Sequence[Observers] = ()
-    flat: FlatGradients | None = None
     writes: ParameterWrites = field(default_factory=ParameterWrites)
 
     @classmethod
@@ -62,7 +59,7 @@ class PreparedModel:
             recipe: The arguments of the updater.
 
         Raises:
-            ValueError: If no parameter requires a gradient, or if gradients cannot lie in one flat tensor as requested.
+            ValueError: If no parameter requires a gradient.
         """
         model = replicas.model
         named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -77,11 +74,10 @@ class PreparedModel:
             named,
             parameters,
             [parameter for parameter in model.parameters() if not parameter.requires_grad],
-            buffer_refs(model),
+            buffer_refs(model, recipe.buffers),
             like,
             create_runners(replicas, recipe.buffers, trained=True),
             [Observers({"": replica}) for replica in replicas.replicas],
-            FlatGradients(parameters, like[0].dtype) if recipe.flat_gradients else None,
             ParameterWrites(replicas),
         )
 
@@ -94,7 +90,7 @@ class PreparedModel:
         return [index for index, parameter in enumerate(self.parameters) if id(parameter) not in wanted]
 
 
-def create_runners(replicas: ReplicaSet, buffers: BufferRule = "mean", *, trained: bool) -> list[ShardRunner]:
+def create_runners(replicas: ReplicaSet, buffers: BufferRules = "mean", *, trained: bool) -> list[ShardRunner]:
     """Return a runner for each replica, which also records what the replica logs.
 
     Args:

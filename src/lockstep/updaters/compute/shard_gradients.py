@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -18,14 +20,15 @@ from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
-from lockstep.replicas import AnyBufferSum, ShardRunner
+from lockstep.replicas import AnyBufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.loss import LossFunction, check_loss, loss_weight, metric_pairs
+from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.state import CarriedAttempt
 
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
 NO_KWARGS: Final[Mapping[str, Any]] = MappingProxyType({})
+GRADIENT: Final = attrgetter("grad")
 FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 
@@ -62,12 +65,15 @@ class GradientContext:
     Attributes:
         loss_fn: Called with a replica and the tensors of a shard; returns the loss.
         precision: The precision policy.
-        weight_scale: The power of two that weights are multiplied by, which keeps the products at most 1 where weights
-            count samples; None where a single shard makes up the update and its weight cancels.
+        num_samples: The number of samples of the update; None where a single shard makes up the update and its weight
+            cancels.
         loss_scale_factor: The factor of the loss scale; a tensor where the host does not read it.
         watch: Where this process records what it is doing.
         mean: Whether the gradient is that of the weighted mean over all shards. Otherwise the gradients of the shards'
             mean losses are summed.
+        weighted: Whether numbers of samples are weights like those that the loss function returns for other shards.
+        is_mixed: Whether the shards' gradients cannot be added, because it returned weights for some of them and
+            `weighted` is False, or the reverse.
         inspect_shard: Called with every shard that takes part, its gradients, still scaled, and its report.
         deferred: Whether the overflow check stays on the device.
         early_receiver: Receives the sums of the only device during backward of its last shard; None where sums are not
@@ -75,37 +81,64 @@ class GradientContext:
         has_tensor_weights: Whether the weight of a loss was a tensor, for which the host had to wait.
         carried: Exchanges values with the loss function that are carried from batch to batch; None if there are none.
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
+        is_first: Whether this is one of the first updates, in which there are more checks.
+        foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
     """
 
     loss_fn: LossFunction
     precision: Precision
-    weight_scale: float | None
+    num_samples: int | None
     loss_scale_factor: float | torch.Tensor
     watch: Watch
     mean: bool = True
+    weighted: bool = False
+    is_mixed: bool = False
     inspect_shard: Callable[[Shard, Tensors, ShardReport], None] | None = None
     deferred: bool = False
     early_receiver: EarlyReceiver | None = None
     has_tensor_weights: bool = False
     carried: CarriedAttempt | None = None
     shard_loss: Callable[[Shard], LossFunction] | None = None
+    is_first: bool = False
+    foreign_leaves: list[ref[torch.Tensor]] = field(default_factory=list)
 
-    def loss_factor(self, weight: float) -> float | torch.Tensor:
-        """Return the factor that multiplies the loss of a shard of this weight before backward."""
-        return self.loss_scale_factor * (
-            1.0 if self.weight_scale is None or not self.mean else weight * self.weight_scale
-        )
+    def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
+        """Return the gradient with which backward of a shard of this weight starts; see `precision.initial_gradient`.
+
+        Backward of a mean over samples starts with the shard's share of them, and so computes the gradients of the mean
+        over the batch.
+        """
+        factor = self.loss_scale_factor
+        if self.num_samples is None or not self.mean:
+            return initial_gradient(loss.value, factor)
+        if loss.weight is None and not self.weighted:
+            return initial_gradient(loss.value, factor, weight, self.num_samples)
+        return initial_gradient(loss.value, factor * (weight / self._divisor(own_weights=True)))
+
+    def _divisor(self, *, own_weights: bool) -> int:
+        """Return what weights are divided by before backward: the number of samples, which is the sum of the weights.
+
+        The sum of weights that loss functions return is only known after all forwards. Until the division by this sum,
+        the smallest power of two that is not below the number of samples stands in, which cancels exactly and keeps the
+        quotients at most 1 where weights count samples.
+        """
+        num_samples = self.num_samples or 1
+        return 1 << (num_samples - 1).bit_length() if own_weights else num_samples
 
     def normalizer(self, reports: Sequence[ShardReport]) -> Callable[[list[torch.Tensor]], bool | None]:
         """Return a function that divides sums over these shards by their factor and returns whether they are finite.
 
         With a deferred overflow check the function returns None instead.
         """
-        # Added up in order of shards, in Python floats: every rank has the same reports and gets the same divisor.
-        total = 0.0 if self.mean else 1.0
-        if self.mean:
+        total = 1.0
+        if self.mean and self.num_samples is not None:
+            total, num_own = 0.0, 0
+            # Added up in order of shards, in Python floats: every rank has the same reports and gets the same divisor.
             for report in reports:
-                total += 1.0 if self.weight_scale is None else report.weight * self.weight_scale
+                total += report.weight
+                num_own += report.has_own_weight
+            total /= self._divisor(own_weights=self.weighted or num_own > 0)
+            self.is_mixed = num_own < len(reports) and self.weighted != (num_own > 0)
         return partial(divide_ if self.deferred else unscale_and_check_, factor=self.loss_scale_factor * total)
 
 
@@ -152,8 +185,7 @@ class DeviceGradientTask:
         if runner.buffers.entries:
             runner.buffers.restore()
         # Weights that `parametrize.cached` keeps have the graph of the shard before.
-        if parametrize._cache:  # noqa: SLF001 - no public way
-            parametrize._cache.clear()  # noqa: SLF001 - as above
+        parametrize._cache.clear()  # noqa: SLF001 - no public way
         args, kwargs = (given, NO_KWARGS) if type(given) is tuple else call_arguments(given)
         if context.carried is not None:
             kwargs = {**kwargs, "carried": context.carried.part(shard.samples, runner.device)}
@@ -171,14 +203,21 @@ class DeviceGradientTask:
                 returned = loss_fn(runner.replica, *args, **kwargs)
         except Exception as error:
             raise runner.error(FORWARD, shard, error) from error
+        if list(map(GRADIENT, runner.parameters)).count(None) < len(runner.parameters):
+            check_no_inner_backward(runner.replica)
         loss = check_loss(returned)
+        if context.is_first:
+            # Weakly: what was created for this shard ends with its graph.
+            context.foreign_leaves.extend(map(ref, foreign_leaves([loss.value], runner.replica)))
         if context.carried is not None:
             context.carried.keep(shard.samples, loss.carried)
         weight = loss_weight(loss, len(shard.samples))
-        context.has_tensor_weights |= isinstance(loss.weight, torch.Tensor)
+        # Only ever set, because the threads of all devices share the context.
+        if isinstance(loss.weight, torch.Tensor):
+            context.has_tensor_weights = True
         # Before its last shard the device's sums are incomplete, and nothing of them can be sent.
         early_receiver = context.early_receiver if shard is self.last else None
-        remaining_factor = self._backward(runner, shard, loss.value, weight, early_receiver) if weight > 0 else None
+        remaining_factor = self._backward(runner, shard, loss, weight, early_receiver) if weight > 0 else None
         # Also for a shard of weight 0, without gradients: the early receiver must learn that backward did not run.
         gradients = runner.pop_gradients()
         sent_early = early_receiver is not None and early_receiver.finish(gradients)
@@ -188,14 +227,14 @@ class DeviceGradientTask:
             # The name "loss" belongs to the loss of the update, which is recorded below.
             reported.pairs.pop("loss", None)
             metrics = reported.pairs | metric_pairs(loss) if loss.metrics else reported.pairs
-            report = ShardReport(shard.index, weight, loss.value.detach(), metrics)
+            report = ShardReport(shard.index, weight, loss.value.detach(), metrics, loss.weight is not None)
             self._add(runner, shard, report, gradients, sent_early=sent_early)
 
     def _backward(
         self,
         runner: ShardRunner,
         shard: Shard,
-        loss: torch.Tensor,
+        loss: Loss,
         weight: float,
         early_receiver: EarlyReceiver | None,
     ) -> float | torch.Tensor | None:
@@ -204,17 +243,17 @@ class DeviceGradientTask:
         Returns:
             The factor by which the gradients have still to be multiplied; None if there is none.
         """
-        initial, remaining_factor = initial_gradient(loss, self.context.loss_factor(weight))
+        initial, remaining_factor = self.context.initial_gradient(loss, weight)
         self.context.watch.phase = BACKWARD
         # The returned value is ignored on purpose: a shard whose forward has run is completed even after a request to
         # stop.
         runner.replicas.progress.enter_phase(runner.place, BACKWARD, shard)
         # Gradients that have still to be multiplied are not yet the values to send.
         if early_receiver is None or remaining_factor is not None:
-            runner.backward(shard, (loss,), (initial,))
+            runner.backward(shard, (loss.value,), (initial,))
         else:
             with early_receiver.sending(shard.index, self.gradients.partials, runner.parameters):
-                runner.backward(shard, (loss,), (initial,))
+                runner.backward(shard, (loss.value,), (initial,))
         return remaining_factor
 
     def _finish_gradients(self, gradients: Tensors, remaining_factor: float | torch.Tensor | None) -> None:
@@ -236,7 +275,7 @@ class DeviceGradientTask:
         if not sent_early:
             self.gradients.push(shard.index, gradients)
         # The buffers of a single shard get weight 1: in floating point, x * n / n is not always x.
-        weight = 1 if context.weight_scale is None else len(shard.samples)
+        weight = 1 if context.num_samples is None else len(shard.samples)
         if runner.buffers.entries:
             runner.buffers.collect(shard.index, weight, self.buffer_sum)
         self.buffer_weight += weight

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, islice, pairwise
+from itertools import chain, islice
 from typing import TypeAlias
 
 from lockstep import plan
 from lockstep.plan import Shard
-from lockstep.updaters.compute.speeds import RankSpeeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +34,6 @@ class RankShare:
 RankWorkloads: TypeAlias = tuple[tuple[float, ...], ...]
 """The workloads of the devices of each of several ranks."""
 
-ShardsByDevice: TypeAlias = list[list[Shard]]
-"""The shards of each device of one rank."""
-
 
 @dataclass(frozen=True, slots=True)
 class ShardAssignment:
@@ -47,12 +42,10 @@ class ShardAssignment:
     Attributes:
         lower: The workloads of the devices of each process of lower rank.
         higher: The workloads of the devices of each process of higher rank.
-        speeds: The measured speeds of the processes; None before they are known, or if shards must not be moved.
     """
 
     lower: RankWorkloads = ()
     higher: RankWorkloads = ()
-    speeds: RankSpeeds | None = None
 
     def num_devices(self, own: int) -> int:
         """Count the devices of all processes.
@@ -75,22 +68,19 @@ def share_of(
     """Assign shards to all devices, and return those of this process.
 
     Args:
-        assignment: The workloads of the other processes and the measured speeds.
+        assignment: The workloads of the other processes.
         sizes: The number of samples in each batch of the update.
         num_shards: The number of shards per batch; None for one per device.
         own: The workloads of this process's devices.
         strided: Whether samples are assigned to shards round robin.
     """
     workloads = (*assignment.lower, own, *assignment.higher)
-    rank, speeds = len(assignment.lower), assignment.speeds
+    rank = len(assignment.lower)
     runs = plan.shards_by_device(
         sizes, num_shards, [each for devices in workloads for each in devices], strided=strided
     )
     rest = iter(runs)
     ranks = [list(islice(rest, len(each))) for each in workloads]
-    # Without a fixed number of shards, workloads decide the sizes of shards and so the bits; a clock must not.
-    if speeds is not None and num_shards is not None:
-        ranks = _rebalance(ranks, workloads, speeds)
     # The numbers between two processes' shards belong to missing shards. A subtree that reaches into them can be added
     # up here only if no shard of another process is in it, hence both limits.
     lower = [shard.index for run in chain(*ranks[:rank]) for shard in run]
@@ -103,23 +93,3 @@ def share_of(
         num_shards=len(shards),
         first_shard=shards[0],
     )
-
-
-def _rebalance(ranks: Sequence[ShardsByDevice], workloads: RankWorkloads, speeds: RankSpeeds) -> list[ShardsByDevice]:
-    """Cut shards over ranks by the measured speeds, then over the devices of each rank by their workloads."""
-    shards = [shard for runs in ranks for run in runs for shard in run]
-    stops = list(accumulate(sum(map(len, runs)) for runs in ranks))
-    usual = [range(start, stop) for start, stop in pairwise([0, *stops])]
-    cuts = speeds.cut([shard.index for shard in shards], usual, workloads)
-    # `plan.shards_by_device` has rounded over all devices at once, which may differ from rounding within each rank.
-    if cuts == usual:
-        return list(ranks)
-    return [_assign_to_devices(shards[run.start : run.stop], each) for run, each in zip(cuts, workloads, strict=True)]
-
-
-def _assign_to_devices(shards: Sequence[Shard], workloads: Sequence[float]) -> ShardsByDevice:
-    """Assign the shards of one rank to its devices."""
-    # `plan.assign` refuses zero shards, but a slow rank may get none.
-    if not shards:
-        return [[] for _ in workloads]
-    return [list(shards[run.start : run.stop]) for run in plan.assign(len(shards), workloads)]

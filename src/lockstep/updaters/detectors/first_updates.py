@@ -1,9 +1,9 @@
-"""Watch the first updates for what shards should not do."""
+"""Watch the first updates for what shards and steps should not do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final
 
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from lockstep.plan import Shard
 from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors.outside_state import StateDetector
-from lockstep.updaters.detectors.random_detector import RandomDetector
+from lockstep.updaters.detectors.random_detector import IN_SHARDS, IN_STEPS, RandomDetector
 
 CHECKED_UPDATES: Final = 3
 """The number of updates that are checked after an updater was built or a state was loaded."""
@@ -57,8 +57,18 @@ class FirstUpdates:
         sizes = {len(shard.samples) for shards in device_shards for shard, _ in shards}
         with ExitStack() as stack:
             if not self._random.has_warned:
-                stack.enter_context(self._random.watching(loss_fn, replicas))
+                stack.enter_context(self._random.watching(IN_SHARDS, [loss_fn], replicas))
             if not self._state.has_warned:
                 stack.enter_context(self._state.watching(loss_fn, [model, *replicas], sizes))
             stack.enter_context(prepared.writes.watching())
             yield
+
+    def watching_steps(self, update: int, functions: Iterable[Any]) -> AbstractContextManager[None]:
+        """Check what optimizers and hooks draw from, and warn once.
+
+        Args:
+            update: The number of updates that are done.
+            functions: The optimizers and hooks.
+        """
+        watched = update < self.end and not self._random.has_warned
+        return self._random.watching(IN_STEPS, functions) if watched else nullcontext()

@@ -48,7 +48,8 @@ _CURE: Final = (
     "update is repeated, and is not part of a saved state. Make it a buffer of the model, or of a module that you pass "
     "among several models: its new values are averaged over the shards. Or change it once per update: in the criterion "
     "of a `BatchLoss`, which gets the outputs of all samples, or between updates, in an extension or a step function. "
-    "Pass what belongs to single samples as `carried`. Call eval() of a network that is not trained, such as a teacher."
+    "Pass what belongs to positions in the batch as `carried`. Call eval() of a network that is not trained, such as a "
+    "teacher."
 )
 
 

@@ -1,4 +1,4 @@
-"""Notice when shards draw from random generators that are not part of their streams."""
+"""Notice when shards or steps draw from random generators that are not part of their streams."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from torch import nn
 from lockstep.errors import RandomStreamWarning
 from lockstep.updaters.detectors.references import references
 
-_CURE: Final = (
-    "Such numbers depend on which device and rank computes which shard, and a saved state does not hold the "
-    "generator. Draw from torch instead, without `generator=`: its random streams belong to the shard. Or create a "
-    "generator in the loss function, seeded from torch: random.Random(torch.randint(2**31, ()).item())."
+IN_SHARDS: Final = (
+    "The model or the loss function drew from {} while shards were computed. Such numbers depend on which device and "
+    "rank computes which shard, and a saved state does not hold the generator. Draw from torch instead, without "
+    "`generator=`: its random streams belong to the shard. Or create a generator in the loss function, seeded from "
+    "torch: random.Random(torch.randint(2**31, ()).item())."
+)
+IN_STEPS: Final = (
+    "The optimizer or a hook drew from {} in its step. A saved state does not hold the generator, so that a resumed "
+    "run would draw other numbers. Draw from torch instead, without `generator=`: its random stream belongs to the "
+    "update. Or create a generator in the step, seeded from torch: random.Random(torch.randint(2**31, ()).item())."
 )
 
 
 class RandomDetector:
     """Detects draws from generators outside of the streams during the first updates, and warns once.
 
-    These are Python's `random`, NumPy's global generator, and a `torch.Generator` of a loss function or a model.
+    These are Python's `random`, NumPy's global generator, and a `torch.Generator` of a loss function, a model, an
+    optimizer or a hook.
 
     The generators are compared before and after the shards of all devices are computed, so it does not matter
     which thread drew. Anything else that draws in another thread at that time counts as well.
@@ -37,26 +44,24 @@ class RandomDetector:
         """Whether the warning has been given."""
 
     @contextmanager
-    def watching(self, loss_fn: Any, models: Iterable[nn.Module]) -> Iterator[None]:
+    def watching(self, message: str, functions: Iterable[Any], models: Iterable[nn.Module] = ()) -> Iterator[None]:
         """Warn if a generator has moved at the end.
 
         Args:
-            loss_fn: The loss function, whose own generators count as well, if it refers to them directly.
+            message: The warning, with a place for the names of the generators.
+            functions: Functions and objects, whose own generators count as well, if they refer to them directly.
             models: The models, of which the generators in attributes count as well.
         """
-        attributes = [value for model in models for each in model.modules() for value in vars(each).values()]
-        found = [each for each in (*references(loss_fn), *attributes) if type(each) is torch.Generator]
+        held = [each for function in functions for each in references(function)]
+        held += [value for model in models for each in model.modules() for value in vars(each).values()]
+        found = [each for each in held if type(each) is torch.Generator]
         before = _states(found)
         yield
         after = _states(found)
         moved = [name for name, state in before.items() if after[name] != state]
         if moved:
             self.has_warned = True
-            warnings.warn(
-                f"The model or the loss function drew from {' and '.join(moved)} while shards were computed. {_CURE}",
-                RandomStreamWarning,
-                stacklevel=2,
-            )
+            warnings.warn(message.format(" and ".join(moved)), RandomStreamWarning, stacklevel=2)
 
 
 def _states(own: Iterable[torch.Generator]) -> dict[str, object]:

@@ -3,8 +3,8 @@
 from lockstep.updaters.ranks.consistency import (
     OnMismatch as OnMismatch,
     RankConsistency as RankConsistency,
-    describe_run as describe_run,
 )
 from lockstep.updaters.ranks.coordinator import Coordinator as Coordinator, LocalCoordinator as LocalCoordinator
+from lockstep.updaters.ranks.rank_errors import describe_error as describe_error, raise_error as raise_error
 from lockstep.updaters.ranks.rank_reduction import RankReduction as RankReduction, join_ranks as join_ranks
 from lockstep.updaters.ranks.same_batches import CURE as CURE, describe_batch as describe_batch

@@ -13,12 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
-from lockstep.communicators import Communicator, first_difference, traceback_text
-from lockstep.errors import DisagreementError, PeerError, PeerInterrupt, SignalExit
+from lockstep.communicators import Communicator, first_difference
+from lockstep.errors import DisagreementError
 from lockstep.replicas import fork_error
 from lockstep.stopping import STOP
 from lockstep.updaters.attempt import Described, UpdateSigint
 from lockstep.updaters.ranks.consistency import RankConsistency
+from lockstep.updaters.ranks.rank_errors import describe_error, raise_error
 from lockstep.updaters.ranks.rank_sum import RankSum
 from lockstep.updaters.ranks.same_batches import BATCHES, CURE, find_other_batches
 
@@ -188,8 +189,10 @@ class RankCoordinator(Coordinator):
         # All messages are checked for errors before any position is compared: a rank that failed has no position to
         # compare.
         for rank, each in enumerate(messages):
-            if "error" in each:
-                _raise_error(rank, each)
+            # The end of the data on one rank is a disagreement and not a failure: the other ranks have batches left.
+            if each.get("ended"):
+                _raise_ended(rank)
+            raise_error(rank, each)
         _check_positions([each["position"] for each in messages], batches, self._communicator)
         for each in messages:
             repeat |= each["repeat"]
@@ -222,36 +225,10 @@ class RankCoordinator(Coordinator):
         """Send this rank's error in place of the message that the other ranks are waiting for."""
         self._failed = True
         ended = isinstance(error, StopIteration)
-        messages = self._sum.exchange(
-            {
-                "error": f"{type(error).__name__}: {error}",
-                "traceback": traceback_text(error),
-                "phase": self._communicator.watch.phase,
-                "interrupt": isinstance(error, KeyboardInterrupt),
-                "ended": ended,
-                "stop": error.number if isinstance(error, SignalExit) else 0,
-            }
-        )
+        messages = self._sum.exchange({**describe_error(error, phase=self._communicator.watch.phase), "ended": ended})
         # Where the iterators of all ranks end in the same update, every rank keeps its own StopIteration.
         if ended and not all(each.get("ended") for each in messages):
             _raise_ended(self._communicator.rank)
-
-
-def _raise_error(rank: int, message: Mapping[str, Any]) -> None:
-    """Raise the error that is described by the message of a rank."""
-    if message["stop"]:
-        raise SignalExit(message["stop"])
-    # The end of the data on one rank is a disagreement and not a failure: the other ranks have batches left.
-    if message["ended"]:
-        _raise_ended(rank)
-    if message["interrupt"]:
-        raise PeerInterrupt(f"Rank {rank} was interrupted.", rank=rank)
-    raise PeerError(
-        f"Rank {rank} raised {message['error']}\nIts own traceback:\n{message['traceback'].rstrip()}",
-        rank=rank,
-        phase=message["phase"],
-        traceback=message["traceback"],
-    )
 
 
 def _raise_ended(rank: int) -> None:

@@ -13,7 +13,7 @@ import torch
 from lockstep.communicators import Communicator
 from lockstep.replicas import BufferRef
 from lockstep.updaters.attempt import Attempt, Described
-from lockstep.updaters.compute import RankTimer, ShardAssignment
+from lockstep.updaters.compute import ShardAssignment, workloads_of
 from lockstep.updaters.ranks import rank_sum
 from lockstep.updaters.ranks.consistency import RankConsistency
 from lockstep.updaters.ranks.coordinator import Position, RankCoordinator
@@ -35,7 +35,7 @@ class RankReduction:
         coordinator: Exchanges the reports.
         rank_sum: Sums the gradients.
         workloads: The relative speeds of the devices of every rank.
-        timer: Times the attempts of this rank.
+        may_move: Whether shards may move to other devices during the run, because that changes no bit.
     """
 
     def __init__(
@@ -44,21 +44,23 @@ class RankReduction:
         coordinator: RankCoordinator,
         rank_sum: RankSum,
         workloads: Sequence[Sequence[float]],
-        timer: RankTimer,
+        *,
+        may_move: bool,
     ) -> None:
         self._communicator = communicator
         self.coordinator = coordinator
         self._sum = rank_sum
-        self._timer = timer
         self._was_steady = False
         self._batches: list[Described] = []
-        self._workloads = list(workloads)
+        self.may_move = may_move
+        """Whether shards may still move to other devices; they do so once."""
+        self._workloads = list(map(list, workloads))
         self._assign()
 
     def _assign(self) -> None:
         # Replaced as a whole and compared by value: `share_of` caches its results by this assignment.
         rank, known = self._communicator.rank, tuple(map(tuple, self._workloads))
-        self.assignment = ShardAssignment(known[:rank], known[rank + 1 :], self._timer.speeds)
+        self.assignment = ShardAssignment(known[:rank], known[rank + 1 :])
         """The devices of the other ranks, as of the last exchange."""
         self.workloads = known[rank]
         """The workloads of this rank's devices, as the other ranks know them."""
@@ -73,7 +75,6 @@ class RankReduction:
         name = "" if attempt.given_batches else MAIN
         # The batches that a step function has taken come first, so that an error names the iterator if it can.
         self._batches = [*attempt.request.taken, *(describe_batch(each, name, update) for each in attempt.batches)]
-        self._timer.start_attempt()
 
     def begin_early_send(self, attempt: Attempt, position: Position, like: Sequence[torch.Tensor]) -> None:
         """Send gradients while backward still computes others, where that is possible.
@@ -95,9 +96,9 @@ class RankReduction:
         *,
         position: Position,
         repeat: bool,
-        workloads: Sequence[float],
-        like: Sequence[torch.Tensor],
+        speeds: Sequence[float] | None,
         buffer_refs: Sequence[BufferRef],
+        compares_buffers: bool,
     ) -> None:
         """Exchange reports, and sum what the devices of all ranks have computed.
 
@@ -105,20 +106,19 @@ class RankReduction:
             attempt: Receives the sums, not divided yet. It is not complete if a rank has to compute its share again.
             position: What must be the same on all ranks.
             repeat: Whether shards of this rank were left out.
-            workloads: The workloads of this rank's devices from the next attempt on.
-            like: Tensors with the shapes, dtypes and devices of the gradients.
+            speeds: The measured speeds of this rank's devices; None if they are not known.
             buffer_refs: References to the model's buffers.
+            compares_buffers: Whether buffers that have no mean are compared with those of other ranks.
 
         Raises:
             PeerError: If a rank failed.
             DisagreementError: If a rank is at another position.
             PeerInterrupt: If a rank was interrupted.
+            ValueError: If shards of several ranks changed a buffer that has no mean to different values.
         """
-        devices, share, timer, main_device = attempt.device_tasks, attempt.share, self._timer, like[0].device
-        # Partial sums are merged before the clock stops, because they are part of this rank's work.
+        devices, share = attempt.device_tasks, attempt.share
         gradients = self._sum.announce([each.gradients.partials for each in devices], share)
         buffers = RankBuffers.of(devices, share, buffer_refs) if buffer_refs else RankBuffers()
-        timer.end_compute(main_device, share.shards_by_device, self.workloads)
         shards: list[ShardReport] = []
         buffer_weight = 0
         for device in devices:
@@ -130,15 +130,15 @@ class RankReduction:
             gradients,
             buffers.contribution,
             buffers.weights,
-            workloads,
-            timer.measurement,
+            buffers.described(buffer_refs) if compares_buffers else {},
+            speeds if self.may_move else None,
         )
         # All shards are computed by now but nothing has been summed, so ranks with other batches can raise here.
         plain_reports = self.coordinator.exchange_reports(position, self._batches, report.to_plain(), repeat=repeat)
         attempt.complete = plain_reports is not None
         if plain_reports is not None:
             reports = list(map(RankReport.from_plain, plain_reports))
-            self._add_up(attempt, reports, timed=position["computation"] == 0, device=main_device)
+            self._add_up(attempt, reports)
             attempt.buffer_sums = (
                 [sum_buffers(self._communicator, buffers, reports, buffer_refs)] if buffer_refs else []
             )
@@ -147,15 +147,8 @@ class RankReduction:
         # Only after the sums: an error within them reaches the other ranks anyway, and must not be sent twice.
         self.coordinator.end_exchange()
 
-    def _add_up(self, attempt: Attempt, reports: Sequence[RankReport], *, timed: bool, device: torch.device) -> None:
-        """Store what all ranks have computed in the attempt.
-
-        Args:
-            attempt: The attempt.
-            reports: The reports of all ranks.
-            timed: Whether the time of the sum counts. That of a search or of another network does not.
-            device: The device of the sums.
-        """
+    def _add_up(self, attempt: Attempt, reports: Sequence[RankReport]) -> None:
+        """Store what all ranks have computed in the attempt."""
         attempt.reports, attempt.buffer_weight = [], 0
         contributions, steady = [], self._update_assignment(reports)
         # In order of ranks, which is the order of shards: divisor and mean loss are the same on every rank.
@@ -163,34 +156,21 @@ class RankReduction:
             attempt.reports += report.shards
             attempt.buffer_weight += report.buffer_weight
             contributions.append(report.gradients)
-            steady &= len(report.workloads) == 1
-        self._timer.start_sum()
         # Not divided during the sum: every rank divides and checks in one pass over memory afterwards.
         attempt.gradients = self._sum.sum(tuple(contributions), steady=steady)
-        if timed:
-            self._timer.end_sum(device, [len(each.shards) for each in contributions])
 
     def _update_assignment(self, reports: Sequence[RankReport]) -> bool:
-        """Adopt the workloads and speeds that all ranks have reported; return whether shards stay where they are."""
-        timer, before = self._timer, self.assignment.speeds
-        measurements, workloads = [], []
-        for report in reports:
-            measurements.append(report.measurement)
-            workloads.append(report.workloads)
-        timer.adopt(measurements)
-        steady = workloads == self._workloads and timer.speeds == before
-        # Times per shard were measured with the old workloads of a rank's devices.
-        if workloads != self._workloads:
-            timer.restart()
+        """Adopt the speeds that all ranks have measured; return whether sums of single devices stay where they are."""
+        speeds = [report.speeds for report in reports if report.speeds is not None]
+        # A rank that has repeated an attempt knows its speeds earlier than the others.
+        steady = len(speeds) < len(reports)
         if not steady:
-            self._workloads = workloads
+            self._workloads, self.may_move = workloads_of(speeds), False
             self._assign()
-        # Gradients that are sent early would disturb the measurement.
-        steady &= not timer.measuring
         if steady and not self._was_steady and self._communicator.rank == 0:
             LOG.info("Shards on each rank: %s.", " + ".join(str(len(each.shards)) for each in reports))
         self._was_steady = steady
-        return steady
+        return steady and all(len(devices) == 1 for devices in self._workloads)
 
     def gather_nonfinite(self, found: Sequence[NonFiniteShard]) -> list[NonFiniteShard]:
         """Return the non-finite shards that all ranks have found, on every rank."""
@@ -238,10 +218,10 @@ def join_ranks(
                 f"and not on rank {0 if each else rank}. Ranks can only be timed together: pass "
                 '"auto" on all of them, or numbers on each.'
             )
-    # A single rank whose shards cannot move is enough to keep all shards where they are.
-    timer = RankTimer(measuring=all(all_movable) and all(all_measure))
     total = RankSum(communicator, rank_sum.DEFAULTS, one_machine=len(set(machines)) == 1)
-    return RankReduction(communicator, RankCoordinator(communicator, consistency, total), total, all_workloads, timer)
+    coordinator = RankCoordinator(communicator, consistency, total)
+    # A single rank whose shards cannot move is enough to keep all shards where they are.
+    return RankReduction(communicator, coordinator, total, all_workloads, may_move=all(all_movable))
 
 
 def machine_name() -> str:

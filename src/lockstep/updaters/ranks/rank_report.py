@@ -14,7 +14,6 @@ from typing import Any, SupportsFloat
 import torch
 
 from lockstep.communicators import Contribution
-from lockstep.updaters.compute import RankMeasurement
 from lockstep.updaters.result import ShardReport
 
 
@@ -29,8 +28,8 @@ class RankReport:
         gradients: The description of this rank's partial sums of gradients.
         buffers: The description of this rank's partial sums of buffers.
         changed_weights: For each buffer, the total weight of the shards that changed it.
-        workloads: The relative speeds of the rank's devices from the next attempt on.
-        measurement: The times that this rank has measured; None as long as it has too few.
+        firsts: The digests of buffers that have no mean, by their numbers, where they are compared.
+        speeds: The measured speeds of the rank's devices; None until they are known, or if they are not measured.
     """
 
     shards: Sequence[ShardReport]
@@ -38,8 +37,8 @@ class RankReport:
     gradients: Contribution
     buffers: Contribution
     changed_weights: Sequence[float]
-    workloads: Sequence[float]
-    measurement: RankMeasurement | None
+    firsts: Mapping[str, str]
+    speeds: Sequence[float] | None
 
     def to_plain(self) -> dict[str, Any]:
         """Convert the report to lists, numbers and text."""
@@ -48,36 +47,36 @@ class RankReport:
             metrics: dict[str, Any] = {}
             for name, (total, weight) in report.metrics.items():
                 metrics[name] = [_encode_number(total), _encode_number(weight)]
-            shards.append([report.shard, report.weight, _encode_number(report.loss.reshape(())), metrics])
-        measurement = self.measurement
+            loss = _encode_number(report.loss.reshape(()))
+            shards.append([report.shard, report.weight, loss, metrics, report.has_own_weight])
         return {
             "shards": shards,
             "buffer_weight": self.buffer_weight,
             "gradients": _encode_contribution(self.gradients),
             "buffers": _encode_contribution(self.buffers),
             "changed_weights": self.changed_weights,
-            "workloads": self.workloads,
-            "measurement": None if measurement is None else [measurement.seconds, measurement.transfer],
+            "firsts": self.firsts,
+            "speeds": self.speeds,
         }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> RankReport:
         """Create a report from what `to_plain` returned."""
         shards = []
-        for shard, weight, loss, values in plain["shards"]:
+        for shard, weight, loss, values, has_own_weight in plain["shards"]:
             metrics: dict[str, Any] = {}
             for name, (total, share) in values.items():
                 metrics[name] = (_decode_number(total), _decode_number(share))
-            shards.append(ShardReport(shard, weight, torch.as_tensor(_decode_number(loss)), metrics))
-        measurement = plain["measurement"]
+            value = torch.as_tensor(_decode_number(loss))
+            shards.append(ShardReport(shard, weight, value, metrics, has_own_weight))
         return cls(
             shards,
             plain["buffer_weight"],
             _decode_contribution(plain["gradients"]),
             _decode_contribution(plain["buffers"]),
             plain["changed_weights"],
-            plain["workloads"],
-            None if measurement is None else RankMeasurement(*measurement),
+            plain["firsts"],
+            plain["speeds"],
         )
 
 

@@ -23,7 +23,7 @@ CURE: Final = (
     "Every rank must be given the same batches, because lockstep cuts each of them over the ranks itself: remove a "
     "DistributedSampler and every other split of the data by rank, and use seeds that do not depend on the rank. A "
     "DataLoader that shuffles also needs the same torch.manual_seed on every rank, and a dataset that draws from "
-    "random or NumPy the same seeds of these."
+    "random or NumPy the same seeds of these. A loss function must not change batches in place that are used again."
 )
 
 

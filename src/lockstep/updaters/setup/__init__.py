@@ -7,10 +7,13 @@ from lockstep.updaters.setup.accumulation import (
     most_batches as most_batches,
 )
 from lockstep.updaters.setup.batches import (
+    Conversion as Conversion,
     Converter as Converter,
+    DeviceShards as DeviceShards,
+    KeptBatches as KeptBatches,
+    ShardData as ShardData,
     batch_size as batch_size,
     read_batches as read_batches,
-    shard_tensors as shard_tensors,
 )
 from lockstep.updaters.setup.names import (
     MAIN as MAIN,

@@ -90,20 +90,16 @@ def _itself(replica: nn.Module) -> nn.Module:
     return replica
 
 
-def parse_networks(model: object, models: object) -> NetworkSet:
-    """Parse the arguments `model` and `models`, exactly one of which must be given.
+def parse_networks(model: object) -> NetworkSet:
+    """Parse the argument `model`.
 
     Args:
         model: One module, or several by name.
-        models: The same under another name.
 
     Raises:
-        TypeError: If both or neither are given, or if one of them holds something that is not a module.
+        TypeError: If it is something else.
     """
-    if (model is None) == (models is None):
-        raise TypeError("Either `model` or `models` must be given, got " + ("none." if model is None else "both."))
-    given, argument = (models, "models") if model is None else (model, "model")
-    networks = by_name(argument, given, nn.Module, "a torch.nn.Module")
+    networks = by_name("model", model, nn.Module, "a torch.nn.Module")
     return NetworkSet(networks, several=networks.keys() != {MAIN})
 
 

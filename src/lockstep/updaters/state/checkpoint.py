@@ -38,6 +38,7 @@ def live_state_of(training: TrainingState, *, num_shards: int, seed: int) -> dic
         seed: The seed of the random streams.
     """
     frozen = frozen_names(training.models)
+    hooks = {name: each.state_dict() for name, each in training.step_hooks().items()}
     return {
         "num_shards": num_shards,
         "seed": seed,
@@ -49,6 +50,7 @@ def live_state_of(training: TrainingState, *, num_shards: int, seed: int) -> dic
         "models": {name: lazy.state_of(each) for name, each in training.models.items()},
         "schedulers": {name: each.state_dict() for name, each in training.schedulers.items()},
         "epoch_schedulers": {name: each.state_dict() for name, each in training.epoch_schedulers.items()},
+        **({"step_hooks": hooks} if hooks else {}),
         **({"frozen": frozen} if frozen else {}),
         **({} if training.carried is None else {"carried": training.carried.state_dict()}),
     }
@@ -108,6 +110,8 @@ def _load_parts(training: TrainingState, state: Mapping[str, Any]) -> None:
         scheduler.load_state_dict(state["schedulers"][name])
     for name, scheduler in training.epoch_schedulers.items():
         scheduler.load_state_dict(state["epoch_schedulers"][name])
+    for name, hook in training.step_hooks().items():
+        hook.load_state_dict(copy_state(state["step_hooks"][name]))
 
 
 def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -119,8 +123,8 @@ def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """
     # A state without frozen parameters does not mention them.
     check_keys({key: state[key] for key in state if key != "frozen"}, own.keys() - {"frozen"}, of="a ParallelUpdater")
-    for part in ("iterators", "optimizers", "models", "schedulers", "epoch_schedulers"):
-        check_keys(state[part], own[part], of=f"the {part} of a ParallelUpdater")
+    for part in ("iterators", "optimizers", "models", "schedulers", "epoch_schedulers", "step_hooks"):
+        check_keys(state.get(part, {}), own.get(part, {}), of=f"the {part} of a ParallelUpdater")
     if state["num_shards"] != own["num_shards"]:
         raise StateError(
             f"`state` must have {own['num_shards']} shards per batch, got {state['num_shards']}. The result "

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.optim import without_pre_hooks
+from lockstep.optim import StatefulHook, without_pre_hooks
 from lockstep.precision import MasterWeights
 
 
@@ -23,7 +23,7 @@ class Savepoint:
     Args:
         model: All networks. Parameters without a shape are left out; see `include`.
         optimizers: The optimizers, of which the state, options and counters are copied.
-        schedulers: The learning rate schedulers.
+        stateful: The learning rate schedulers, and the hooks of steps with a state.
         masters: The float32 master weights of parameters in half precision.
     """
 
@@ -31,13 +31,13 @@ class Savepoint:
         self,
         model: nn.Module,
         optimizers: Iterable[Optimizer],
-        schedulers: Iterable[LRScheduler],
+        stateful: Iterable[LRScheduler | StatefulHook],
         masters: Iterable[MasterWeights] = (),
     ) -> None:
         self._tensors: dict[torch.Tensor, torch.Tensor] = {}
         self.include(model)
         self._optimizers = [(optimizer, copy_state(optimizer.state_dict())) for optimizer in optimizers]
-        self._schedulers = [(scheduler, copy_state(scheduler.state_dict())) for scheduler in schedulers]
+        self._stateful = [(each, copy_state(each.state_dict())) for each in stateful]
         self._masters = [(each, copy_state(each.saved_masters())) for each in masters]
 
     def include(self, model: nn.Module) -> None:
@@ -58,8 +58,8 @@ class Savepoint:
             tensor.copy_(before)
         for optimizer, state in self._optimizers:
             _restore(optimizer, state)
-        for scheduler, state in self._schedulers:
-            scheduler.load_state_dict(state)
+        for each, state in self._stateful:
+            each.load_state_dict(state)
         for masters, values in self._masters:
             masters.load_masters(values)
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.data import Iterator
-from lockstep.optim import HookedOptimizer
+from lockstep.optim import HookedOptimizer, StatefulHook
 from lockstep.precision import CurrentScale, LossScale, MasterWeights, to_device
 from lockstep.replicas import ReplicaSet
 from lockstep.updaters.setup import MAIN, Names, look_up
@@ -150,6 +150,19 @@ class TrainingState:
             for name, each in self.optimizers.items()
         }
 
+    def step_hooks(self) -> dict[str, StatefulHook]:
+        """Return the hooks with a state that PyTorch calls in steps, by optimizer and position.
+
+        The state of hooks that were added with `add_hook` is that of their optimizer.
+        """
+        found: dict[str, StatefulHook] = {}
+        for name, each in self.optimizers.items():
+            pre, post = each._optimizer_step_pre_hooks, each._optimizer_step_post_hooks
+            for index, hook in enumerate([*pre.values(), *post.values()]):
+                if isinstance(hook, StatefulHook):
+                    found[f"{name}/{index}"] = hook
+        return found
+
     def master_weights(self, model: str) -> dict[str, torch.Tensor]:
         """Return the float32 master weights of one model, by the names of their parameters.
 
@@ -193,7 +206,8 @@ class TrainingState:
     def save(self) -> Savepoint:
         """Copy everything that steps may change."""
         schedulers = [*self.schedulers.values(), *self.epoch_schedulers.values()]
-        return Savepoint(self.replicas.model, self.optimizers.values(), schedulers, self._all_masters())
+        stateful = [*schedulers, *self.step_hooks().values()]
+        return Savepoint(self.replicas.model, self.optimizers.values(), stateful, self._all_masters())
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -15,8 +14,7 @@ from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Deferral
-from lockstep.updaters.compute import DeviceTimer, PhaseTimer
-from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, describe_run, join_ranks
+from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
     Recipe,
@@ -65,22 +63,13 @@ class Parts:
     deferral: Deferral
     skips: SkippedUpdates
 
-    def time_phases(self) -> PhaseTimer:
-        """Return a timer of the phases of updates, which replaces an earlier one."""
-        self.engine.watch = timer = PhaseTimer(self.communicator.watch, self.engine.replicas.devices)
-        return timer
-
-    def end_timing(self) -> None:
-        """Remove the timer."""
-        self.engine.watch = self.communicator.watch
-
 
 def assemble(
     recipe: Recipe,
     *,
     iterator: Any,
     optimizer: Any,
-    models: tuple[Any, Any],
+    model: Any,
     placement: tuple[Any, Any],
     schedulers: tuple[Any, Any],
     loss_scale: LossScale | float | None,
@@ -98,7 +87,7 @@ def assemble(
         recipe: The arguments that the result depends on.
         iterator: The argument `iterator` of `ParallelUpdater`.
         optimizer: The argument `optimizer`.
-        models: The arguments `model` and `models`, one of which must be None.
+        model: The argument `model`.
         placement: The arguments `devices` and `workloads`.
         schedulers: The arguments `scheduler` and `epoch_scheduler`.
         loss_scale: The argument `loss_scale`; None for the loss scale of the optimizers.
@@ -121,7 +110,7 @@ def assemble(
     _prepare_hooks(optimizers)
     devices, workloads = placement
     check_unnamed(devices, workloads)
-    networks = parse_networks(*models)
+    networks = parse_networks(model)
     # Before replicas are created: nothing of the user's is touched until its arguments are known to fit.
     check_fit(recipe, networks, optimizers, carried, custom_step=custom_step)
     fixed = fixed_workloads(recipe, workloads)
@@ -136,17 +125,16 @@ def assemble(
         scale=CurrentScale(choose_loss_scale(loss_scale, optimizers)),
         carried=None if carried is None else CarriedValues(carried, replicas.devices[0]),
     )
-    description = partial(describe_run, training, recipe)
     # Collective: every rank must reach this call.
     ranks = join_ranks(
         communicator,
         replicas.workloads,
-        RankConsistency(communicator, training, description, every=check_every, differing=differing_models),
+        RankConsistency(communicator, training, recipe, every=check_every, differing=differing_models),
         movable=recipe.num_shards is not None,
         measure=workloads == "auto",
     )
-    device_timer = DeviceTimer(replicas.devices) if workloads == "auto" and len(replicas.devices) > 1 else None
-    engine = GradientEngine(training, recipe, watch=communicator.watch, device_timer=device_timer, ranks=ranks)
+    measure = workloads == "auto" and (len(replicas.devices) > 1 if ranks is None else ranks.may_move)
+    engine = GradientEngine(training, recipe, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
     # Before master weights are created, which are allocated on the devices of their parameters.
     replicas.model.to(replicas.devices[0])
     check_reached(training.optimizers, training.models)
@@ -155,7 +143,7 @@ def assemble(
     # A step function may use batches in any way.
     if replicas.accelerators and copy_ahead and not custom_step:
         always = copy_ahead is True
-        engine.ahead = NextBatches(training.iterator, replicas, recipe, engine.share, always=always)
+        engine.ahead = NextBatches(training.iterator, replicas, engine.conversion, engine.share, always=always)
     if ranks is not None:
         # Each process loads only the samples of its own shards.
         for each in training.iterators.values():

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal, get_args
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final, Literal, get_args
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
+from lockstep.errors import OrderError
 from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
-from lockstep.replicas import check_no_trained_buffers
+from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
+from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.batch_loss import BatchLoss
+from lockstep.updaters.compute import PreparedModel
+from lockstep.updaters.detectors import LOSSES, attributes, names_in, references
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.state import Carried
 from lockstep.updaters.step.fused import check_dense
+
+MOST_FUNCTIONS: Final = 100
+"""The number of functions that are looked at most, of those that a loss function calls."""
 
 
 def check_fit(
@@ -54,8 +64,6 @@ def check_fit(
         recipe.check_custom_step()
     elif recipe.loss_fn is None and networks.several:
         raise ValueError("`loss_fn` must be given for several networks, got None.")
-    if recipe.flat_gradients:
-        check_flat(optimizers, custom_step=custom_step)
 
 
 def check_run_options(communicator: object, check_every: object, differing_models: str, copy_ahead: object) -> None:
@@ -223,27 +231,12 @@ def clipping_norms(given: float | Mapping[str, float] | None, optimizers: Mappin
     return norms
 
 
-def check_flat(optimizers: Mapping[str, Optimizer], *, custom_step: bool) -> None:
-    """Check that the gradients of all parameters can lie in one tensor.
-
-    Raises:
-        ValueError: If there are several optimizers, a step function, or parameters of several dtypes.
-    """
-    if custom_step or len(optimizers) > 1:
-        raise ValueError(
-            "`flat_gradients` must be False with several optimizers or a step function or LBFGS, got True."
-        )
-    (optimizer,) = optimizers.values()
-    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
-    if len(dtypes) > 1:
-        raise ValueError(f"`flat_gradients` must be False for parameters of several dtypes, got {dtypes}.")
-
-
 def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:
     """Check that every optimizer still holds a parameter of the models.
 
     On CUDA devices `Module.to` keeps the parameters and replaces their memory. On other accelerators it may replace the
-    parameters, and an optimizer that was created before would step the old ones, which train nothing.
+    parameters, as `load_state_dict(assign=True)` does, and an optimizer that was created before would step the old
+    ones, which train nothing.
 
     Raises:
         ValueError: If an optimizer holds none.
@@ -254,9 +247,53 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
         if held and known.isdisjoint(held):
             raise ValueError(
                 f"`optimizer` must hold parameters of `model`, but none of those in {name!r} belongs to it any more. "
-                "Moving the model to this type of device has replaced its parameters: call `model.to(device)` before "
-                "you create the optimizer."
+                "They were replaced, by `load_state_dict(assign=True)`, by another layer, or by moving the model to "
+                "this type of device: do this before you create the optimizer."
             )
+
+
+def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Module) -> None:
+    """Check what the shards of one of the first updates have used and changed, before they are summed.
+
+    Args:
+        attempt: The attempt, whose shards are computed.
+        prepared: The model as it was run.
+        model: The original model.
+
+    Raises:
+        ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit.
+    """
+    loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
+    check_lookups(loss_fn, model)
+    used_by = loss_fn, [runner.replica for runner in prepared.runners]
+    check_leaves(attempt.gradient_context.foreign_leaves, "loss_fn", used_by, (shards, [*model.parameters()]))
+    counted = {report.shard for task in attempt.device_tasks for report in task.reports}
+    sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted]
+    check_buffers([task.buffer_sum for task in attempt.device_tasks], prepared.buffer_refs, sizes)
+
+
+def check_lookups(loss_fn: Any, model: nn.Module) -> None:
+    """Check that a loss function, and functions that it calls, look up no parameters or modules by identity.
+
+    Args:
+        loss_fn: The loss function.
+        model: The original model.
+
+    Raises:
+        ValueError: If one of them refers to a container by which it could.
+    """
+    kinds = (FunctionType, MethodType, partial, *LOSSES)
+    functions = [loss_fn if type(loss_fn) in kinds else type(loss_fn).__call__.__get__(loss_fn)]
+    containers: list[Any] = []
+    for function in functions:
+        found = references(function.__func__ if type(function) is MethodType else function)
+        if type(function) is MethodType and type(function.__func__) is FunctionType:
+            own = attributes(function.__self__)
+            found += [own[name] for name in names_in(function.__func__.__code__) if name in own]
+        new = [each for each in found if type(each) in kinds and each not in functions]
+        functions += new[: MOST_FUNCTIONS - len(functions)]
+        containers += [each for each in found if issubclass(type(each), set | frozenset | dict | list | tuple)]
+    check_no_lookups(containers, model, "loss_fn")
 
 
 def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:
@@ -296,11 +333,46 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
                     raise ValueError(
                         f"{label} must hold parameters of `model` only, got one of {shape} in group {index} "
                         "that does not belong to it. If it belongs to another network, such as a loss with weights of "
-                        "its own, pass all networks as a dict by name. If the model was moved after the optimizer was "
-                        "created, create the optimizer again: on some devices, `Module.to` replaces parameters."
+                        "its own, pass all networks as a dict by name. If it was replaced after the optimizer was "
+                        "created, by `load_state_dict(assign=True)`, by another layer, or on some devices by "
+                        "`Module.to`, create the optimizer again."
                     )
                 if owners.setdefault(id(parameter), owner) != owner:
                     raise ValueError(
                         "`optimizer` must hold each parameter in one optimizer only, got "
                         f"{names[id(parameter)]!r} in {owners[id(parameter)]!r} and {owner!r}."
                     )
+
+
+USED_VERSION: Final = "_lockstep_used_version"
+"""The attribute of a gradient with the version in which an update has used it. It belongs to the gradient and not to an
+updater, because several may train one model in turn."""
+
+
+def check_no_unused_gradients(
+    parameters: Mapping[str, torch.Tensor], wanted: Collection[int] | None, used_at: Mapping[int, int]
+) -> None:
+    """Refuse gradients that no optimizer has stepped by, before those of an update replace them.
+
+    Args:
+        parameters: The parameters by name.
+        wanted: The ``id`` of the parameters that are about to get a gradient, or None for all.
+        used_at: The version of each parameter after the last update, by its ``id``. If it has another one, you have
+            stepped by a gradient of your own since.
+
+    Raises:
+        OrderError: If a gradient is neither that of a finished update nor zero.
+    """
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is None or (wanted is not None and id(parameter) not in wanted):
+            continue
+        if used_at.get(id(parameter), parameter._version) != parameter._version:
+            continue
+        if gradient.__dict__.get(USED_VERSION) != gradient._version and bool((gradient.to_dense() != 0).any()):
+            raise OrderError(
+                f"The gradient of {name!r} must be None, zero or that of the last update before another one is "
+                "computed, got one that no optimizer has used, which would be lost. Add its loss to that of the "
+                "update, call `apply_gradients` after each `compute_gradients` (to `accumulate` batches is an option "
+                "of the updater), or drop it by `optimizer.zero_grad()`."
+            )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
+from operator import attrgetter
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,14 +13,16 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
-from lockstep.updaters.attempt import FINITE, Attempt, Deferral
+from lockstep.updaters.attempt import FINITE, Attempt, Deferral, StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.state import TrainingState
-from lockstep.updaters.step.checks import clipping_norms
+from lockstep.updaters.step.checks import USED_VERSION, check_no_unused_gradients, clipping_norms
 from lockstep.updaters.step.engine import GradientEngine
-from lockstep.updaters.step.optimizer_step import OptimizerStep
+from lockstep.updaters.step.optimizer_step import NO_STREAM, OptimizerStep
 from lockstep.updaters.step.skips import SkippedUpdates
+
+BACKWARD_HOOKS_OF: Final = attrgetter("_backward_hooks")
 
 
 class Committer:
@@ -32,6 +35,9 @@ class Committer:
         skips: Notices updates that are skipped.
         auto_new_epoch: Whether to notify optimizers that count epochs.
         clip: The argument `clip_grad_norm` of the updater.
+
+    Attributes:
+        stream: The stream of what an update draws after its shards.
     """
 
     def __init__(
@@ -54,6 +60,12 @@ class Committer:
             name: OptimizerStep(each, training.masters.get(name), norms.get(name))
             for name, each in training.optimizers.items()
         }
+        self.stream = StepStream(
+            engine.replicas.devices[0],
+            engine.recipe.seed,
+            engine.first_stream,
+            lambda functions: engine.first_updates.watching_steps(training.iteration, functions),
+        )
         self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
 
     def assign_gradients(self, attempt: Attempt) -> None:
@@ -61,10 +73,21 @@ class Committer:
 
         Tensor hooks that the user registered on a parameter run once, as they would in a hand-written loop.
         """
-        masters = self._training.masters
         # The user may have written to weights between updates. Master weights must follow before the step.
-        for each in masters.values():
+        for each in self._training.masters.values():
             each.refresh()
+        parameters = self._engine.prepared.parameters
+        if any(map(BACKWARD_HOOKS_OF, parameters)):
+            hooks = [hook for parameter in parameters for hook in (parameter._backward_hooks or {}).values()]
+            with self.stream.opened(attempt, hooks):
+                self._assign(attempt)
+        else:
+            self._assign(attempt)
+        attempt.gradients_assigned = True
+
+    def _assign(self, attempt: Attempt) -> None:
+        """Run tensor hooks, and store the gradients."""
+        masters = self._training.masters
         prepared, wanted = self._engine.prepared, attempt.request.wanted
         for parameter in prepared.frozen:
             # A parameter that has been frozen since still has the gradient of its last update, by which an optimizer
@@ -86,7 +109,19 @@ class Committer:
                     # kernels ignore.
                     gradient = laid_out_for(target, gradient)  # noqa: PLW2901 - see above
             target.grad = gradient
-        attempt.gradients_assigned = True
+
+    def check_no_unused_gradients(self, wanted: Collection[int] | None) -> None:
+        """Refuse gradients that no optimizer has used, at master weights where there are any.
+
+        Args:
+            wanted: The ``id`` of the parameters that are about to get a gradient, or None for all.
+
+        Raises:
+            OrderError: If a gradient is neither that of a finished update nor zero.
+        """
+        named = self._engine.prepared.named_parameters.items()
+        targets = {name: self._gradient_target(each) for name, each in named if wanted is None or id(each) in wanted}
+        check_no_unused_gradients(targets, None, self._engine.used_at)
 
     def _gradient_target(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter or master weight whose ``grad`` an optimizer reads."""
@@ -111,20 +146,42 @@ class Committer:
         Returns:
             The result of the update.
         """
-        if not attempt.gradients_assigned:
-            self.assign_gradients(attempt)
-        if attempt.overflow_check is not FINITE:
-            self.note(names, attempt)
-        if len(names) > 1:
-            return self._commit_several(names, attempt, settings, consumed)
-        applied = attempt.applied
-        late_errors = [] if applied is False else self._apply(names, attempt, settings)
-        late_errors += self._count(applied, consumed)
-        # Before errors of user code are raised: the update counts as done, and its scale must not be lost.
-        self._training.scale = attempt.next_scale(self._training.scale)
+        if self._training.masters and not attempt.gradients_assigned:
+            self.check_no_unused_gradients(attempt.request.wanted)
+        try:
+            if not attempt.gradients_assigned:
+                self.assign_gradients(attempt)
+            if attempt.overflow_check is not FINITE:
+                self.note(names, attempt)
+            if len(names) > 1:
+                return self._commit_several(names, attempt, settings, consumed)
+            applied = attempt.applied
+            late_errors = [] if applied is False else self._apply(names, attempt, settings)
+            late_errors += self._count(applied, consumed)
+            # Before errors of user code are raised: the update counts as done, and its scale must not be lost.
+            self._training.scale = attempt.next_scale(self._training.scale)
+        except BaseException:
+            self.mark_gradients_used()
+            raise
         for error in late_errors:
             raise error
         return attempt.result(applied=applied)
+
+    def mark_gradients_used(self) -> None:
+        """Note that the gradients need not be kept; a later change, as by another backward, ends this."""
+        used_at = self._engine.used_at = {}
+        counts_writes = True
+        for optimizer in self._training.optimizers.values():
+            for group in optimizer.param_groups:
+                # Fused kernels leave the version of a weight as it is, so a step of your own would go unnoticed.
+                counts_writes &= not group.get("fused")
+        for parameter in self._engine.prepared.parameters:
+            used_at[id(parameter)] = parameter._version if counts_writes else -1
+            gradient = parameter.grad
+            if gradient is not None:
+                gradient.__dict__[USED_VERSION] = gradient._version
+        for masters in self._training.masters.values():
+            masters.drop_gradients()
 
     def _commit_several(
         self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
@@ -162,6 +219,7 @@ class Committer:
         applied = attempt.applied
         if applied is not False:
             _raise_first(self._apply(names, attempt, settings))
+        self.mark_gradients_used()
         self._training.scale = attempt.next_scale(self._training.scale)
         return applied
 
@@ -195,8 +253,9 @@ class Committer:
         num_devices = len(replicas.devices) if prepared.tree_sum.is_parallel else 1
         run = partial(replicas.run, settings=settings)
         late_errors: list[BaseException] = []
+        draws = partial(self.stream.opened, attempt)
         for name in names:
-            error = self._steps[name].step(num_devices=num_devices, run=run, found_inf=found_inf)
+            error = self._steps[name].step(num_devices=num_devices, run=run, draws=draws, found_inf=found_inf)
             if error is not None:
                 late_errors.append(error)
         if self._clips:
@@ -209,7 +268,9 @@ class Committer:
             self._training.keep_carried(attempt.carried, unless=found_inf)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
-                late_errors += collect_error(scheduler.step)
+                is_known = type(scheduler).__module__.startswith(("torch.", "lockstep."))
+                with NO_STREAM if is_known else draws([scheduler]):
+                    late_errors += collect_error(scheduler.step)
         return late_errors
 
     def step_with_closure(self, name: str, closure: Callable[[], torch.Tensor]) -> None:
@@ -244,6 +305,7 @@ class Committer:
         Returns:
             The errors that user code raised. Everything else was done nevertheless.
         """
+        self.mark_gradients_used()
         self._engine.watch.phase = "end"
         training = self._training
         training.iteration += 1

@@ -12,14 +12,13 @@ import torch
 
 from lockstep.errors import OrderError
 from lockstep.precision import CurrentScale, asks_for_closure
-from lockstep.streams import STEP, DefaultStream, stream_seed, substream
 from lockstep.updaters.attempt import Attempt, Described, GradientRequest, UpdateContext
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.gathering import GatheredBatch
 from lockstep.updaters.loss import LossFunction, is_summed
 from lockstep.updaters.ranks import describe_batch
 from lockstep.updaters.result import UpdateResult
-from lockstep.updaters.setup import MAIN, Names, look_up
+from lockstep.updaters.setup import MAIN, Names, ShardData, look_up
 from lockstep.updaters.step.assembly import Parts
 
 
@@ -34,6 +33,7 @@ class CustomStepState:
         computations: The number of gradients computed so far.
         results: What each gradient measured, with the optimizers it was for.
         applied: Whether any optimizer stepped; a tensor where only the device knows.
+        data: The tensors of the shards that have run.
         described: Descriptions of the batches taken from iterators, if there are other ranks to compare them with.
     """
 
@@ -43,6 +43,7 @@ class CustomStepState:
     computations: int = 0
     results: list[tuple[Names, UpdateResult]] = field(default_factory=list)
     applied: bool | torch.Tensor = False
+    data: list[ShardData] = field(default_factory=list)
     described: list[Described] = field(default_factory=list)
 
     def result(self, scale: CurrentScale, optimizers: Collection[str]) -> UpdateResult:
@@ -112,10 +113,9 @@ class CustomStep:
         context.savepoint = savepoint = training.save()
         self.state = state = CustomStepState(context, Counter({MAIN: 1}))
         try:
-            with DefaultStream(engine.replicas.devices[0]) as stream, self._coordinator.reporting_errors():
-                # The step function itself may draw random numbers. They come from a stream of this update, so that a
-                # repeated update draws the same ones.
-                stream.seed(stream_seed(engine.recipe.seed, substream(STEP) + engine.first_stream()))
+            # The step function itself may draw random numbers. They come from a stream of this update, so that a
+            # repeated update draws the same ones.
+            with self._committer.stream.opened(), self._coordinator.reporting_errors():
                 self._describe(batch, MAIN)
                 core(batch)
                 # Before counting: once the ranks have agreed, none of them may fail or deliver an interrupt.
@@ -127,7 +127,10 @@ class CustomStep:
             # A second Ctrl-C must not interrupt the restoring.
             context.interrupts.hold()
             savepoint.restore()
+            self._committer.mark_gradients_used()
             training.scale = scale
+            # Restored when a batch is used again, because not all batches can be.
+            engine.kept.unsettled[:0] = state.data
             raise
         finally:
             self.state = None
@@ -155,9 +158,11 @@ class CustomStep:
             buffers_of=buffers_of,
         )
         state = self.state
+        unused = self._unused_gradient(request.wanted)
         if state is not None:
             request = replace(request, computation=state.computations, taken=tuple(state.described))
             attempt = self._final_attempt(request, names, batch, state.context, no_retry=False)
+            attempt.replaced = unused
             state.computations += 1
             state.pending[names] = attempt
             result = attempt.result(applied=False)
@@ -170,8 +175,19 @@ class CustomStep:
         with UpdateContext(self._training.replicas) as context:
             request = replace(request, computation=computation)
             attempt = self._final_attempt(request, names, batch, context, no_retry=True)
+        attempt.replaced = unused
         self._pending[names] = attempt
         return attempt.result(applied=False)
+
+    def _unused_gradient(self, wanted: Collection[int] | None) -> OrderError | None:
+        """Return the error for a gradient that the next one replaces, to be raised if that one is stepped by."""
+        if self._pending if self.state is None else self.state.pending:
+            try:
+                self._committer.check_no_unused_gradients(wanted)
+            except OrderError as error:
+                self._committer.mark_gradients_used()
+                return error
+        return None
 
     def _final_attempt(
         self, request: GradientRequest, names: Names, batch: Any, context: UpdateContext, *, no_retry: bool
@@ -190,11 +206,15 @@ class CustomStep:
                 engine.check(attempt)
             attempt = self._retry.next_attempt(attempt)
         self._committer.assign_gradients(attempt)
+        if self.state is not None:
+            self.state.data += engine.kept.unsettled
+        engine.kept.settle(engine.recipe.batch_dim)
         return attempt
 
     def _gather(self, request: GradientRequest, loss: BatchLoss, batch: Any, context: UpdateContext) -> GradientRequest:
         """Compute a loss over the whole batch, and return the request with its gradient for each shard."""
-        engine, gathered, scale = self._engine, GatheredBatch(loss), self._training.scale
+        engine, scale = self._engine, self._training.scale
+        gathered = GatheredBatch(loss, engine.replicas.model)
         asked = replace(request, shard_loss=gathered.collect, gathers=True)
         attempt = Attempt(asked, scale, scale, given_batches=[batch])
         attempt.complete = False
@@ -214,8 +234,8 @@ class CustomStep:
         """Step by the gradient that was computed; see `ParallelUpdater.apply_gradients`.
 
         Raises:
-            OrderError: If no gradient was computed for these optimizers, or this process was forked since, or an
-                optimizer that computes gradients again steps outside of an update.
+            OrderError: If no gradient was computed for these optimizers or it has replaced another one, or this process
+                was forked since, or an optimizer that computes gradients again steps outside of an update.
         """
         names = self._training.names_of(optimizer)
         state = self.state
@@ -270,6 +290,8 @@ class CustomStep:
                 now = computed.pop()
             else:
                 batch, context = attempt.given_batches[0], state.context
+                self._committer.mark_gradients_used()
+                self._engine.kept.unsettled.append(state.data.pop())
                 now = self._final_attempt(attempt.request, (name,), batch, context, no_retry=False)
             self._training.scale = now.next_scale(self._training.scale)
             if not bool(now.applied):
@@ -292,6 +314,7 @@ class CustomStep:
     def forget_gradients(self) -> None:
         """Forget gradients that were computed but not applied."""
         self._pending = {}
+        self._committer.mark_gradients_used()
 
     def next_batch(self, name: str) -> Any:
         """Return another batch; its iterator advances when the update is complete.
@@ -331,15 +354,14 @@ class _NotFinite(Exception):  # noqa: N818 - ends a step, and is no error
 
 
 def _pop(pending: dict[Names, Attempt], names: Names) -> Attempt:
-    """Return the gradient for some optimizers, and forget it.
-
-    Raises:
-        OrderError: If none was computed.
-    """
+    """Return the gradient for some optimizers and forget it; raise an OrderError if there is none to step by."""
     if names not in pending:
         raise OrderError(
             "`apply_gradients` must follow `compute_gradients`, once for each call and for the same optimizer."
         )
+    attempt = pending[names]
+    if attempt.replaced is not None:
+        raise attempt.replaced
     return pending.pop(names)
 
 

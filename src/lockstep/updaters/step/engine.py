@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import repeat
 from typing import Any, Final
 
-import torch
-
 from lockstep.communicators import Watch
 from lockstep.nest import call_arguments
+from lockstep.plan import Shard
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
@@ -24,30 +23,32 @@ from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum
 from lockstep.updaters.attempt import Attempt, UpdateContext, check_finite
 from lockstep.updaters.compute import (
-    BusyTimer,
+    Clock,
     DeviceGradientTask,
-    DeviceTimer,
     GradientContext,
-    PhaseTimer,
+    MeasuredSpeeds,
     PreparedModel,
     RankShare,
     ShardAssignment,
     share_of,
     without_gradients,
+    workloads_of,
 )
 from lockstep.updaters.detectors import FirstUpdates
 from lockstep.updaters.ranks import RankReduction
 from lockstep.updaters.setup import (
     MAIN,
+    Conversion,
+    KeptBatches,
     Recipe,
+    ShardData,
     batch_size,
     batches_per_update,
     most_batches,
     read_batches,
-    shard_tensors,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
-from lockstep.updaters.step.checks import check_reached
+from lockstep.updaters.step.checks import USED_VERSION, check_first_shards, check_no_unused_gradients, check_reached
 from lockstep.updaters.step.next_batches import NextBatches
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
@@ -64,13 +65,17 @@ class GradientEngine:
         training: The training state.
         recipe: The recipe of the update.
         watch: Where this process records what it is doing.
-        device_timer: Times the devices; None if workloads are not to be measured.
+        measure_speeds: Whether the speeds of devices are measured, to assign shards by them.
         ranks: The reduction over ranks; None for a single process.
 
     Attributes:
         ranks: The reduction over ranks; None for a single process.
-        busy_timer: Adds up how long each device computes, while something wants to know.
+        watch: Where this process records what it is doing.
+        clock: Measures times while something wants to know them, and is the watch then.
+        first_updates: Watches the first updates for what they should not do.
         ahead: Copies the batches of the next update to accelerators; None where batches are not copied ahead.
+        conversion: Creates the tensors of shards.
+        kept: The tensors of shards that may run again.
     """
 
     def __init__(
@@ -79,30 +84,36 @@ class GradientEngine:
         recipe: Recipe,
         *,
         watch: Watch,
-        device_timer: DeviceTimer | None = None,
+        measure_speeds: bool = False,
         ranks: RankReduction | None = None,
     ) -> None:
         self.training = training
         self.recipe = recipe
-        self.watch = watch
         self.replicas = training.replicas
+        self.watch = watch
+        self._plain_watch = watch
+        self.clock = Clock(watch, self.replicas.devices)
         self.ahead: NextBatches | None = None
+        self.conversion = Conversion(recipe.converter, recipe.batch_dim, recipe.seed)
+        self.kept = KeptBatches()
         self.ranks = ranks
-        self._device_timer = device_timer
-        self.busy_timer = BusyTimer(self.replicas.devices)
+        self._speeds = MeasuredSpeeds(self.clock, len(self.replicas.devices)) if measure_speeds else None
         self._precision = recipe.precision_policy
         self.streams = ShardStreams(self.replicas.devices, lock=DEFAULT_GENERATOR_LOCK)
         self.prepared = PreparedModel(TreeSum(self.replicas, []))
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
+        self._weighted = False
+        self.used_at: dict[int, int] = {}
+        """The version of each parameter after the last update, by its ``id``."""
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
-        self._first_updates = FirstUpdates()
+        self.first_updates = FirstUpdates()
         self.restart_checks()
 
     def restart_checks(self) -> None:
         """Check again for parameters without a shape, and watch again for what shards should not do."""
-        self._first_updates.restart(self.training.iteration)
+        self.first_updates.restart(self.training.iteration)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
@@ -111,13 +122,11 @@ class GradientEngine:
         Raises:
             StopIteration: If the iterator has ended.
         """
+        # Not the clock where nothing is measured, because phases are set several times per shard.
+        self.watch = self.clock if self.clock.num_users else self._plain_watch
         attempt.batches = attempt.given_batches or self.next_batches(attempt.skipped_batches)
         if not attempt.batches:
             raise StopIteration
-
-    def has_batches(self, skip: int) -> bool:
-        """Return whether the iterator has a batch after the next `skip` ones."""
-        return bool(self.next_batches(skip))
 
     def next_batches(self, skip: int) -> list[Any]:
         """Return the batches of one attempt; fewer than `accumulate`, or none, where the iterator ends."""
@@ -137,7 +146,12 @@ class GradientEngine:
             ValueError: If a batch is empty or its tensors differ in length, or if the model cannot be trained.
         """
         request, recipe = attempt.request, self.recipe
+        if self.kept.unsettled:
+            self.kept.restore()
         self.training.ensure_training_mode()
+        # Over ranks, all adopt the speeds of all in the same exchange.
+        if self._speeds is not None and self._speeds.found is not None and self.ranks is None:
+            (self.replicas.workloads,), self._speeds = workloads_of([self._speeds.found]), None
         attempt.sizes = list(map(batch_size, attempt.batches, repeat(recipe.batch_dim)))
         if self._uninitialised:
             self._initialise(attempt, context)
@@ -146,32 +160,38 @@ class GradientEngine:
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self.ranks is not None:
             self.ranks.start_attempt(attempt, self.training.iteration)
-        conversion = recipe.converter, recipe.batch_dim
-        copied = None if self.ahead is None else self.ahead.take(attempt.batches, share)
-        attempt.device_shards = copied or [
-            [(shard, shard_tensors(attempt.batches[shard.batch], shard, device, *conversion)) for shard in run]
-            for run, device in zip(share.shards_by_device, self.replicas.devices, strict=True)
-        ]
+        # The same position for all gradients of an update: a loop converts a batch once.
+        first = self.first_stream() if self.conversion.is_own else 0
+        copied = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
+        attempt.device_shards = copied or self.conversion.shards(
+            attempt.batches, share.shards_by_device, self.replicas.devices, first
+        )
+        copies = self.kept.has_changes or self.training.iteration < self.first_updates.end
+        self.kept.unsettled.append(ShardData(attempt.batches, attempt.device_shards, copied=copies))
+        scale = attempt.scale
         attempt.gradient_context = GradientContext(
             request.loss_fn,
             self._precision,
-            # The same power of two for all shards cancels exactly; it keeps the factors of backward at most 1.
-            None if share.num_shards == 1 else 2.0 ** -(sum(attempt.sizes) - 1).bit_length(),
-            self._loss_scale_factor(attempt),
+            None if share.num_shards == 1 else sum(attempt.sizes),
+            # With a deferred check the factor of a scale that moves stays on the device.
+            scale.factor_on(self.replicas.devices[0])
+            if request.deferred and scale.fixed_factor is None
+            else scale.fixed_factor or scale.value.factor,
             self.watch,
             recipe.reduction == "mean" and not request.summed,
-            request.inspect_shard,
-            request.deferred,
+            weighted=self._weighted,
+            inspect_shard=request.inspect_shard,
+            deferred=request.deferred,
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
             shard_loss=request.shard_loss,
+            is_first=self.training.iteration < self.first_updates.end,
         )
 
-    def _loss_scale_factor(self, attempt: Attempt) -> float | torch.Tensor:
-        """Return the loss scale factor; with a deferred check it stays on the device."""
-        scale = attempt.scale
-        if scale.fixed_factor is not None:
-            return scale.fixed_factor
-        return scale.factor_on(self.replicas.devices[0]) if attempt.request.deferred else scale.value.factor
+    def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
+        """Return the shards of a device, which run again, with the tensors that they had first."""
+        self.kept.unsettled[-1].restore(place)
+        shards, device = attempt.share.shards_by_device[place], self.replicas.devices[place]
+        return self.conversion.shards(attempt.batches, [shards], [device], self.first_stream())[0]
 
     def refresh_prepared(self) -> None:
         """Prepare the model again if it has changed since the last attempt.
@@ -195,8 +215,8 @@ class GradientEngine:
         """Initialise parameters without a shape by the first shard of the first batch."""
         replicas, batch = self.replicas, attempt.batches[0]
         shard = self.share([attempt.sizes[0]]).first_shard
-        conversion = self.recipe.converter, self.recipe.batch_dim
-        args, kwargs = call_arguments(shard_tensors(batch, shard, replicas.devices[0], *conversion))
+        shards = self.conversion.shards([batch], [[shard]], replicas.devices[:1], self.first_stream())
+        args, kwargs = call_arguments(shards[0][0][1])
         if self.training.carried is not None:
             kwargs["carried"] = self.training.carried.part(shard.samples, replicas.devices[0])
         lazy.initialise(
@@ -220,51 +240,60 @@ class GradientEngine:
         """
         prepared, request, device_shards = self.prepared, attempt.request, attempt.device_shards
         if request.inspect_shard is None:
-            for parameter in prepared.parameters:
-                # Frees the memory of the last gradient for this one, and lets `reduce` detect gradients of the
-                # original.
-                if request.wanted is None or id(parameter) in request.wanted:
-                    parameter.grad = None
+            self._remove_gradients(request.wanted)
         if self.ranks is not None:
             self.ranks.begin_early_send(attempt, self._position(attempt), prepared.like)
         unwanted = [] if request.wanted is None else prepared.unwanted_indices(request.wanted)
         device_tasks: list[DeviceGradientTask | None] = [None] * len(device_shards)
 
         def compute_shards(place: int) -> None:
-            runner, shards = prepared.runners[place], device_shards[place]
+            # Once more, where the first run has drawn from the default generator.
+            shards = device_shards[place] if device_tasks[place] is None else self._cut_again(attempt, place)
+            runner = prepared.runners[place]
             first, last = (shards[0][0].index, shards[-1][0]) if shards else (0, None)
             device_tasks[place] = task = DeviceGradientTask(
                 attempt.gradient_context,
                 last,
                 prepared.observers[place],
                 ShardSum(first),
-                runner.buffers.start_shards(first, deferred=request.deferred),
+                runner.buffers.start_shards(
+                    first, deferred=request.deferred, compares=attempt.gradient_context.is_first
+                ),
             )
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, task, self.streams)
 
-        timer = self._device_timer
-        timed: Callable[[int], None] = compute_shards if timer is None else timer.timed(compute_shards, device_shards)
-        timed = self.busy_timer.timed(timed) if self.busy_timer.num_users else timed
-        timed = self.watch.timed(timed) if isinstance(self.watch, PhaseTimer) else timed
+        if self._speeds is not None:
+            self._speeds.start_computation()
+        compute = self.clock.timed(compute_shards) if self.clock.num_users else compute_shards
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         watching = NO_CONTEXT
-        if self.training.iteration < self._first_updates.end:
-            watching = self._first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
+        if attempt.gradient_context.is_first:
+            watching = self.first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
         with watching:
             self.streams.run(
-                partial(self.replicas.run, timed, settings=context.settings),
+                partial(self.replicas.run, compute, settings=context.settings),
                 seed=self.recipe.seed,
                 first=self.first_stream(request.computation),
                 parallel=self.replicas.wants_threads(device_shards),
             )
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
-        if timer is not None:
-            self.replicas.workloads = timer.next_workloads(self.replicas.workloads)
+        if self._speeds is not None:
+            self._speeds.end_computation(device_shards)
         # Here, because the devices have been given their work, and the host has not waited for it yet.
         if self.ahead is not None and not attempt.given_batches and request.inspect_shard is None:
             self.watch.phase = "data loading"
-            self.ahead.copy(attempt.consumed_batches, self.batches_per_update)
+            first = self.first_stream(ahead=1) if self.conversion.is_own else 0
+            self.ahead.copy(attempt.consumed_batches, self.batches_per_update, first)
+
+    def _remove_gradients(self, wanted: Collection[int] | None) -> None:
+        """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
+        for parameter in self.prepared.parameters:
+            if (gradient := parameter.grad) is not None and gradient.__dict__.get(USED_VERSION) != gradient._version:
+                check_no_unused_gradients(self.prepared.named_parameters, wanted, self.used_at)
+        for parameter in self.prepared.parameters:
+            if wanted is None or id(parameter) in wanted:
+                parameter.grad = None
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -284,6 +313,8 @@ class GradientEngine:
                 if parameter.grad is not None:
                     check_no_leaked_gradients(prepared.named_parameters, request.wanted)
                     break
+        if attempt.gradient_context.is_first:
+            check_first_shards(attempt, prepared, self.replicas.model)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
         self.watch.phase = "reduce"
@@ -292,9 +323,9 @@ class GradientEngine:
                 attempt,
                 position=self._position(attempt),
                 repeat=left_out,
-                workloads=self.replicas.workloads,
-                like=prepared.like,
+                speeds=None if self._speeds is None else self._speeds.found,
                 buffer_refs=prepared.buffer_refs,
+                compares_buffers=attempt.gradient_context.is_first,
             )
             if attempt.complete:
                 attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]
@@ -326,6 +357,13 @@ class GradientEngine:
         """
         if not attempt.complete:
             return
+        if self.training.iteration < self.first_updates.end:
+            self.kept.check(attempt.share.num_shards)
+        if attempt.gradient_context.is_mixed:
+            # The next updates begin like the repeated attempt, because they are likely to be mixed as well. The result
+            # depends on the kinds of the shards of this update only.
+            self._weighted, attempt.complete = not self._weighted, False
+            return
         prepared, gradients = self.prepared, attempt.gradients
         for gradient in gradients:
             if gradient is not None:
@@ -336,14 +374,17 @@ class GradientEngine:
                     "`loss_fn` must compute its loss with the model that it is given, a replica of yours, got a loss "
                     "that gives none of its parameters a gradient."
                 )
-        if prepared.flat is not None:
-            attempt.gradients = gradients = prepared.flat.store(gradients)
         attempt.overflow_check = check_finite(prepared.named_parameters, gradients, attempt.slices_are_finite)
 
-    def first_stream(self, computation: int = 0) -> int:
-        """Return the position of the first random stream of an update's gradient, after `computation` earlier ones."""
+    def first_stream(self, computation: int = 0, *, ahead: int = 0) -> int:
+        """Return the position of the first random stream of an update's gradient, after `computation` earlier ones.
+
+        Args:
+            computation: The number of gradients of the update before this one.
+            ahead: The number of updates before this one that are not complete.
+        """
         # An update with fewer batches, at the end of the data, leaves positions unused; none is ever used twice.
-        first = self.training.iteration * self._most_batches * self.shards_per_batch
+        first = (self.training.iteration + ahead) * self._most_batches * self.shards_per_batch
         return first + computation_substream(computation) if computation else first
 
     def _position(self, attempt: Attempt) -> dict[str, Any]:

@@ -28,8 +28,13 @@ from lockstep.updaters.compute import (
     create_runners,
     share_of,
 )
-from lockstep.updaters.setup import Converter, batch_size, shard_tensors
+from lockstep.updaters.setup import MAIN, Conversion, Converter, KeptBatches, ShardData, batch_size
 from lockstep.updaters.step.assembly import Parts
+
+
+def _itself(replica: nn.Module) -> nn.Module:
+    return replica
+
 
 SEED_OFFSET = 2**64
 """The distance of the seeds of forwards from those of updates, which makes their random streams different ones."""
@@ -47,12 +52,13 @@ class InferenceRunner:
         replicas: The model and its replicas.
         communicator: The communicator of the ranks.
         precision: The precision policy.
-        converter: Converts samples to tensors.
+        conversion: Creates the tensors of shards.
         seed: The seed of the random streams.
         shards_per_batch: The number of shards that a batch is cut into.
         num_devices: The number of devices of all ranks.
         share: Returns the shards that this process computes, for batches of the given sizes.
         streams: Opens the random streams.
+        network_of: Returns the network to run, given a replica of the model.
         runners: The runner of each replica, up to date after `prepare`.
         create_runners: Updates the replicas to the model, and returns their runners.
         batch_dim: The dimension of tensors that counts samples.
@@ -61,7 +67,7 @@ class InferenceRunner:
     replicas: ReplicaSet
     communicator: Communicator
     precision: Precision
-    converter: Converter
+    conversion: Conversion
     seed: int
     shards_per_batch: int
     num_devices: int
@@ -69,16 +75,20 @@ class InferenceRunner:
     streams: ShardStreams
     create_runners: Callable[[], Sequence[ShardRunner]]
     batch_dim: BatchDim = 0
+    network_of: Callable[[nn.Module], nn.Module] = _itself
     runners: Sequence[ShardRunner] = ()
 
     @classmethod
-    def of_updater(cls, parts: Parts, *, num_shards: int | None, model: nn.Module | None = None) -> InferenceRunner:
+    def of_parts(
+        cls, parts: Parts, *, num_shards: int | None, model: nn.Module | None = None, model_name: str = MAIN
+    ) -> InferenceRunner:
         """Return a runner that uses the devices, ranks and precision of an updater.
 
         Args:
             parts: The parts of the updater.
             num_shards: The number of shards per batch, at least 1; None for that of updates.
-            model: Another model to run instead of the updater's.
+            model: Another model to run instead of one of the updater's.
+            model_name: The name of the updater's model to run.
         """
         engine, recipe = parts.engine, parts.recipe
         replicas, streams = engine.replicas, engine.streams
@@ -96,7 +106,7 @@ class InferenceRunner:
             replicas,
             parts.communicator,
             recipe.precision_policy,
-            recipe.converter,
+            Conversion(recipe.converter, recipe.batch_dim, recipe.seed + SEED_OFFSET),
             recipe.seed + SEED_OFFSET,
             num_shards or engine.shards_per_batch,
             engine.num_devices,
@@ -104,6 +114,7 @@ class InferenceRunner:
             streams,
             runners_of_updater if model is None else partial(create_runners, replicas, trained=False),
             recipe.batch_dim,
+            parts.networks.selector(model_name) if model is None else _itself,
         )
 
     @classmethod
@@ -149,7 +160,7 @@ class InferenceRunner:
             replicas,
             communicator,
             policy,
-            converter,
+            Conversion(converter, 0, SEED_OFFSET + seed),
             SEED_OFFSET + seed,
             num_shards or 1,
             assignment.num_devices(len(own)),
@@ -212,25 +223,26 @@ class InferenceRunner:
             ValueError: If a batch is empty, or its tensors differ in length.
         """
         share = self.share([batch_size(batch, self.batch_dim) for batch in batches])
-        converter = converter or self.converter
+        conversion = self.conversion if converter is None else self.conversion.by(converter)
+        kept = KeptBatches()
 
-        def given(shard: Shard, device: torch.device) -> Any:
-            return arguments(shard_tensors(batches[shard.batch], shard, device, converter, self.batch_dim))
+        def cut() -> list[list[tuple[Shard, Any]]]:
+            kept.restore()
+            shards, devices = share.shards_by_device, self.replicas.devices
+            device_shards = conversion.shards(batches, shards, devices, first * self.shards_per_batch)
+            kept.unsettled.append(ShardData(batches, device_shards, copied=False))
+            return [[(shard, arguments(each)) for shard, each in run] for run in device_shards]
 
-        device_shards = [
-            [(shard, given(shard, device)) for shard in shards]
-            for shards, device in zip(share.shards_by_device, self.replicas.devices, strict=True)
-        ]
         with UpdateContext(self.replicas, training=False) as context:
-            results = self._compute(device_shards, function, observers, first, context)
+            results = self._compute(cut, function, observers, first, context)
             # Shards were left out if there was an interrupt whose handler returned.
             while context.interrupts.check():
-                results = self._compute(device_shards, function, observers, first, context)
+                results = self._compute(cut, function, observers, first, context)
         return results
 
     def _compute(
         self,
-        device_shards: Sequence[Sequence[Any]],
+        cut: Callable[[], Sequence[Sequence[Any]]],
         function: ShardFunction,
         observers: Sequence[Observers],
         first: int,
@@ -239,6 +251,7 @@ class InferenceRunner:
         """Run the function on the shards of all devices, at the same time where there are several."""
         watch = self.communicator.watch
         tasks = [DeviceForwards(function, self.precision, each, watch) for each in observers]
+        device_shards = cut()
 
         def on_device(place: int) -> None:
             runner, shards = self.runners[place], device_shards[place]
@@ -246,7 +259,10 @@ class InferenceRunner:
             runner.run(shards, tasks[place], self.streams)
 
         def run(*, parallel: bool) -> None:
+            nonlocal device_shards
             # A first run that drew from the default generator is discarded.
+            if any(task.results for task in tasks):
+                device_shards = cut()
             for task in tasks:
                 task.results.clear()
             self.replicas.run(on_device, settings=context.settings, parallel=parallel)

@@ -6,26 +6,21 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
 from lockstep import nest
-from lockstep.data import Iterator, Samples, collate
+from lockstep.data import Iterator, Samples
 from lockstep.errors import RandomStreamWarning
-from lockstep.plan import Shard
 from lockstep.replicas import CopyStreams, ReplicaSet
 from lockstep.stopping import STOP
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, DefaultGeneratorGuard
 from lockstep.updaters.compute import RankShare
-from lockstep.updaters.setup import Recipe, batch_size, shard_tensors
+from lockstep.updaters.setup import Conversion, DeviceShards, batch_size
 
 CopyAhead: TypeAlias = "bool | Literal['auto']"
 """Whether batches are copied one update ahead; "auto" where that can change no result."""
-
-DeviceShards: TypeAlias = "list[list[tuple[Shard, Any]]]"
-"""The shards of each device, each with its tensors."""
 
 LOG: Final = logging.getLogger("lockstep")
 
@@ -40,20 +35,23 @@ class CopiedBatches:
     Attributes:
         batches: The batches, as the iterator returned them.
         share: The shards of them that this process computes.
+        first: The position of the random stream of shard 0.
         device_shards: The tensors of these shards, on the devices that compute them.
     """
 
     batches: Sequence[Any]
     share: RankShare
+    first: int
     device_shards: DeviceShards
 
-    def is_for(self, batches: Sequence[Any], share: RankShare) -> bool:
-        """Return whether these are the tensors of some batches, for the same shards on the same devices."""
+    def is_for(self, batches: Sequence[Any], share: RankShare, first: int) -> bool:
+        """Return whether these are the tensors of some batches, for the same shards, devices and random streams."""
         return (
             len(batches) == len(self.batches)
             # An iterator that has moved or was reset returns other objects.
             and all(map(lambda one, other: one is other, batches, self.batches))
             and share.shards_by_device == self.share.shards_by_device
+            and first == self.first
         )
 
 
@@ -66,7 +64,7 @@ class NextBatches:
     Args:
         iterator: The main iterator.
         replicas: The replicas, which know the devices.
-        recipe: The recipe, with the converter.
+        conversion: Creates the tensors of shards.
         share: Returns the shards of batches of these sizes that this process computes.
         always: Whether batches and converter depend on nothing that happens between two updates. Otherwise only batches
             that worker processes load in advance are copied, and samples only if they are converted by `collate`.
@@ -76,54 +74,55 @@ class NextBatches:
         self,
         iterator: Iterator,
         replicas: ReplicaSet,
-        recipe: Recipe,
+        conversion: Conversion,
         share: Callable[[Sequence[int]], RankShare],
         *,
         always: bool,
     ) -> None:
         self._iterator = iterator
         self._devices = replicas.devices
-        self._recipe = recipe
+        self._conversion = conversion
         self._share = share
         self._always = always
-        converter = recipe.converter
         # Converters that you write may depend on what happens between two updates.
-        self._converts_early = always or (converter.func if isinstance(converter, partial) else converter) is collate
+        self._converts_early = always or not conversion.is_own
         self._streams = CopyStreams(replicas.accelerators)
         self._copied: CopiedBatches | None = None
         self._has_ended = False
 
-    def take(self, batches: Sequence[Any], share: RankShare) -> DeviceShards | None:
+    def take(self, batches: Sequence[Any], share: RankShare, first: int) -> DeviceShards | None:
         """Return the tensors of the shards of an update if they have been copied; the current streams may use them.
 
         Args:
             batches: The batches of the update.
             share: Their shards.
+            first: The position of the random stream of shard 0.
         """
         copied, taken = self._copied, None
-        if copied is not None and copied.is_for(batches, share):
+        if copied is not None and copied.is_for(batches, share, first):
             self._copied, taken = None, copied.device_shards
             for shards, device in zip(taken, self._devices, strict=True):
                 self._streams.hand_over(device, nest.tensors([tensors for _, tensors in shards]))
         self._streams.start()
         return taken
 
-    def copy(self, skip: int, number: int) -> None:
+    def copy(self, skip: int, number: int, first: int) -> None:
         """Copy the batches of the next update, if that changes no result.
 
         Args:
             skip: The number of batches before them that the iterator has not passed yet.
             number: How many they are. If it turns out that the next update has another number of batches, they are
                 converted again.
+            first: The position of the random stream of shard 0 in that update.
         """
         # A run that is about to end needs no other batch, and must not wait for one.
         if self._has_ended or STOP.received:
             return
         # Other updaters seed the default generator for their shards while they hold this lock.
         with DEFAULT_GENERATOR_LOCK:
-            self._copy(skip, number)
+            self._copy(skip, number, first)
 
-    def _copy(self, skip: int, number: int) -> None:
+    def _copy(self, skip: int, number: int, first: int) -> None:
         """Read the next batches and convert them, unless their tensors are there already."""
         guard = DefaultGeneratorGuard()
         batches = self._read(range(skip, skip + number))
@@ -133,10 +132,10 @@ class NextBatches:
         if len(batches) < number:
             return
         try:
-            share = self._share([batch_size(batch, self._recipe.batch_dim) for batch in batches])
-            if self._copied is None or not self._copied.is_for(batches, share):
+            share = self._share([batch_size(batch, self._conversion.batch_dim) for batch in batches])
+            if self._copied is None or not self._copied.is_for(batches, share, first):
                 self._copied = None  # frees its memory first
-                self._copied = CopiedBatches(batches, share, self._convert(batches, share))
+                self._copied = CopiedBatches(batches, share, first, self._convert(batches, share, first))
         except Exception as error:  # noqa: BLE001 - raised in the update that converts the batches again
             LOG.debug("The batches of the next update were not copied ahead: %r", error)
         if guard.moved():
@@ -158,15 +157,12 @@ class NextBatches:
         """Free the tensors that have been copied."""
         self._copied = None
 
-    def _convert(self, batches: Sequence[Any], share: RankShare) -> DeviceShards:
+    def _convert(self, batches: Sequence[Any], share: RankShare, first: int) -> DeviceShards:
         """Return the tensors of shards, prepared on the copy streams of their devices."""
-        converter, batch_dim = self._recipe.converter, self._recipe.batch_dim
         device_shards: DeviceShards = []
         for run, device in zip(share.shards_by_device, self._devices, strict=True):
             with self._streams.preparing_on(device):
-                device_shards.append(
-                    [(shard, shard_tensors(batches[shard.batch], shard, device, converter, batch_dim)) for shard in run]
-                )
+                device_shards += self._conversion.shards(batches, [run], [device], first)
         opaque = next((part for run in device_shards for _, each in run for part in _opaque(each)), None)
         if opaque is not None:
             self._has_ended = True

@@ -92,6 +92,8 @@ class OverflowRetry:
             attempt.is_final = True
             return attempt
         self.num_retries += 1
+        if draws_next:
+            self._engine.kept.unsettled.clear()
         return Attempt(
             attempt.request,
             CurrentScale(lower),
@@ -105,7 +107,7 @@ class OverflowRetry:
     def _has_batches(self, attempt: Attempt) -> bool:
         """Return whether there is a batch after those that the update gives up; every rank loads its own."""
         with self._coordinator.reporting_errors():
-            return self._engine.has_batches(attempt.consumed_batches)
+            return bool(self._engine.next_batches(attempt.consumed_batches))
 
     def find_nonfinite(self, request: GradientRequest, context: UpdateContext) -> list[NonFiniteShard]:
         """Compute the pending batches, and list the shards whose gradients are not finite."""

@@ -1,0 +1,260 @@
+"""LAMB: steps in Adam's direction, with a length proportional to the norm of each parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from lockstep.optim import HookedOptimizer, norms
+
+
+@torch.no_grad()
+def lamb_step(
+    weights: list[Tensor],
+    means: list[Tensor],
+    mean_squares: list[Tensor],
+    grads: list[Tensor],
+    *,
+    count: int | None,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    norm_bounds: tuple[float, float],
+    threshold: float,
+) -> None:
+    """Apply one step in Adam's direction, scaled by the norm of each parameter.
+
+    With weight w, gradient g, means m and v of g and g², step t, learning rate η, decay λ, threshold θ, and
+    φ(x) for x clamped to ``norm_bounds``::
+
+        m ← β₁·m + (1 - β₁)·g
+        v ← β₂·v + (1 - β₂)·g²
+        u = (m / (1 - β₁ᵗ)) / (√(v / (1 - β₂ᵗ)) + ε) + λ·w
+        r = φ(‖w‖) / ‖u‖   where φ(‖w‖) > 0 and ‖u‖ > θ, else 1
+        w ← w - η·r·u
+
+    Shapes: each list holds P tensors; the p-th of all four have one shape and one dtype.
+
+    Args:
+        weights: The weights, changed in place.
+        means: The means m of the gradients, changed in place; zeros before the first step.
+        mean_squares: The means v of the squared gradients, changed in place; zeros before the first step.
+        grads: The gradients of the mean loss over the whole batch; left untouched.
+        count: The step t, counted from 1. None applies no bias correction: m and v are small in the first
+            steps, which r largely compensates.
+        lr: The learning rate η, at least 0.
+        betas: The decay rates β₁ and β₂ of the means, in [0, 1).
+        eps: The number ε that is added to the denominator, above 0.
+        weight_decay: The weight decay λ, at least 0.
+        norm_bounds: The smallest and the largest value of φ.
+        threshold: The threshold θ for the norm of u, at least 0.
+
+    Determinism: elementwise except for the norms, whose order of summation is a function of the shape (see
+    `lockstep.optim.norm`). Nothing synchronizes with the device.
+
+    References: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020,
+    arXiv:1904.00962, algorithm 2.
+
+    >>> weight, mean, mean_square = torch.tensor([3.0, 4.0]), torch.zeros(2), torch.zeros(2)
+    >>> numbers = {"betas": (0.0, 0.0), "eps": 1e-6, "norm_bounds": (0.0, 10.0), "threshold": 0.0}
+    >>> grad = torch.tensor([0.0, 8.0])
+    >>> lamb_step([weight], [mean], [mean_square], [grad], count=1, lr=0.1, weight_decay=0.0, **numbers)
+    >>> weight
+    tensor([3.0000, 3.5000])
+    """
+    if not weights:
+        return
+    beta1, beta2 = betas
+    torch._foreach_lerp_(means, grads, 1 - beta1)
+    torch._foreach_mul_(mean_squares, beta2)
+    torch._foreach_addcmul_(mean_squares, grads, grads, 1 - beta2)
+    roots = torch._foreach_sqrt(mean_squares)  # noqa: SLF001 - torch's multi-tensor kernels have no other name
+    if count is not None:
+        torch._foreach_div_(roots, math.sqrt(1 - beta2**count))
+    torch._foreach_add_(roots, eps)
+    updates = torch._foreach_div(means, roots)  # noqa: SLF001 - see above
+    if count is not None:
+        torch._foreach_div_(updates, 1 - beta1**count)
+    if weight_decay != 0:
+        # Not with `alpha`, which on a CPU rounds the last elements of a half-precision tensor differently from
+        # the others, so that the bits would depend on how many threads share the tensor.
+        decays = torch._foreach_mul(weights, weight_decay)  # noqa: SLF001 - see above
+        torch._foreach_add_(updates, decays)
+    weight_norms = torch.stack(norms(weights)).clamp(*norm_bounds)
+    update_norms = torch.stack(norms(updates))
+    # `where` on the device in place of an `if`, which would wait for the norms.
+    ratios = torch.where((weight_norms > 0) & (update_norms > threshold), weight_norms / update_norms, 1.0)
+    torch._foreach_mul_(updates, list((ratios * lr).unbind()))
+    torch._foreach_sub_(weights, updates)
+
+
+class LAMB(HookedOptimizer):
+    """The LAMB optimizer: Adam's direction, scaled by the norm of each parameter.
+
+    The rule is that of `lamb_step`. Unless the norm exceeds its bounds, η is the fraction of its own norm that
+    a parameter moves in a step. A parameter of zeros, and one whose update u is no longer than the threshold
+    (as where gradients vanish), takes u unscaled: otherwise the former could never leave zero, and the latter
+    would take a full step along noise.
+
+    NNabla's Lamb has its epsilon for the threshold, (0, 10) for the bounds, and no bias correction; where its
+    lower bound is 0, parameters of zeros stay zero forever, which is not reproduced here. MXNet's lamb has a
+    threshold of 0.
+
+    Args:
+        params: The parameters to optimize, or dicts that define parameter groups with options of their own.
+            They must be real and have dense gradients.
+        lr: The learning rate η, at least 0.
+        betas: The decay rates β₁ and β₂ of the means of the gradients and of their squares, in [0, 1).
+        eps: The number ε that is added to the denominator, above 0.
+        weight_decay: The weight decay λ, at least 0. It is part of u before that is scaled to its length, and
+            therefore changes only the direction of a step.
+        norm_bounds: The smallest and the largest value that a parameter's norm is clamped to, both at least 0.
+        threshold: The threshold θ, at least 0. An update u whose norm is at most this is not scaled.
+        bias_correction: Whether the means are divided by 1 - β₁ᵗ and 1 - β₂ᵗ, as their first t steps require.
+        missing_grad: What happens to a parameter without a gradient: "skip" leaves it unchanged, "zero"
+            applies the means to it.
+        frozen: Whether the parameters are left unchanged.
+
+    Raises:
+        ValueError: If an option is out of range.
+        TypeError: If a parameter is complex. `step` raises it if a gradient is sparse; no weight has moved then.
+
+    Determinism: as `lamb_step`; the bits do not depend on where each parameter is updated.
+
+    References: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020,
+    arXiv:1904.00962, algorithm 2. The bounds are those of the paper's φ; the ratio of 1 is that of later
+    implementations.
+
+    >>> weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    >>> optimizer = LAMB([weight], lr=0.1)
+    >>> weight.grad = torch.tensor([0.0, 8.0])
+    >>> optimizer.step()
+    >>> weight
+    Parameter containing:
+    tensor([3.0000, 3.5000], requires_grad=True)
+    """
+
+    _state_names = ("mean", "mean_square")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        norm_bounds: tuple[float, float] = (0.0, math.inf),
+        threshold: float = 1e-6,
+        bias_correction: bool = True,
+        missing_grad: str = "skip",
+        frozen: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "norm_bounds": norm_bounds,
+            "threshold": threshold,
+            "bias_correction": bias_correction,
+            "missing_grad": missing_grad,
+            "frozen": frozen,
+        }
+        super().__init__(params, defaults)
+
+    def state_keys(self, group: Mapping[str, Any]) -> frozenset[str]:
+        """Return the keys of a parameter's state: the means m and v, and the number of their steps."""
+        return super().state_keys(group) | {"count"}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters.
+
+        Args:
+            param_group: A dict of "params" and any options; missing options take the constructor's values.
+
+        Raises:
+            ValueError: If an option is out of range.
+            TypeError: If a parameter is complex.
+        """
+        super().add_param_group(param_group)
+        # Checked after it was added, because torch accepts "params" in several forms until then.
+        found = [weight.dtype for weight in self.param_groups[-1]["params"] if weight.dtype.is_complex]
+        if found:
+            del self.param_groups[-1]
+            raise TypeError(f"`params` must be real, got one of {found[0]}.")
+
+    @property
+    def momentum(self) -> float:
+        """The β₁ of the first group, in [0, 1). You can set it."""
+        beta1: float = self.param_groups[0]["betas"][0]
+        return beta1
+
+    @momentum.setter
+    def momentum(self, momentum: float) -> None:
+        self._set_option("betas", (momentum, self.param_groups[0]["betas"][1]))
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        super()._check_options(options)
+        eps = options["eps"]
+        for name, beta in zip(("betas[0]", "betas[1]"), options["betas"], strict=True):
+            if not 0 <= beta < 1:
+                raise ValueError(f"`{name}` must lie in [0, 1), got {beta}.")
+        if not 0 < eps < math.inf:
+            raise ValueError(f"`eps` must be finite and above 0, got {eps}.")
+        for name in ("weight_decay", "threshold"):
+            if not 0 <= options[name] < math.inf:
+                raise ValueError(f"`{name}` must be finite and at least 0, got {options[name]}.")
+        least, greatest = options["norm_bounds"]
+        if not (0 <= least <= greatest and least < math.inf and greatest > 0):
+            raise ValueError(
+                f"`norm_bounds` must be at least 0 and in ascending order, the second above 0, got {(least, greatest)}."
+            )
+
+    def advance(self) -> None:
+        """Apply one step to the weights; no hook is called and nothing is counted.
+
+        The state belongs to single parameters, so each `part` may advance in a thread of its own.
+
+        Raises:
+            TypeError: If a gradient is sparse; no weight has moved then.
+        """
+        # All groups before the first moves, so that an error leaves every weight as it was.
+        _check_dense(self.moving_parameters())
+        super().advance()
+
+    def _advance_lists(self, group: dict[str, Any], *lists: list[Tensor]) -> None:
+        names = ("lr", "betas", "eps", "weight_decay", "norm_bounds", "threshold")
+        numbers = {name: group[name] for name in names}
+        for count, some in self._group_by_step_count(lists):
+            lamb_step(*some, count=count if group["bias_correction"] else None, **numbers)
+
+    def _init_state(self, state: dict[str, Any], weight: Tensor) -> None:
+        super()._init_state(state, weight)
+        state["count"] = 0
+
+    def _group_by_step_count(self, lists: Sequence[list[Tensor]]) -> list[tuple[int, list[list[Tensor]]]]:
+        """Count a step of each parameter and group them by the count, which differs where steps were skipped."""
+        rows_by_count: dict[int, list[tuple[Tensor, ...]]] = {}
+        for row in zip(*lists, strict=True):
+            state = self.state[row[0]]
+            state["count"] += 1
+            rows_by_count.setdefault(state["count"], []).append(row)
+        return [(count, [list(column) for column in zip(*rows, strict=True)]) for count, rows in rows_by_count.items()]
+
+
+def _check_dense(weights: Iterable[Tensor]) -> None:
+    """Check that no gradient is sparse: the means of a sparse gradient would be dense."""
+    for weight in weights:
+        if weight.grad is not None and weight.grad.layout != torch.strided:
+            raise TypeError(
+                f"The gradients of LAMB must be dense, got one of layout {weight.grad.layout} for a "
+                f"parameter of shape {tuple(weight.shape)}. Use another optimizer for such parameters, "
+                "or have their layer compute dense gradients (sparse=False)."
+            )

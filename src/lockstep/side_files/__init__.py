@@ -1,0 +1,7 @@
+"""The files of a run beside its snapshots."""
+
+from lockstep.side_files.side_file import (
+    DAMAGE as DAMAGE,
+    SideFile as SideFile,
+    report_unwritten as report_unwritten,
+)

@@ -1,0 +1,328 @@
+"""Find the snapshots of a run, read them whole, verify them, and show what they hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from lockstep.digest import BLOCK
+from lockstep.errors import SnapshotError, SnapshotWarning
+from lockstep.snapshots.content import DAMAGED, MANIFEST, VERIFIED, Parent, update_of
+from lockstep.snapshots.files import opened, read_file, read_into, snapshots_in
+from lockstep.snapshots.manifest import Limits, Manifest, StoredTensor, read_manifest, with_tensors
+from lockstep.snapshots.tensor_file import blocks_of, file_order, header, memory_of, swapped
+
+_MARK_BYTES: Final = 1000
+
+
+class Snapshot:
+    """A verified snapshot in memory.
+
+    Trees and tensors are those of the `Content` that was saved. Tensors that were the same memory are the same tensor.
+
+    Attributes:
+        path: The folder that it was read from.
+        manifest: The manifest.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._files = files
+
+    def __repr__(self) -> str:
+        return f"Snapshot({str(self.path)!r}, update={self.update}, digest={self.digest[:12]!r})"
+
+    @property
+    def update(self) -> int:
+        """The number of updates after which the snapshot was written."""
+        return self.manifest.update
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """How far the run was."""
+        return dict(self.manifest.progress)
+
+    @property
+    def epoch(self) -> Any:
+        """The epoch in which the snapshot was written; None if the run has none."""
+        return self.manifest.progress.get("epoch")
+
+    @property
+    def applied(self) -> Any:
+        """The number of updates that changed the weights; None if the run did not count them."""
+        return self.manifest.progress.get("applied")
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why the snapshot was written."""
+        return self.manifest.reasons
+
+    @property
+    def run_id(self) -> str:
+        """The name of the run."""
+        return self.manifest.run_id
+
+    @property
+    def parent(self) -> Parent | None:
+        """The snapshot from which the run was resumed, or None."""
+        return self.manifest.parent
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The settings that define what the run computes."""
+        return dict(self.manifest.recipe)
+
+    @property
+    def kernel_class(self) -> dict[str, Any]:
+        """What the bits of the kernels depend on."""
+        return dict(self.manifest.kernel_class)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers that describe the snapshot."""
+        return dict(self.manifest.metrics)
+
+    @property
+    def digest(self) -> str:
+        """The digest of progress, models and state without that of data loaders; equal for every placement."""
+        return self.manifest.training
+
+    @property
+    def run_digest(self) -> str:
+        """The digest of `digest` and the surroundings; it does not cover the states of data loaders either."""
+        return self.manifest.run
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return all tensors that are stored, by the names of their file and of themselves."""
+        return {f"{file}/{name}": each for file, tensors in self._files.items() for name, each in tensors.items()}
+
+    def model(self, name: str = "main") -> dict[str, torch.Tensor]:
+        """Return the parameters and persistent buffers of a model by their bare names, tied ones included."""
+        if name not in self.manifest.models:
+            raise SnapshotError(f"The snapshot {self.path} has the models {list(self.manifest.models)}, got {name!r}.")
+        return {each: self._tensor(stored) for each, stored in self.manifest.models[name].items()}
+
+    def models(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the tensors of all models by the name of the model."""
+        return {name: self.model(name) for name in self.manifest.models}
+
+    def state(self) -> Any:
+        """Return the tree of the state that the determinism guarantee covers."""
+        return with_tensors(self.manifest.state, self._tensor)
+
+    def surroundings(self) -> Any:
+        """Return the tree of what belongs to the run but not to its result."""
+        return with_tensors(self.manifest.surroundings, self._tensor)
+
+    def check(self) -> None:
+        """Check that the tensors are those of the manifest.
+
+        Raises:
+            SnapshotError: If a tensor has other bytes. The message names the tensor and both digests.
+        """
+        for file, named in self.manifest.files.items():
+            for name, stored in named.items():
+                data = memory_of(swapped(self._files[file][name]))
+                # Format 1 has one hash for any size.
+                size = BLOCK if len(stored.hashes) > 1 else max(1, len(data))
+                for block, expected in zip(blocks_of(data, size), stored.hashes, strict=True):
+                    _compare(self.path, file, name, expected, hashlib.sha256(block).hexdigest())
+
+    def _tensor(self, stored: StoredTensor) -> torch.Tensor:
+        return self._files[stored.file][stored.name]
+
+
+class Found(NamedTuple):
+    """A folder with the name of a snapshot.
+
+    Attributes:
+        path: The folder.
+        update: The update in its name.
+        manifest: Its manifest, whose files have not been verified; None if the manifest cannot be read.
+        error: Why it cannot be read; None if it can.
+        ranks: The number of ranks that had the same bits; 0 if they have not compared them.
+    """
+
+    path: Path
+    update: int
+    manifest: Manifest | None
+    error: SnapshotError | None
+    ranks: int = 0
+
+
+def load(path: str | Path, *, limits: Limits | None = None) -> Snapshot:
+    """Read a snapshot into memory and verify every byte of it.
+
+    Args:
+        path: The folder of the snapshot, which must not be a link.
+        limits: Bounds on what is read.
+
+    Raises:
+        SnapshotError: If the snapshot is not whole. The message names the file, and where digests differ also the
+            tensor and both digests.
+    """
+    folder = Path(path)
+    manifest = read_manifest(read_file(folder, MANIFEST, (limits or Limits()).manifest_bytes), limits or Limits())
+    files = {name: _read_tensors(folder, name, entries) for name, entries in manifest.files.items()}
+    snapshot = Snapshot(folder, manifest, files)
+    snapshot.check()
+    return snapshot
+
+
+def verify(path: str | Path, *, limits: Limits | None = None) -> Manifest:
+    """Verify every byte of a snapshot, and return its manifest.
+
+    Args:
+        path: The folder of the snapshot, which must not be a link.
+        limits: Bounds on what is read.
+
+    Raises:
+        SnapshotError: If the snapshot is not whole.
+    """
+    return load(path, limits=limits).manifest
+
+
+def list_snapshots(out: str | Path, *, limits: Limits | None = None) -> list[Found]:
+    """List the snapshots of a run by their manifests, in ascending order of updates.
+
+    Args:
+        out: The folder of the run.
+        limits: Bounds on what is read.
+
+    Raises:
+        SnapshotError: If the folder of the snapshots is a link.
+    """
+    found = []
+    for update, path in _folders(Path(out)):
+        try:
+            manifest = _manifest(path, limits or Limits())
+            _check_name(manifest, update)
+            found.append(Found(path, update, manifest, None, _ranks(path, manifest)))
+        except SnapshotError as error:
+            found.append(Found(path, update, None, error))
+    return found
+
+
+def newest_whole(out: str | Path, *, limits: Limits | None = None) -> Snapshot | None:
+    """Load the newest snapshot of a run that is whole. Damaged ones are renamed to ``damaged-…``, with a warning.
+
+    Args:
+        out: The folder of the run.
+        limits: Bounds on what is read.
+
+    Returns:
+        The snapshot, or None if the run has none.
+
+    Raises:
+        SnapshotError: If the run has snapshots, but none of them is whole, or if one cannot be read for a reason that
+            is not in the snapshot, such as a missing permission or a format that is too new.
+    """
+    problems: list[str] = []
+    for update, path in reversed(_folders(Path(out))):
+        try:
+            snapshot = load(path, limits=limits)
+            _check_name(snapshot.manifest, update)
+        except SnapshotError as error:
+            if not error.damaged:
+                raise
+            # A link that leads nowhere is damaged; it would be listed again and again.
+            if not os.path.lexists(path):
+                # The run that writes here has removed it, and has written newer ones meanwhile.
+                return newest_whole(out, limits=limits)
+            problems.append(str(error))
+            message = f"The snapshot {path.name} is damaged{_set_aside(path)}; the one before it is used. {error}"
+            warnings.warn(message, SnapshotWarning, stacklevel=2)
+        else:
+            return snapshot
+    if problems:
+        raise SnapshotError(f"No snapshot in {Path(out)} is whole: {' '.join(problems)}")
+    return None
+
+
+def damaged_manifests(out: str | Path) -> list[Manifest]:
+    """Read the manifests of snapshots that were found damaged and renamed, if the manifests themselves are whole.
+
+    Args:
+        out: The folder of the run.
+    """
+    found, folder = list[Manifest](), snapshots_in(Path(out))
+    for path in [] if folder is None else sorted(folder.glob(f"{DAMAGED}*")):
+        with suppress(SnapshotError):
+            found.append(_manifest(path, Limits()))
+    return found
+
+
+def _set_aside(path: Path) -> str:
+    """Rename a damaged snapshot, so that it is not taken for a whole one, and return what happened for the message."""
+    new = path.with_name(f"{DAMAGED}{path.name}-{secrets.token_hex(4)}")
+    try:
+        path.rename(new)
+    except OSError as error:
+        return f" and could not be renamed ({error.strerror})"
+    return f" and is now named {new.name}"
+
+
+def _folders(out: Path) -> list[tuple[int, Path]]:
+    """List the folders with names of snapshots in ascending order of updates."""
+    folder = snapshots_in(out)
+    updates = [] if folder is None else [(update_of(path.name), path) for path in folder.iterdir()]
+    return sorted((update, path) for update, path in updates if update is not None)
+
+
+def _manifest(path: Path, limits: Limits) -> Manifest:
+    return read_manifest(read_file(path, MANIFEST, limits.manifest_bytes), limits)
+
+
+def _check_name(manifest: Manifest, update: int) -> None:
+    if manifest.update != update:
+        raise SnapshotError(f"The folder of update {update} holds the snapshot of update {manifest.update}.")
+
+
+def _ranks(path: Path, manifest: Manifest) -> int:
+    """Return how many ranks have compared a snapshot and agreed. A mark that cannot be read marks nothing."""
+    try:
+        mark = json.loads(read_file(path, VERIFIED, _MARK_BYTES))
+        return mark["ranks"] if mark["digest"] == manifest.training and type(mark["ranks"]) is int else 0
+    except (SnapshotError, LookupError, TypeError, ValueError, RecursionError):
+        return 0
+
+
+def _read_tensors(folder: Path, name: str, entries: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    """Read a tensor file into tensors, whose bytes are still to be verified."""
+    infos = {each: stored.info for each, stored in entries.items()}
+    head = header(infos)
+    size = len(head) + sum(info.bytes for info in infos.values())
+    with opened(folder, name) as descriptor:
+        # Before anything is allocated by the word of the manifest.
+        if os.fstat(descriptor).st_size != size:
+            got = os.fstat(descriptor).st_size
+            raise SnapshotError(f"{folder / name} must have {size} bytes, got {got}.", file=name)
+        found = bytearray(len(head))
+        read_into(descriptor, found, str(folder / name))
+        _compare(folder, name, None, hashlib.sha256(head).hexdigest(), hashlib.sha256(found).hexdigest())
+        tensors = {each: stored.empty() for each, stored in entries.items()}
+        for each in file_order(infos):
+            read_into(descriptor, memory_of(tensors[each]), str(folder / name))
+    return {each: swapped(tensor) for each, tensor in tensors.items()}
+
+
+def _compare(path: Path, name: str, tensor: str | None, expected: str, found: str) -> None:
+    if expected != found:
+        what = "the header" if tensor is None else f"the tensor {tensor!r}"
+        raise SnapshotError(
+            f"{path / name}: {what} must have the SHA-256 {expected}, got {found}.",
+            file=name,
+            tensor=tensor,
+            expected=expected,
+            found=found,
+        )

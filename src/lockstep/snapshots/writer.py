@@ -1,0 +1,343 @@
+"""Write the snapshots of a run while training goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from lockstep.digest import digest
+from lockstep.errors import SnapshotError, SnapshotWarning
+from lockstep.snapshots.background import BackgroundWriter
+from lockstep.snapshots.commit import (
+    Buffers,
+    Staged,
+    remove,
+    remove_durably,
+    set_aside,
+    stage,
+    write_file,
+    write_snapshot,
+)
+from lockstep.snapshots.content import (
+    FOLDER,
+    TEMPORARY,
+    UNVERIFIED,
+    VERIFIED,
+    Content,
+    Parent,
+    folder_name,
+    training_of,
+)
+from lockstep.snapshots.disk import Disk, FolderLock
+from lockstep.snapshots.files import kind_of, snapshots_in
+from lockstep.snapshots.manifest import Manifest
+from lockstep.snapshots.retention import Kept, Retention
+from lockstep.snapshots.snapshot import Found, list_snapshots, verify
+
+FAILURES: Final = 3
+"""Failed attempts in a row after which a required snapshot raises."""
+
+
+class SnapshotWriter(BackgroundWriter):
+    """Writes the snapshots of a run in a thread.
+
+    One snapshot can be written while another one waits. A newer one replaces the one that waits, so that training never
+    waits for the disk, except for snapshots that must be written. Methods are to be called from one thread.
+
+    Args:
+        out: The folder of the run.
+        run_id: The name of the run. Only snapshots of this run are ever removed.
+        parent: The snapshot from which the run was resumed, if it has another run's name.
+        keep: The number of newest snapshots to keep, at least 1. While one is written there is one more. The last one
+            that ranks have agreed on is kept as well.
+        best: The metric by which one more snapshot is kept; None for no such snapshot.
+        mode: Whether the largest ("max") or the smallest ("min") value of `best` is the best one.
+        required: Whether three failed attempts in a row, or a failed last one, raise instead of only warning.
+        about: JSON values about the machine, which are never read back.
+        disk: The calls of the operating system.
+
+    Attributes:
+        replaced: The number of snapshots that were not written because a newer or more important one was.
+        newest: The folder of the snapshot that was written last, or None.
+
+    Raises:
+        SnapshotError: If another process writes to the folder, it holds snapshots of another run, or it is a link.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        *,
+        run_id: str,
+        parent: Parent | None = None,
+        keep: int = 3,
+        best: str | None = None,
+        mode: str = "max",
+        required: bool = False,
+        about: Mapping[str, Any] | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        super().__init__(run_id)
+        self._retention = Retention(keep=keep, best=best, mode=mode)
+        self._folder = snapshots_in(Path(out)) or Path(out) / FOLDER
+        self._required = required
+        self._about = about or {}
+        self._disk = disk or Disk()
+        self.newest: Path | None = None
+        self._failures = 0
+        _create(self._disk, self._folder)
+        self._lock = FolderLock(self._folder)
+        try:
+            found = self._survey(Path(out), parent)
+        except BaseException:
+            self._lock.close()
+            raise
+        self._kept = [_kept(each.path, manifest, each.ranks) for each, manifest in found]
+        self._previous: Manifest | None = found[-1][1] if found else None
+        self._is_unchanged_reported = False
+
+    def close(self) -> None:
+        """Wait until every snapshot is written, and release the folder. Further calls do nothing.
+
+        Raises:
+            SnapshotError: If snapshots are required and the last one could not be written.
+        """
+        if not self._closed:
+            try:
+                super().close()
+            finally:
+                self._lock.close()
+            self._check_failures(1)
+
+    def report(self) -> None:
+        """Warn of what went wrong since the last call.
+
+        Raises:
+            SnapshotError: If snapshots are required and the last three attempts have failed.
+        """
+        super().report()
+        self._check_failures(FAILURES)
+
+    def mark_verified(self, update: int, digest: str, ranks: int) -> None:
+        """Record in the background that ranks have the bits of a snapshot, if it is there.
+
+        Args:
+            update: The number of updates.
+            digest: The digest of the training state.
+            ranks: The number of ranks.
+        """
+        self._executor.submit(self._mark, update, json.dumps({"digest": digest, "ranks": ranks}).encode(), ranks)
+
+    def set_unverified_aside(self, since: int) -> list[Path]:
+        """Rename the snapshots after the last one that ranks have agreed on, and return their new names.
+
+        Args:
+            since: The update of the snapshot from which the run was resumed, which all ranks have read; it and those
+                before it stay.
+
+        Raises:
+            OSError: If a call fails.
+        """
+        return self._executor.submit(self._set_aside, since).result()
+
+    def on_durable(self, manifest: Manifest) -> None:
+        """Run after a snapshot has become durable, in the thread that writes. Subclasses may override it.
+
+        Args:
+            manifest: The manifest of the snapshot.
+        """
+
+    def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
+        """Write one snapshot and remove old ones. Return what went wrong."""
+        try:
+            path, manifest = write_snapshot(self._disk, self._folder, staged, copies, self._about)
+        except (OSError, SnapshotError) as error:
+            self._failures += 1
+            message = (
+                f"The snapshot of update {staged.update} could not be written to {self._folder}, and the earlier ones "
+                f"are kept: {error} It needs about {staged.bytes} bytes, and {_free_bytes(self._folder)} are free."
+            )
+            return [message]
+        self._failures = 0
+        problems = [] if self._previous is None else self._unchanged(self._previous, manifest)
+        self._previous, self.newest = manifest, path
+        newest = _kept(path, manifest)
+        self._kept = [each for each in self._kept if each.path != path] + [newest]
+        # Before older ones are removed, because that may fail.
+        self.on_durable(manifest)
+        removable = self._retention.removable(self._kept, newest)
+        for each in removable:
+            try:
+                remove_durably(self._disk, each.path)
+            except (OSError, SnapshotError) as error:
+                problems.append(f"Old snapshots in {self._folder} could not be removed: {error}.")
+                if isinstance(error, OSError):
+                    break
+            self._kept.remove(each)
+        return problems
+
+    def _mark(self, update: int, mark: bytes, ranks: int) -> None:
+        for index, each in enumerate(self._kept):
+            if each.update == update:
+                path = each.path / VERIFIED
+                try:
+                    if os.path.lexists(path):
+                        self._disk.remove_file(path)
+                    write_file(self._disk, path, [mark])
+                    self._disk.sync_folder(each.path)
+                except OSError as error:
+                    with self._changed:
+                        self._messages.append(f"That ranks agree on {each.path} could not be recorded: {error}.")
+                self._kept[index] = replace(each, ranks=ranks)
+
+    def _set_aside(self, since: int) -> list[Path]:
+        since = max([since, *(each.update for each in self._kept if each.ranks)])
+        doubtful = [each for each in self._kept if each.update > since]
+        self._kept = [each for each in self._kept if each not in doubtful]
+        return set_aside(self._disk, [each.path for each in doubtful if kind_of(each.path)], UNVERIFIED)
+
+    def _survey(self, out: Path, parent: Parent | None) -> list[tuple[Found, Manifest]]:
+        """Remove what an interrupted process has left, and return the snapshots of this run in ascending order."""
+        for path in self._folder.iterdir():
+            if path.name.startswith(TEMPORARY):
+                try:
+                    remove(self._disk, path)
+                except (OSError, SnapshotError) as error:
+                    message = f"Unfinished snapshots could not be removed: {error}"
+                    warnings.warn(message, SnapshotWarning, stacklevel=4)
+        found = [(each, each.manifest) for each in list_snapshots(out) if each.manifest is not None]
+        for each, manifest in found:
+            inherited = parent is not None and manifest.run_id == parent.run_id and manifest.update <= parent.update
+            if manifest.run_id != self._run_id and not inherited:
+                # If both runs wrote here, the newest snapshot would be that of the longer run.
+                raise SnapshotError(
+                    f"{each.path} is a snapshot of another run, {manifest.run_id!r}, and this run is {self._run_id!r}. "
+                    "Resume that run, choose another `out`, or move its snapshots to another folder."
+                )
+        return [each for each in found if each[1].run_id == self._run_id]
+
+    def _check_failures(self, failures: int) -> None:
+        """Check that not too many attempts have failed in a row, if snapshots are required."""
+        if self._required and self._failures >= failures:
+            raise SnapshotError(
+                f"The last {self._failures} attempts to write a snapshot to {self._folder} have failed."
+            )
+
+    def _unchanged(self, before: Manifest, manifest: Manifest) -> list[str]:
+        """Return once if no tensor has changed though updates were applied: a copy of old memory looks like that."""
+        if self._is_unchanged_reported or not _repeats(before, manifest):
+            return []
+        self._is_unchanged_reported = True
+        message = (
+            f"No tensor of the snapshot of update {manifest.update} differs from that of update {before.update}, "
+            "although updates were applied in between. It is written, and is right if no weight was trained or every "
+            "gradient was zero. Otherwise it repeats an old state; please report it."
+        )
+        return [message]
+
+
+def write_beside(
+    out: str | Path,
+    content: Content,
+    *,
+    reasons: Iterable[str],
+    about: Mapping[str, Any] | None = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Write one snapshot without the lock of the folder, and return when it is durable.
+
+    The ranks that survive the loss of another one call this at the same time, and rank 0 may be writing as well. That
+    is safe because each of them writes a temporary folder, and the first to rename it wins; the bits of an update are
+    equal. No older snapshot is removed: the run that resumes does that.
+
+    Args:
+        out: The folder of the run.
+        content: The content.
+        reasons: Why the snapshot is written.
+        about: JSON values about the machine, which are never read back.
+        disk: The calls of the operating system.
+
+    Returns:
+        The folder of the snapshot, which may be that of another rank.
+
+    Raises:
+        OSError: If a call of the operating system fails.
+        SnapshotError: If there is a snapshot of this update with other bits or of another run.
+        TypeError: If the content holds something that a snapshot cannot hold.
+    """
+    staged = stage(content, reasons)
+    folder = snapshots_in(Path(out)) or Path(out) / FOLDER
+    final = folder / folder_name(staged.update)
+    # One that is whole was renamed when it was durable, so that there is nothing left to do.
+    if final.exists() and _is_same(final, content):
+        return final
+    folder.mkdir(parents=True, exist_ok=True)
+    path, _ = write_snapshot(disk or Disk(), folder, staged, Buffers().copy(staged.tensors), about or {})
+    return path
+
+
+def _is_same(folder: Path, content: Content) -> bool:
+    """Return whether a folder has a whole snapshot of a content. Whatever else it has, writing the content decides."""
+    try:
+        found = verify(folder)
+    except SnapshotError:
+        return False
+    return (found.run_id, found.training) == (content.run_id, digest(training_of(content)))
+
+
+def _kept(path: Path, manifest: Manifest, ranks: int = 0) -> Kept:
+    return Kept(path, manifest.update, manifest.metrics, ranks)
+
+
+def _repeats(before: Manifest, manifest: Manifest) -> bool:
+    """Return whether no tensor has changed between two snapshots of a run, although the weights should have.
+
+    They should have if an update was applied, and a learning rate was not 0. The rates after an update are those of the
+    next one. Weights change where a schedule has raised one later.
+    """
+    applied = [each.progress.get("applied") for each in (before, manifest)]
+    if applied[1] is None:
+        applied = [before.update, manifest.update]
+    if before.files != manifest.files or applied[0] == applied[1] or not any(manifest.files.values()):
+        return False
+    rates = list(_learning_rates(before.state))
+    return not rates or any(rates)
+
+
+def _learning_rates(tree: Any) -> Iterator[Any]:
+    """Yield the learning rates in the states of optimizers, wherever these are."""
+    if isinstance(tree, dict):
+        groups = tree.get("param_groups")
+        if isinstance(groups, list):
+            yield from (group["lr"] for group in groups if isinstance(group, dict) and "lr" in group)
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
+        yield from _learning_rates(part)
+
+
+def _free_bytes(folder: Path) -> int | str:
+    try:
+        status = os.statvfs(folder)
+    except OSError:
+        # The folder is gone, or its disk: then writing has failed for that reason, which the message has.
+        return "an unknown number"
+    return status.f_bavail * status.f_frsize
+
+
+def _create(disk: Disk, folder: Path) -> None:
+    """Create a folder with its parents, durably."""
+    if not folder.is_dir():
+        _create(disk, folder.parent)
+        try:
+            disk.create_folder(folder)
+        except FileExistsError:
+            # Another rank was faster.
+            if not folder.is_dir():
+                raise
+        disk.sync_folder(folder.parent)

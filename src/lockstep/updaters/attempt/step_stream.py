@@ -1,0 +1,68 @@
+"""Open the random stream of an update for what draws after its shards: optimizers, their hooks, and tensor hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from lockstep.streams import DEFAULT_GENERATOR_LOCK, STEP, DefaultStream, stream_seed, substream
+from lockstep.updaters.attempt.attempt import Attempt
+
+
+class StepStream:
+    """The stream of what an update draws in the calling thread: the same on every rank, placement and after a resume.
+
+    It is opened only where code runs that may draw, because opening it takes some 5 µs.
+
+    Args:
+        device: The device whose generator is seeded, beside that of the CPU.
+        seed: The seed of the run.
+        first_stream: Returns the position of the first stream of the current update.
+        watching: Returns a context in which a detector watches functions.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        seed: int,
+        first_stream: Callable[[], int],
+        watching: Callable[[Sequence[object]], AbstractContextManager[None]],
+    ) -> None:
+        self._device = device
+        self._seed = seed
+        self._first_stream = first_stream
+        self._watching = watching
+        self._is_open = False
+
+    @contextmanager
+    def opened(self, attempt: Attempt | None = None, functions: Sequence[object] = ()) -> Iterator[None]:
+        """Open the stream of this update, or continue it: inside of itself, and where the attempt has left it.
+
+        Args:
+            attempt: The attempt that draws; None for a step function.
+            functions: What may draw from another generator, which a detector watches in the first updates.
+        """
+        if self._is_open:
+            with self._watching(functions):
+                yield
+            return
+        # Not during a step function, which waits for other ranks.
+        lock = nullcontext() if attempt is None else DEFAULT_GENERATOR_LOCK
+        with lock, DefaultStream(self._device) as stream:
+            if attempt is None or attempt.stream_position is None:
+                seed = stream_seed(self._seed, substream(STEP) + self._first_stream())
+                # Gradients that wait for their steps together have hooks that draw different numbers.
+                computation = 0 if attempt is None else attempt.request.computation
+                stream.seed(stream_seed(seed, computation) if computation else seed)
+            else:
+                stream.resume(attempt.stream_position)
+            self._is_open = True
+            try:
+                with self._watching(functions):
+                    yield
+            finally:
+                self._is_open = False
+                if attempt is not None:
+                    attempt.stream_position = stream.position()

@@ -1,0 +1,177 @@
+"""Measure how long each phase of updates takes, and how long each device computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from lockstep.communicators import Watch
+
+DATA: Final = "data"
+COMPUTE: Final = "compute"
+BETWEEN: Final = "between updates"
+
+PHASES: Final[Mapping[str, str]] = {
+    "data loading": DATA,
+    "forward": COMPUTE,
+    "backward": COMPUTE,
+    "reduce": "reduce",
+    "optimizer": "optimizer",
+    "end": BETWEEN,
+    "evaluation": BETWEEN,
+}
+"""The phases of the thread that calls `update`, by the names that a `Watch` gets."""
+DEVICE_PHASES: Final = ("forward", "backward")
+"""The phases of a device while it computes shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """The seconds that a clock has added up.
+
+    Attributes:
+        seconds: The seconds in each phase of the calling thread.
+        device_seconds: The seconds in each phase of each device, in order of devices.
+    """
+
+    seconds: Mapping[str, float]
+    device_seconds: Sequence[Mapping[str, float]]
+
+    def plus(self, other: Times, factor: int = 1) -> Times:
+        """Return the sum of these times and others, which are multiplied by a factor first."""
+
+        def add(seconds: Mapping[str, float], more: Mapping[str, float]) -> Mapping[str, float]:
+            return {phase: value + factor * more[phase] for phase, value in seconds.items()}
+
+        return Times(add(self.seconds, other.seconds), list(map(add, self.device_seconds, other.device_seconds)))
+
+    @property
+    def busy_seconds(self) -> list[float]:
+        """The seconds in which each device computed shards."""
+        return [sum(seconds.values()) for seconds in self.device_seconds]
+
+
+@dataclass(slots=True)
+class _DevicePhase:
+    """What a device is doing, and since when."""
+
+    place: int
+    phase: str
+    since: float
+
+
+class Clock(Watch):
+    """A watch that also measures time while it has users: code that enters a phase sets `phase`.
+
+    The phases of the calling thread add up to the time between `start` and `stop`: ``"data"`` is waiting for a batch,
+    cutting it and copying it to devices; ``"compute"`` forward and backward of all shards; ``"reduce"`` the sum over
+    devices and ranks and its check; ``"optimizer"`` the step; ``"between updates"`` everything else, such as
+    extensions. In a step function, the time of its own code counts for the phase before it.
+
+    While it measures, it waits for an accelerator at the end of each phase, because otherwise the time would be that of
+    queueing kernels.
+
+    Args:
+        watch: The watch that is told the phases, too.
+        devices: The devices of this process.
+
+    Attributes:
+        num_users: The number of users.
+        zero: Times of 0 seconds.
+    """
+
+    def __init__(self, watch: Watch, devices: Sequence[torch.device]) -> None:
+        self._watch = watch
+        self._devices = devices
+        self._on_devices: dict[int, _DevicePhase] = {}
+        self.num_users = 0
+        self._thread = threading.get_ident()
+        self._phase, self._since = BETWEEN, 0.0
+        self._seconds = dict.fromkeys(PHASES.values(), 0.0)
+        self._device_seconds = [dict.fromkeys(DEVICE_PHASES, 0.0) for _ in devices]
+        self.zero = Times(dict(self._seconds), [dict(seconds) for seconds in self._device_seconds])
+
+    def start(self) -> Times:
+        """Measure for one user more, and return what to pass to `stop`.
+
+        Call both between updates, or between the phases of one, in the thread that runs them.
+        """
+        self.num_users += 1
+        if self.num_users == 1:
+            self._thread = threading.get_ident()
+            self._phase, self._since = BETWEEN, time.perf_counter()
+        return self._read()
+
+    def stop(self, start: Times) -> Times:
+        """Measure for one user less, and return the times since its `start`."""
+        now = self._read()
+        self.num_users -= 1
+        return now.plus(start, -1)
+
+    def _read(self) -> Times:
+        """Return all times up to this moment."""
+        self._enter(self._phase)
+        return Times(dict(self._seconds), [dict(seconds) for seconds in self._device_seconds])
+
+    @property
+    def phase(self) -> str:
+        """What this rank is doing; see `Watch`."""
+        return self._watch.phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._watch.phase = phase
+        if not self.num_users:
+            return
+        thread = threading.get_ident()
+        device = self._on_devices.get(thread)
+        if device is not None and phase in DEVICE_PHASES:
+            self._enter_on_device(device, phase)
+        elif thread == self._thread and PHASES.get(phase, BETWEEN) != self._phase:
+            self._enter(PHASES.get(phase, BETWEEN))
+
+    def timed(self, compute: Callable[[int], None]) -> Callable[[int], None]:
+        """Return a function that runs the work of one device and measures it.
+
+        Args:
+            compute: Called with the index of a device; runs the work of that device.
+        """
+        if not self.num_users:
+            return compute
+        self._enter(COMPUTE)
+
+        def run(place: int) -> None:
+            # Threads of several devices add only entries of their own.
+            thread = threading.get_ident()
+            self._on_devices[thread] = device = _DevicePhase(place, DEVICE_PHASES[0], time.perf_counter())
+            try:
+                compute(place)
+            finally:
+                self._enter_on_device(device, DEVICE_PHASES[0])
+                del self._on_devices[thread]
+
+        return run
+
+    def _enter(self, phase: str) -> None:
+        for device in self._devices:
+            _synchronize(device)
+        now = time.perf_counter()
+        self._seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def _enter_on_device(self, device: _DevicePhase, phase: str) -> None:
+        _synchronize(self._devices[device.place])
+        now = time.perf_counter()
+        self._device_seconds[device.place][device.phase] += now - device.since
+        device.phase, device.since = phase, now
+
+
+def _synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has finished its queued work, so that a clock measures it."""
+    if device.type not in {"cpu", "meta"}:
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,258 @@
+"""What shards find in their batches does not depend on where, when and how often they run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep as ls
+from lockstep.plan import Shard
+from lockstep.updaters.setup import Conversion
+from tests.support.ranks import run_on_ranks
+from tests.support.small_updater import finalized
+
+SIZE = 8
+
+
+def mse_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return a loss whose gradient overflows at the largest loss scale."""
+    return functional.mse_loss(output, target) * 64
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(24, 4, generator=generator), torch.randn(24, 2, generator=generator))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def as_list() -> list[Any]:
+    return [(x.clone(), y.clone()) for x, y in DataLoader(data(), SIZE)]
+
+
+def in_place(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return mse_loss(model(x.mul_(0.5).add_(1)), y)
+
+
+def forward_in_place(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return model(x.mul_(0.5).add_(1)), y
+
+
+def trained(source: Any, devices: int, *, updates: int = 5, num_shards: int = 4, **options: Any) -> tuple[str, int]:
+    """Return the digest of a model after some updates, and the attempts that they took."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=2e-3)
+    places = ["cpu"] * devices
+    with finalized(
+        ls.ParallelUpdater(source, optimizer, model, devices=places, num_shards=num_shards, **options)
+    ) as updater:
+        tries = sum(updater.update().tries for _ in range(updates))
+    return ls.digest(model), tries
+
+
+def out_of_place(source: Callable[[], Any], **options: Any) -> str:
+    """Return the digest that the loss in place must give: the same loss on batches that have been changed before."""
+
+    def changed() -> Iterator[Any]:
+        kept = source()
+        while True:
+            for x, y in kept:
+                # A list keeps what is changed in it, and a loader makes new batches.
+                yield (x.mul_(0.5).add_(1) if isinstance(kept, list) else x * 0.5 + 1), y
+
+    return trained(changed(), 1, loss_fn=ls.supervised(mse_loss), **options)[0]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("source", [as_list, lambda: DataLoader(data(), SIZE)], ids=["list", "loader"])
+class TestChangedInPlace:
+    def test_a_loss_that_changes_its_batch(self, source: Callable[[], Any], devices: int) -> None:
+        assert trained(source(), devices, loss_fn=in_place)[0] == out_of_place(source)
+
+    def test_strided_shards(self, source: Callable[[], Any], devices: int) -> None:
+        assert trained(source(), devices, loss_fn=in_place, split="strided")[0] == out_of_place(source, split="strided")
+
+    def test_a_retry_finds_the_first_batch(self, source: Callable[[], Any], devices: int) -> None:
+        # Rises after the first update, so that a later one overflows too.
+        scale = ls.DynamicLossScale(factor=2.0**127, backoff=2.0**-100, growth=2.0**100, interval=4, maximum=2.0**127)
+        digest, tries = trained(source(), devices, loss_fn=in_place, loss_scale=scale, updates=6)
+        assert tries > 6
+        assert digest == out_of_place(source, updates=6)
+
+    def test_a_loss_over_the_whole_batch(self, source: Callable[[], Any], devices: int) -> None:
+        def out(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return model(x), y
+
+        def changed() -> Iterator[Any]:
+            kept = source()
+            while True:
+                for x, y in kept:
+                    yield (x.mul_(0.5).add_(1) if isinstance(kept, list) else x * 0.5 + 1), y
+
+        whole = trained(changed(), 1, loss_fn=ls.BatchLoss(out, lambda pair: mse_loss(*pair)))
+        loss = ls.BatchLoss(forward_in_place, lambda pair: mse_loss(*pair))
+        assert trained(source(), devices, loss_fn=loss)[0] == whole[0]
+
+    def test_an_update_that_failed_is_repeated(self, source: Callable[[], Any], devices: int) -> None:
+        model, failures = network(), [True]
+
+        def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = in_place(model, x, y)
+            if failures:
+                failures.clear()
+                raise OSError("once")
+            return loss
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=2e-3)
+        with finalized(
+            ls.ParallelUpdater(source(), optimizer, model, devices=["cpu"] * devices, num_shards=4, loss_fn=loss_fn)
+        ) as updater:
+            with pytest.raises(ls.ReplicaError, match="once"):
+                updater.update()
+            for _ in range(5):
+                updater.update()
+        assert ls.digest(model) == out_of_place(source)
+
+
+def test_a_closure_evaluated_again_finds_the_first_batch() -> None:
+    digests = []
+    for loss_fn in (in_place, lambda model, x, y: mse_loss(model(x * 0.5 + 1), y)):
+        model = network()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+        batches = DataLoader(data(), SIZE)
+        with finalized(
+            ls.ParallelUpdater(batches, optimizer, model, devices=["cpu"] * 2, num_shards=4, loss_fn=loss_fn)
+        ) as updater:
+            for _ in range(3):
+                updater.update()
+        digests.append(ls.digest(model))
+    assert digests[0] == digests[1]
+
+
+def test_a_change_that_begins_late_is_refused_when_a_shard_runs_again() -> None:
+    calls = [0]
+
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return in_place(model, x, y) if calls[0] > 4 else mse_loss(model(x), y)
+
+    # From the update on in which the loss scale rises, every first attempt overflows.
+    scale = ls.DynamicLossScale(factor=1.0, growth=2.0**127, backoff=2.0**-127, interval=4, maximum=2.0**127)
+    with pytest.raises(ValueError, match=r"`batch\[0\]` must not be changed in place by a shard that runs again"):
+        trained(as_list(), 1, num_shards=1, loss_fn=loss_fn, loss_scale=scale, updates=9)
+
+
+def test_what_every_shard_gets_whole_must_not_be_changed() -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return mse_loss(model(x * factor.mul_(0.5)), y)
+
+    batches = [(x, y, torch.ones(1)) for x, y in as_list()]
+    with pytest.raises(ValueError, match=r"`batch\[2\]`, which every shard gets whole, must not be changed in place"):
+        trained(batches, 2, loss_fn=loss_fn, batch_dim={2: None})
+    assert trained(batches, 1, loss_fn=loss_fn, batch_dim={2: None}, num_shards=1)[1] == 5
+
+
+def noisy(samples: Any, device: torch.device) -> Any:
+    """Stack samples, and add numbers of all generators that converters use."""
+    x, y = ls.collate(list(samples), device)
+    noise = torch.rand(1).item() + random.random() + np.random.rand()  # noqa: S311
+    return x + noise, y
+
+
+class TestConvertersThatDraw:
+    @pytest.mark.parametrize("devices", [2, 3])
+    def test_on_other_devices(self, devices: int) -> None:
+        random.seed(devices)
+        before = random.getstate()
+        assert train_noisy(None, devices) == train_noisy(None)
+        # What the program draws itself is as without the updates.
+        random.setstate(before)
+        options: dict[str, Any] = {"converter": noisy, "loss_fn": ls.supervised(mse_loss)}
+        trained(ls.BatchIterator(data(), SIZE), devices, updates=0, **options)
+        drawn = torch.get_rng_state()
+        trained(ls.BatchIterator(data(), SIZE), devices, updates=2, **options)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert random.getstate() == before
+
+    def test_shards_and_updates_and_batches_have_their_own_numbers_each_time(self) -> None:
+        conversion = Conversion(lambda samples, _: torch.rand(1).item(), 0, 0)  # noqa: ARG005
+        shards = [[Shard(0, 0, range(4)), Shard(1, 0, range(4, 8))]]
+
+        def drawn(start: int, first: int) -> list[float]:
+            batch = ls.BatchIterator(list(range(64)), SIZE).peek()[0:SIZE]
+            batch = type(batch)(batch.dataset, range(start, start + SIZE))
+            found = conversion.shards([batch], shards, [torch.device("cpu")], first)
+            return [value for _, value in found[0]]
+
+        assert drawn(0, 0) == drawn(0, 0)
+        assert len({*drawn(0, 0), *drawn(8, 0), *drawn(0, 2)}) == 6
+
+    def test_on_two_ranks(self) -> None:
+        assert run_on_ranks(train_noisy, 2) == [train_noisy(None)] * 2
+
+
+def train_noisy(communicator: Any, devices: int = 1) -> tuple[str, int]:
+    random.seed(getattr(communicator, "rank", 7))
+    loss_fn, batches = ls.supervised(mse_loss), ls.BatchIterator(data(), SIZE)
+    return trained(batches, devices, num_shards=3, converter=noisy, loss_fn=loss_fn, communicator=communicator)
+
+
+class TestListsBesideTensors:
+    """A list with as many entries as a batch has samples by coincidence is not taken for one of samples."""
+
+    weights: tuple[float, ...] = (1.0, 2.0, 4.0)
+
+    @staticmethod
+    def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor, weights: Any) -> torch.Tensor:
+        assert len(weights) == 3
+        return mse_loss(model(x), y) * sum(weights)
+
+    def batches(self, *sizes: int) -> list[Any]:
+        return [(torch.ones(size, 4), torch.ones(size, 2), [*self.weights]) for size in sizes]
+
+    def test_whole_in_a_short_last_batch(self) -> None:
+        trained(self.batches(8, 8, 3), 2, loss_fn=self.loss_fn, updates=3)
+
+    def test_one_that_was_cut_and_has_another_length_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"`batch` must hold one entry per sample at '2'.*pass batch_dim={'2': No"):
+            trained(self.batches(3, 4), 2, loss_fn=lambda model, x, y, _: mse_loss(model(x), y), updates=2)
+
+    def test_the_same_list_in_two_batches_is_refused(self) -> None:
+        batches = [(torch.ones(3, 4), torch.ones(3, 2), self.weights) for _ in range(2)]
+        with pytest.raises(ValueError, match="which is that of the batch before"):
+            trained(batches, 2, loss_fn=lambda model, x, y, _: mse_loss(model(x), y), updates=2)
+
+    def test_named_as_whole(self) -> None:
+        trained(self.batches(3, 4, 3), 2, loss_fn=self.loss_fn, updates=3, batch_dim={2: None})
+
+    def test_named_as_cut(self) -> None:
+        def loss_fn(model: nn.Module, x: torch.Tensor, names: list[int]) -> torch.Tensor:
+            assert names == x[:, 0].int().tolist()
+            return model(x).mean()
+
+        batches = [{"x": torch.arange(4.0)[:, None].repeat(1, 4), "names": [0, 1, 2, 3]}] * 2
+        trained(batches, 2, loss_fn=loss_fn, batch_dim={"names": 0})
+        short = [{"x": torch.ones(4, 4), "names": [0, 1]}]
+        with pytest.raises(ValueError, match="must hold one entry per sample at 'names'"):
+            trained(short, 2, loss_fn=loss_fn, batch_dim={"names": 0}, updates=1)
+
+    def test_an_array_that_is_changed_in_place_stays_as_it_was(self) -> None:
+        array = np.arange(4.0)
+
+        def loss_fn(model: nn.Module, x: torch.Tensor, values: Any) -> torch.Tensor:
+            values += 1
+            return model(x).mean()
+
+        trained([(torch.ones(4, 4), array)], 2, loss_fn=loss_fn, num_shards=2, updates=1)
+        assert array.tolist() == [0, 1, 2, 3]
