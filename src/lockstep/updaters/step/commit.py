@@ -121,7 +121,7 @@ class Committer:
         """
         named = self._engine.prepared.named_parameters.items()
         targets = {name: self._gradient_target(each) for name, each in named if wanted is None or id(each) in wanted}
-        check_no_unused_gradients(targets, None, self._engine.used_at)
+        check_no_unused_gradients(targets, None, self._engine.used_at, self._training.optimizers.values())
 
     def _gradient_target(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter or master weight whose ``grad`` an optimizer reads."""
@@ -149,43 +149,34 @@ class Committer:
         if self._training.masters and not attempt.gradients_assigned:
             self.check_no_unused_gradients(attempt.request.wanted)
         try:
-            return self._commit(names, attempt, settings, consumed)
+            if not attempt.gradients_assigned:
+                self.assign_gradients(attempt)
+            if attempt.overflow_check is not FINITE:
+                self.note(names, attempt)
+            if len(names) > 1:
+                return self._commit_several(names, attempt, settings, consumed)
+            applied = attempt.applied
+            late_errors = [] if applied is False else self._apply(names, attempt, settings)
+            late_errors += self._count(applied, consumed)
+            # Before errors of user code are raised: the update counts as done, and its scale must not be lost.
+            self._training.scale = attempt.next_scale(self._training.scale)
         except BaseException:
             self.mark_gradients_used()
             raise
+        for error in late_errors:
+            raise error
+        return attempt.result(applied=applied)
 
     def mark_gradients_used(self) -> None:
         """Note that the gradients need not be kept; a later change, as by another backward, ends this."""
         used_at = self._engine.used_at = {}
-        groups = [group for each in self._training.optimizers.values() for group in each.param_groups]
-        # Fused kernels leave the version of a weight as it is, so a step of your own would go unnoticed.
-        counts_writes = not any(group.get("fused") for group in groups)
         for parameter in self._engine.prepared.parameters:
-            used_at[id(parameter)] = parameter._version if counts_writes else -1
+            used_at[id(parameter)] = parameter._version
             gradient = parameter.grad
             if gradient is not None:
                 gradient.__dict__[USED_VERSION] = gradient._version
         for masters in self._training.masters.values():
             masters.drop_gradients()
-
-    def _commit(
-        self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
-    ) -> UpdateResult:
-        """Commit an attempt; see `commit`."""
-        if not attempt.gradients_assigned:
-            self.assign_gradients(attempt)
-        if attempt.overflow_check is not FINITE:
-            self.note(names, attempt)
-        if len(names) > 1:
-            return self._commit_several(names, attempt, settings, consumed)
-        applied = attempt.applied
-        late_errors = [] if applied is False else self._apply(names, attempt, settings)
-        late_errors += self._count(applied, consumed)
-        # Before errors of user code are raised: the update counts as done, and its scale must not be lost.
-        self._training.scale = attempt.next_scale(self._training.scale)
-        for error in late_errors:
-            raise error
-        return attempt.result(applied=applied)
 
     def _commit_several(
         self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
