@@ -1,4 +1,4 @@
-"""The structure can be taken in: small folders, imports that stop at a package's face, tests for each module."""
+"""The structure can be taken in: imports that stop at a package's face, tests for each module."""
 
 from __future__ import annotations
 
@@ -11,16 +11,6 @@ import lockstep as ls
 
 SOURCE = Path(ls.__file__).parent
 TESTS = Path(__file__).parent
-MODULES_OF_A_FOLDER = 12
-
-
-def folders() -> list[Path]:
-    return [path.parent for path in SOURCE.rglob("__init__.py")]
-
-
-def test_folders_are_small() -> None:
-    counts = {str(folder.relative_to(SOURCE)): len(list(folder.glob("*.py"))) for folder in folders()}
-    assert {folder: count for folder, count in counts.items() if count > MODULES_OF_A_FOLDER} == {}
 
 
 def package_of(path: Path) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = {
     "get-started/shards.md": 2,
     "group.md": 3,
+    "how-to/buffers.md": 1,
     "how-to/clipping-and-schedules.md": 6,
     "how-to/data.md": 8,
     "how-to/debugging-nan.md": 3,

@@ -206,3 +206,21 @@ def test_a_shard_has_no_such_loss() -> None:
         LOSS(None)
     with pytest.raises(ValueError, match="`accumulate` must be 1 with"):
         updater_for(MLP, num_shards=2, loss_fn=LOSS, accumulate=2)
+
+
+def test_what_forward_detaches_has_no_graph_in_the_criterion() -> None:
+    kept: list[torch.Tensor] = []
+
+    def forward(model: Any, inputs: torch.Tensor, targets: torch.Tensor) -> Any:
+        return model(inputs), model(inputs).detach(), targets
+
+    def criterion(outputs: Any) -> torch.Tensor:
+        queries, keys, _ = outputs
+        kept[:] = [torch.cat([keys, *kept])[:16]]
+        return (queries @ kept[0].T).logsumexp(1).mean()
+
+    with finalized(updater_for(MLP, num_shards=2, loss_fn=ls.BatchLoss(forward, criterion))) as updater:
+        for _ in range(3):
+            assert updater.update().applied
+            # A queue with a graph would keep the outputs of all batches in memory.
+            assert not kept[0].requires_grad

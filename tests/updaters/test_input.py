@@ -57,7 +57,10 @@ BAD_VALUES: dict[str, tuple[dict[str, Any], str]] = {
         "`on_overflow` must be one of 'retry', 'next', 'skip', got 'redo'.",
     ),
     "unknown end": ({"on_exhausted": "stop"}, "`on_exhausted` must be one of 'skip', 'raise', got 'stop'."),
-    "unknown buffer rule": ({"buffers": "last"}, "`buffers` must be one of 'mean', 'first', got 'last'."),
+    "unknown buffer rule": (
+        {"buffers": "last"},
+        "`buffers` must be one of 'mean', 'first', 'sum', 'min', 'max', or a dict",
+    ),
     "a stranger's optimizer": (
         {"optimizer": torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.1)},
         "`optimizer` must hold parameters of `model` only, got one of shape (2, 3) in group 0 that does not belong to",

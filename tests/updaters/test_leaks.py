@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from tests.support.ranks import run_on_ranks
+from tests.support.runs import finalized
 from tests.support.small_updater import updater_of
 
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -68,3 +71,156 @@ def test_a_step_function_is_told_too_and_other_optimizers_keep_their_gradients()
     with pytest.raises(ValueError, match=re.escape("also gives 'b.weight' of your original model")):
         updater.update()
     assert models["a"].weight.grad is not None
+
+
+# Tensors that are trained beside the model ------------------------------------------------------------
+
+
+class Centers(nn.Module):
+    """A criterion that learns, with a number, a table and a use of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.table = nn.Parameter(torch.linspace(-1, 1, 6).view(2, 3))
+
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(output, self.table).min(1).values.mean() * self.scale.exp()
+
+
+class OverAll(Centers):
+    def forward(self, output: torch.Tensor) -> torch.Tensor:
+        return super().forward(output) + (output @ output.T).logsumexp(1).mean() * self.scale
+
+
+BATCHES = torch.randn(3, 12, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(4, 3).double()
+
+
+def plain(criterion: nn.Module) -> list[torch.Tensor]:
+    """Train a network and a criterion in a loop of PyTorch."""
+    modules = nn.ModuleList([network(), criterion.double()])
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.25)
+    for batch in BATCHES:
+        optimizer.zero_grad()
+        criterion(modules[0](batch)).backward()
+        optimizer.step()
+    return [each.detach() for each in modules.parameters()]
+
+
+def together(loss_of: Callable[[nn.Module], Any], criterion: nn.Module, devices: int, **options: Any) -> Any:
+    """Train a network and a criterion as two models."""
+    models = {"net": network(), "criterion": criterion.double()}
+    optimizers = {name: torch.optim.SGD(each.parameters(), lr=0.25) for name, each in models.items()}
+    options = {"num_shards": 4, "loss_fn": loss_of(criterion), **options}
+    with finalized(
+        ls.ParallelUpdater(list(BATCHES), optimizers, models, devices=["cpu"] * devices, **options)
+    ) as updater:
+        for _ in BATCHES:
+            updater.update()
+    return [each.detach() for model in models.values() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("loss_of", "kind"),
+    [
+        (lambda _: lambda nets, x: nets["criterion"](nets["net"](x)), Centers),
+        (lambda criterion: ls.BatchLoss(lambda nets, x: nets["net"](x), criterion), OverAll),
+        (lambda criterion: ls.BatchLoss(lambda nets, x: nets["net"](x), criterion), Centers),
+    ],
+)
+def test_a_criterion_that_is_one_of_the_models_is_trained_as_in_a_plain_loop(
+    loss_of: Any, kind: type[nn.Module], devices: int
+) -> None:
+    expected, found = plain(kind()), together(loss_of, kind(), devices)
+    # Sums are in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_a_criterion_of_a_batch_loss_has_the_same_bits_on_any_devices_and_ranks() -> None:
+    loss_of = partial(ls.BatchLoss, lambda nets, x: nets["net"](x))
+    digests = {ls.digest(together(loss_of, OverAll(), devices)) for devices in (1, 2, 3)}
+    assert {*digests, *run_on_ranks(criterion_on_ranks, 2)} == digests
+    assert len(digests) == 1
+
+
+def criterion_on_ranks(communicator: ls.Communicator) -> str:
+    loss_of = partial(ls.BatchLoss, lambda nets, x: nets["net"](x))
+    return ls.digest(together(loss_of, OverAll(), 1, communicator=communicator))
+
+
+def bound(criterion: nn.Module) -> Any:
+    return lambda model, x: criterion(model(x))
+
+
+BESIDE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "a closure": (bound, "'scale' of a Centers"),
+    "supervised": (lambda criterion: ls.supervised(lambda x, _: criterion(x)), "'scale' of a Centers"),
+    "a partial": (lambda criterion: partial(lambda model, x, c: c(model(x)), c=criterion), "'scale' of a Centers"),
+    "the criterion of a BatchLoss": (lambda each: ls.BatchLoss(lambda m, x: m(x), each), "'scale' of a Centers"),
+    "a bare tensor": (lambda _: partial(scaled, v=torch.ones(3, requires_grad=True)), "a tensor of shape (3,)"),
+    "a list": (lambda c: partial(lambda m, x, cs: cs[0](m(x)), cs=[c]), "'scale' of a Centers"),
+}
+
+
+def scaled(model: nn.Module, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return (model(x) * v).square().mean()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("case", BESIDE)
+def test_what_is_trained_beside_the_model_is_refused_by_name(case: str, devices: int) -> None:
+    loss_of, name = BESIDE[case]
+    criterion, model = Centers(), nn.Linear(4, 3)
+    data = (X, X) if case == "supervised" else (X,)
+    with updater_of(model, *data, devices=devices, num_shards=2, loss_fn=loss_of(criterion)) as updater:
+        before = ls.digest(updater.state_dict())
+        with pytest.raises(ValueError, match="besides the parameters of the model") as error:
+            updater.update()
+        assert ls.digest(updater.state_dict()) == before
+    assert name in str(error.value)
+    assert all(parameter.grad is None for parameter in criterion.parameters())
+
+
+def test_a_group_refuses_it_too() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.others = nn.Linear(4, 3), [Centers()]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.others[0](self.layer(x))
+
+    with ls.ReplicaGroup(Around(), devices=["cpu"] * 2) as group, pytest.raises(ValueError, match="'scale' of a Cent"):
+        group.forward(X)
+
+
+def of_gradients(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Make a leaf of its own, as a gradient penalty does, with a hook that refers to it."""
+    other = x.clone().requires_grad_()
+    other.register_hook(lambda grad: grad + 0 * other.detach())
+    (gradient,) = torch.autograd.grad(model(other).square().sum(), other, create_graph=True)
+    return gradient.norm(dim=1).mean()
+
+
+def of_inputs(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x.requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return (gradient * x).sum(1).mean()
+
+
+def of_an_extractor() -> Any:
+    extractor = nn.Linear(4, 4).eval()
+    return lambda model, x: model(extractor(x)).square().mean()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("loss_fn", [of_gradients, of_inputs, of_an_extractor()])
+def test_leaves_that_nobody_trains_are_left_alone(loss_fn: Any, devices: int) -> None:
+    with updater_of(nn.Linear(4, 3), X, devices=devices, num_shards=3, loss_fn=loss_fn) as updater:
+        assert all(updater.update().applied for _ in range(4))

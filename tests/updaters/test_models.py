@@ -396,3 +396,45 @@ def test_no_warning_comes_of_an_update() -> None:
         model, _ = made("frozen")
         with updater_of(model, X, devices=2, num_shards=2, loss_fn=mean_of_output) as updater:
             updater.update()
+
+
+def replace_parameters(model: nn.Module) -> None:
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def test_parameters_that_a_loaded_state_has_replaced_are_named_as_that() -> None:
+    # Of one element each, which equal the former ones.
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    message = r"replaced.* by `load_state_dict\(assign=True\)`"
+    with updater_of(model, optimizer=optimizer) as updater:
+        updater.update()
+        replace_parameters(model)
+        with pytest.raises(ValueError, match=message):
+            updater.update()
+    with pytest.raises(ValueError, match=message), updater_of(model, optimizer=optimizer):
+        pass
+
+
+def test_buffers_that_get_their_shapes_in_the_first_forward_have_a_cure() -> None:
+    class Observing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(1, 3)
+            self.register_buffer("lowest", torch.empty(0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = self.layer(x)
+            lowest = output.detach().amin(0)
+            self.lowest = torch.minimum(self.lowest, lowest) if self.lowest.numel() else lowest
+            return output.mean()
+
+    with (
+        updater_of(Observing()) as updater,
+        pytest.raises(ValueError, match="run the model on a batch in training mode"),
+    ):
+        updater.update()
+    model = Observing()
+    model(torch.ones(4, 1))
+    with updater_of(model, buffers={"lowest": "min"}) as updater:
+        assert updater.update().applied

@@ -13,16 +13,21 @@ from lockstep.replicas.batch import (
     read_outputs as read_outputs,
 )
 from lockstep.replicas.buffers import (
+    EXTREMES as EXTREMES,
     AnyBufferSum as AnyBufferSum,
     BufferRef as BufferRef,
-    BufferRule as BufferRule,
+    BufferRules as BufferRules,
     BufferSum as BufferSum,
     ReplicaBuffers as ReplicaBuffers,
     as_bits as as_bits,
     as_real as as_real,
     buffer_refs as buffer_refs,
+    check_buffers as check_buffers,
     check_no_trained_buffers as check_no_trained_buffers,
+    check_rules as check_rules,
     combine_buffers as combine_buffers,
+    merged_firsts as merged_firsts,
+    rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,
 )
 from lockstep.replicas.group import ReplicaGroup as ReplicaGroup, Updatable as Updatable
@@ -39,10 +44,12 @@ from lockstep.replicas.passes import (
     ShardStreams as ShardStreams,
     TreeSum as TreeSum,
     apply_tensor_hooks as apply_tensor_hooks,
+    check_leaves as check_leaves,
     check_no_accumulate_hooks as check_no_accumulate_hooks,
     check_no_inner_backward as check_no_inner_backward,
     check_no_leaked_gradients as check_no_leaked_gradients,
     finish_whole as finish_whole,
+    foreign_leaves as foreign_leaves,
     move_partials as move_partials,
 )
 from lockstep.replicas.pool import (
@@ -56,7 +63,9 @@ from lockstep.replicas.pool import (
     ReplicaSet as ReplicaSet,
     ThreadSettings as ThreadSettings,
     Timeout as Timeout,
+    check_no_lookups as check_no_lookups,
     fork_error as fork_error,
+    held_tensors as held_tensors,
     parse_devices as parse_devices,
     usable_cores as usable_cores,
     use_deterministic_kernels as use_deterministic_kernels,

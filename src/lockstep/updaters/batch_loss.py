@@ -31,8 +31,8 @@ class BatchLoss:
         forward: Called as ``forward(model, *batch)`` with a replica and the tensors of one shard, as a loss function
             is. It returns a tensor or a nest of tensors.
         criterion: Called with the outputs of the whole batch. It returns the loss, a tensor of one element, or a `Loss`
-            without a weight. It must not use the model. Outputs in half precision are passed in float32, and autocast
-            is off.
+            without a weight. It may have parameters if its module is one of several models; it is called itself, and
+            not a replica. Outputs in half precision are passed in float32, and autocast is off.
 
     Raises:
         TypeError: If an argument is not callable.

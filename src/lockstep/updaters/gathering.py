@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import nn
 
 from lockstep import nest
 from lockstep.communicators import Communicator
 from lockstep.plan import Shard
 from lockstep.precision import HALF_PRECISION
+from lockstep.replicas import check_leaves, foreign_leaves
 from lockstep.tree import Tensors
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.loss import Loss, LossFunction, check_loss
@@ -24,12 +27,15 @@ class GatheredBatch:
 
     Args:
         loss: The loss of the whole batch.
+        model: The model itself, whose parameters the criterion may use.
     """
 
-    def __init__(self, loss: BatchLoss) -> None:
+    def __init__(self, loss: BatchLoss, model: nn.Module) -> None:
         self._loss = loss
-        self._parts: dict[int, tuple[range, Any]] = {}
+        self._model = model
+        self._parts: dict[int, tuple[range, Any, list[bool]]] = {}
         self._gradients: Tensors = []
+        self._own_gradients: dict[int, torch.Tensor | None] = {}
         self._value = Loss(torch.zeros(()))
 
     def collect(self, shard: Shard) -> LossFunction:
@@ -43,13 +49,17 @@ class GatheredBatch:
             # With a graph, although it is not used: without one, some modules compute by other kernels.
             outputs = self._loss.forward(model, *args, **kwargs)
             _check_outputs(outputs, shard)
-            self._parts[shard.index] = shard.samples, nest.map_tensors(_gatherable, outputs)
+            # What forward detaches, such as the keys of a queue, is detached for the criterion as well.
+            attached = [tensor.requires_grad for tensor in nest.tensors(outputs)]
+            self._parts[shard.index] = shard.samples, nest.map_tensors(_gatherable, outputs), attached
             return Loss(torch.zeros((), requires_grad=True), weight=0)
 
         return loss_fn
 
     def differentiate(self, communicator: Communicator, device: torch.device) -> None:
-        """Gather the outputs of all ranks, and compute the loss and its gradient with respect to them.
+        """Gather the outputs of all ranks, and compute the loss and its gradient.
+
+        The gradient is taken with respect to the outputs, and to the parameters of the model that the criterion uses.
 
         Args:
             communicator: The communicator of the run.
@@ -57,25 +67,35 @@ class GatheredBatch:
 
         Raises:
             TypeError: If the criterion did not return a loss.
-            ValueError: If shards returned outputs of different structures or shapes, or the loss cannot be used.
+            ValueError: If shards returned outputs of different structures or shapes, the loss cannot be used, or the
+                criterion has parameters that the model lacks.
         """
         parts = self._parts
         if communicator.size > 1:
             own = {
-                index: (samples, nest.map_tensors(torch.Tensor.cpu, each)) for index, (samples, each) in parts.items()
+                index: (samples, nest.map_tensors(torch.Tensor.cpu, each), attached)
+                for index, (samples, each, attached) in parts.items()
             }
             parts = {index: part for rank in communicator.gather_objects(own) for index, part in rank.items()}
         in_order = [parts[index] for index in sorted(parts)]
-        leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in _merged(in_order, device)]
+        merged = _merged([(samples, outputs) for samples, outputs, _ in in_order], device)
+        leaves = [tensor.requires_grad_(is_used) for tensor, is_used in zip(merged, in_order[0][2], strict=True)]
         rest = iter(leaves)
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             loss = check_loss(self._loss.criterion(nest.map_tensors(lambda _: next(rest), in_order[0][1])))
         if loss.weight is not None:
             raise ValueError(f"`criterion` must return a Loss without a weight, got {loss.weight}.")
+        foreign = list(map(ref, foreign_leaves([loss.value], self._model)))
+        trained = {index: each for index, each in enumerate(self._model.parameters()) if each.requires_grad}
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        found = iter(torch.autograd.grad(loss.value, wanted, allow_unused=True))
-        self._gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
+        every = [*wanted, *trained.values()]
+        found = iter(torch.autograd.grad(loss.value, every, allow_unused=True) if loss.value.requires_grad else ())
+        self._gradients = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
+        self._own_gradients = dict(zip(trained, found, strict=False))
         self._value = Loss(loss.value.detach(), metrics=loss.metrics)
+        # What the criterion created ends with its graph.
+        del loss
+        check_leaves(foreign, "criterion", self._loss.criterion, leaves)
 
     def shard_loss(self, shard: Shard) -> LossFunction:
         """Return a loss function whose gradient is the part of a shard in the gradient of the whole batch.
@@ -90,10 +110,17 @@ class GatheredBatch:
         def loss_fn(model: Any, /, *args: Any, **kwargs: Any) -> Loss:
             product: Any = 0
             outputs = nest.tensors(self._loss.forward(model, *args, **kwargs))
-            for tensor, gradient in zip(outputs, self._gradients, strict=True):
-                if gradient is not None and tensor.requires_grad:
-                    part = gradient[samples.start : samples.stop : samples.step].to(tensor.device)
-                    product = product + (tensor.to(part.dtype) * part).sum()
+            pairs = [
+                (tensor, None if gradient is None else gradient[samples.start : samples.stop : samples.step])
+                for tensor, gradient in zip(outputs, self._gradients, strict=True)
+            ]
+            # The gradient of the parameters that the criterion uses counts once.
+            if not shard.index and self._own_gradients:
+                parameters = [*model.parameters()]
+                pairs += [(parameters[index], gradient) for index, gradient in self._own_gradients.items()]
+            for tensor, part in pairs:
+                if part is not None and tensor.requires_grad:
+                    product = product + (tensor.to(part.dtype) * part.to(tensor.device)).sum()
             if not isinstance(product, torch.Tensor):
                 message = "`criterion` must depend on an output that requires a gradient, got outputs without one."
                 raise ValueError(message)  # noqa: TRY004 - no argument has a wrong type

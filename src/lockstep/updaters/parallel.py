@@ -14,7 +14,7 @@ from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
-from lockstep.replicas import BatchDim, BufferRule, Devices, Timeout
+from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
@@ -85,7 +85,7 @@ class ParallelUpdater(Updater):
         on_exhausted: ``"skip"`` the batch or ``"raise"`` when no attempt is left or there is no scale to lower.
         max_skipped: The number of skipped updates in a row, at least 1, that is a `NonFiniteError`; None for no error.
             The first one is named in a `NonFiniteWarning`. The log reads checks that are still on the device.
-        buffers: ``"mean"`` over shards, weighted by their samples, or ``"first"`` for those of the first shard.
+        buffers: ``"mean"`` over shards by samples, ``"sum"`` of changes, ``"min"``, ``"max"``, ``"first"``, or a dict.
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
         epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
@@ -133,7 +133,7 @@ class ParallelUpdater(Updater):
         max_tries: int = 20,
         on_exhausted: recipes.OnExhausted = "skip",
         max_skipped: int | None = 100,
-        buffers: BufferRule = "mean",
+        buffers: BufferRules = "mean",
         scheduler: Schedulers | None = None,
         epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,

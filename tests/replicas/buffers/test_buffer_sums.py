@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.buffers.buffer_refs import buffer_refs
+from lockstep.replicas.buffers.buffer_refs import BufferRule, BufferRules, buffer_refs
 from lockstep.replicas.buffers.buffer_sums import BufferSum
 from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, create_packs
 from lockstep.replicas.buffers.replica_buffers import AnyBufferSum, combine_buffers
@@ -32,6 +34,11 @@ def model_of() -> nn.Module:
     return model
 
 
+def rules_of(rule: BufferRule) -> BufferRules:
+    """Use a rule for all formats that have it."""
+    return {"*bool*": "first", "*complex*": "mean" if rule in ("min", "max") else rule, "*": rule}
+
+
 def left_by(shard: int, starts: Tensors, changes: list[list[bool]]) -> Tensors:
     """Give what a shard leaves: other numbers, the same ones, or nothing."""
     draw = torch.Generator().manual_seed(shard + 1)
@@ -46,19 +53,22 @@ def left_by(shard: int, starts: Tensors, changes: list[list[bool]]) -> Tensors:
     return left
 
 
-def combined(kind: str, changes: list[list[bool]], cut: int, *, mean: bool, device: str = "cpu") -> tuple[str, int]:
+def combined(
+    kind: str, changes: list[list[bool]], cut: int, *, rule: BufferRule, device: str = "cpu"
+) -> tuple[str, int]:
     """Sum up shards in two places, name the buffers that come of it, and count what is read."""
     model = model_of().to(device)
-    slots = buffer_refs(model)
+    slots = buffer_refs(model, rules_of(rule))
     starts: Tensors = [slot.get() for slot in slots]
+    rules = [slot.rule for slot in slots]
     sums: list[AnyBufferSum] = []
     with Reads() as reads:
         for run in (range(cut), range(cut, len(WEIGHTS))):
-            place: AnyBufferSum = BufferSum.empty(run.start, len(slots))
+            place: AnyBufferSum = BufferSum.empty(run.start, rules)
             if kind != "known":
-                place = DeferredBufferSum.empty(run.start, starts, create_packs(starts))
+                place = DeferredBufferSum.empty(run.start, starts, create_packs(starts, rules), compares=True)
             for shard in run:
-                place.add(shard, left_by(shard, starts, changes), starts, WEIGHTS[shard], mean=mean)
+                place.add(shard, left_by(shard, starts, changes), starts, WEIGHTS[shard])
             sums.append(place.resolve() if kind == "read" else place)
         combine_buffers(sums, slots, weight=sum(WEIGHTS))
     return ls.digest(model), reads.count
@@ -68,13 +78,13 @@ changes = st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=5, 
 
 
 @settings(deadline=None, max_examples=40)  # the first one imports what torch needs
-@given(changes=changes, cut=st.integers(1, 4), mean=st.booleans())
-def test_packed_or_known_or_read_they_are_the_same(changes: list[list[bool]], cut: int, mean: bool) -> None:
-    known, _ = combined("known", changes, cut, mean=mean)
-    packed, reads = combined("packed", changes, cut, mean=mean)
+@given(changes=changes, cut=st.integers(1, 4), rule=st.sampled_from(get_args(BufferRule)))
+def test_packed_or_known_or_read_they_are_the_same(changes: list[list[bool]], cut: int, rule: BufferRule) -> None:
+    known, _ = combined("known", changes, cut, rule=rule)
+    packed, reads = combined("packed", changes, cut, rule=rule)
     assert packed == known
     assert reads == 0
-    assert combined("read", changes, cut, mean=mean) == (known, 2)  # once a place
+    assert combined("read", changes, cut, rule=rule) == (known, 2)  # once a place
     moved = any(any(each) for each in changes)
     assert (known != ls.digest(model_of())) == moved
 
@@ -84,11 +94,12 @@ def test_a_flag_on_the_device_leaves_them_as_they_are(kind: str) -> None:
     model = model_of()
     slots = buffer_refs(model)
     starts: Tensors = [slot.get() for slot in slots]
+    rules = [slot.rule for slot in slots]
     for flag, stays in ((1.0, True), (0.0, False)):
-        place: AnyBufferSum = BufferSum.empty(0, len(slots))
+        place: AnyBufferSum = BufferSum.empty(0, rules)
         if kind == "packed":
-            place = DeferredBufferSum.empty(0, starts, create_packs(starts))
-        place.add(0, left_by(0, starts, [[True]]), starts, 1, mean=True)
+            place = DeferredBufferSum.empty(0, starts, create_packs(starts, rules))
+        place.add(0, left_by(0, starts, [[True]]), starts, 1)
         combine_buffers([place], slots, weight=1, found_inf=torch.tensor(flag))
         assert (ls.digest(model) == ls.digest(model_of())) == stays
 
@@ -98,6 +109,6 @@ def test_on_a_gpu_they_are_those_of_a_cpu() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     changes = [[True, False, True, True], [False] * 4, [True] * 4, [False, True, False, False], [True] * 4]
-    on_cpu, _ = combined("known", changes, 2, mean=True)
-    on_gpu, _ = combined("packed", changes, 2, mean=True, device="cuda:0")
+    on_cpu, _ = combined("known", changes, 2, rule="mean")
+    on_gpu, _ = combined("packed", changes, 2, rule="mean", device="cuda:0")
     assert on_gpu == on_cpu

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.replicas.buffers.replica_buffers import BufferRule
+from lockstep.replicas.buffers import BufferRule
+from tests.support.ranks import run_on_ranks
 from tests.support.small_updater import Changing, updater_of
 
 
@@ -80,7 +83,7 @@ def test_an_untouched_buffer_keeps_its_bits() -> None:
     model = Changing("in place")
     model.register_buffer("table", torch.tensor([0.1, 0.7, float("nan"), -0.0]))
     before = model.table.clone()
-    one_update(model, torch.ones(7, 1), num_shards=3)
+    one_update(model, torch.arange(7.0)[:, None], num_shards=3)
     assert torch.equal(model.table.view(torch.int32), before.view(torch.int32))
 
 
@@ -110,9 +113,18 @@ FORMATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.co
 FORMATS += (torch.int64, torch.uint8, torch.bool)
 
 
-@pytest.mark.parametrize("rule", ["mean", "first"])
+RULES: dict[str, Any] = {
+    "mean": {"*int*": "first", "*bool": "first"},
+    "first": "first",
+    "sum": {"*bool": "first", "*": "sum"},
+    "min": {"*complex*": "mean", "*": "min"},
+    "max": {"*complex*": "mean", "*": "max"},
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("pattern", ["11111", "00000", "10000", "00001", "01011", "00110"])
-def test_on_a_device_that_nobody_reads_buffers_become_the_same(pattern: str, rule: BufferRule) -> None:
+def test_on_a_device_that_nobody_reads_buffers_become_the_same(pattern: str, rule: str) -> None:
     x = torch.arange(5.0).repeat_interleave(torch.tensor([3, 3, 3, 2, 2]))[:, None]
     found = set()
     for fused in (False, True):
@@ -126,7 +138,7 @@ def test_on_a_device_that_nobody_reads_buffers_become_the_same(pattern: str, rul
                 devices=devices,
                 num_shards=5,
                 batch_size=13,
-                buffers=rule,
+                buffers=RULES[rule],
                 on_overflow="skip",
             ) as updater:
                 assert (updater.why_it_waits is None) == fused
@@ -282,3 +294,158 @@ def test_a_forward_may_ask_for_the_gradient_of_a_buffer() -> None:
         assert all(torch.allclose(each.grad, grad) for each, grad in zip(model.parameters(), expected, strict=True))
     updater.finalize()
     assert not model.zero.requires_grad
+
+
+# Buffers that count or collect ------------------------------------------------------------------------
+
+
+class Collecting(nn.Module):
+    """Counts samples and classes, and keeps extremes, as observers, histograms and codebooks do."""
+
+    def __init__(self, *only: str) -> None:
+        super().__init__()
+        self.only = only
+        self.layer = nn.Linear(2, 1)
+        self.register_buffer("histogram", torch.zeros(5, dtype=torch.int64))
+        self.register_buffer("count", torch.tensor(1e-4))
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("lowest", torch.full((2,), float("inf")))
+        self.register_buffer("highest", torch.full((2,), float("-inf")))
+        self.register_buffer("sums", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("steps", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        new = {
+            "histogram": self.histogram + torch.bincount(x[:, 0].abs().long().clamp(max=4), minlength=5),
+            "count": self.count + len(x),
+            "seen": self.seen + len(x),
+            "lowest": torch.minimum(self.lowest, x.amin(0)),
+            "highest": torch.maximum(self.highest, x.amax(0)),
+            "sums": self.sums + x.double().sum(0),
+            "steps": self.steps + 1,
+        }
+        for name in self.only or new:
+            setattr(self, name, new[name])
+        return self.layer(x).square().mean()
+
+
+COLLECTED = {"histogram": "sum", "count": "sum", "seen": "sum", "low*": "min", "highest": "max", "sums": "sum"}
+BATCH = torch.randn(3, 13, 2, generator=torch.Generator().manual_seed(3)) * 3
+
+
+def collected(model: nn.Module, devices: int, num_shards: int = 4, **options: Any) -> dict[str, torch.Tensor]:
+    data = BATCH.reshape(-1, 2)
+    options = {"buffers": COLLECTED, **options}
+    with updater_of(model, data, devices=devices, num_shards=num_shards, batch_size=13, **options) as updater:
+        for _ in range(3 // options.get("accumulate", 1)):
+            updater.update()
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def collected_plainly() -> dict[str, torch.Tensor]:
+    model = Collecting()
+    for batch in BATCH:
+        model(batch)
+    return dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"num_shards": 1}, {"split": "strided"}])
+def test_by_their_rules_buffers_count_and_collect_as_in_a_plain_loop(options: dict[str, Any]) -> None:
+    found = [collected(Collecting(), devices, **options) for devices in (1, 2, 3)]
+    assert len(set(map(ls.digest, found))) == 1
+    expected = collected_plainly()
+    if "accumulate" in options:
+        expected["steps"] = torch.tensor(1)
+    # Sums of floating-point numbers are in another order.
+    torch.testing.assert_close(found[0], expected, rtol=1e-6, atol=0)
+    exact = [name for name in expected if name not in ("count", "sums")]
+    assert all(torch.equal(found[0][name], expected[name]) for name in exact)
+
+
+def collected_on_ranks(communicator: ls.Communicator) -> str:
+    return ls.digest(collected(Collecting(), 1, communicator=communicator))
+
+
+def test_on_ranks_they_are_the_same() -> None:
+    expected = ls.digest(collected(Collecting(), 1))
+    for size in (2, 3):
+        assert run_on_ranks(collected_on_ranks, size) == [expected] * size
+
+
+def test_a_group_and_a_data_parallel_follow_them_too() -> None:
+    expected = Collecting()
+    expected(BATCH[0])
+    group_model, module_model = Collecting(), Collecting()
+    with ls.ReplicaGroup(group_model, devices=["cpu"] * 2, num_shards=3, buffers=COLLECTED) as group:
+        group.forward(BATCH[0])
+    ls.DataParallel(module_model, devices=["cpu"] * 2, num_shards=3, buffers=COLLECTED)(BATCH[0])
+    for model in (group_model, module_model):
+        torch.testing.assert_close(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("name", ["histogram", "count", "seen"])
+def test_what_the_mean_does_not_fit_is_refused_before_anything_changes(name: str, devices: int) -> None:
+    model = Collecting(name)
+    before = ls.digest(model)
+    with pytest.raises(ValueError, match=f'values of {name!r} are combined.*{{{name!r}: "sum"}}'):
+        collected(model, devices, buffers="mean")
+    assert ls.digest(model) == before
+
+
+def test_so_it_is_where_nobody_reads_the_device() -> None:
+    for name in ("histogram", "count"):
+        model = Collecting(name)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+        with pytest.raises(ValueError, match=f"values of {name!r} are combined"):
+            collected(model, 2, buffers="mean", optimizer=optimizer, on_overflow="skip")
+
+
+def refused_on_ranks(communicator: ls.Communicator) -> list[str]:
+    found = []
+    for name in ("histogram", "count"):
+        torch.manual_seed(0)
+        model = Collecting(name)
+        before = ls.digest(model)
+        with pytest.raises((ValueError, ls.PeerError), match="are combined") as error:
+            collected(model, 1, num_shards=communicator.size, buffers="mean", communicator=communicator)
+        assert ls.digest(model) == before
+        found.append(type(error.value).__name__)
+    return found
+
+
+def test_ranks_with_one_shard_each_are_told_too() -> None:
+    assert [names[0] for names in run_on_ranks(refused_on_ranks, 2)] == ["ValueError"] * 2
+
+
+def test_a_group_refuses_it_as_well() -> None:
+    model = Collecting("histogram")
+    with ls.ReplicaGroup(model, devices=["cpu"] * 2) as group, pytest.raises(ValueError, match="'histogram'"):
+        group.forward(BATCH[0])
+
+
+WRONG: dict[str, tuple[Any, str]] = {
+    "an unknown rule": ("median", "must be one of 'mean', 'first', 'sum', 'min', 'max', or a dict"),
+    "an unknown rule by name": ({"count": "add"}, "must be one of"),
+    "a name that is none": ({"counts": "sum"}, "must name buffers of the model .*got 'counts'"),
+    "a sum of booleans": ({"flag": "sum"}, "must not be 'sum' for 'flag', which is torch.bool"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_rule_that_cannot_be_followed_is_refused(case: str) -> None:
+    rules, message = WRONG[case]
+    model = Collecting("steps")
+    model.register_buffer("flag", torch.tensor(False))
+    with pytest.raises(ValueError, match=message):
+        collected(model, 1, buffers=rules)
+
+
+def test_the_name_counts_before_patterns_and_the_first_pattern_before_others() -> None:
+    model = Collecting("seen")
+    # Shards of 4, 3, 3 and 3 samples, in three updates.
+    rules: dict[str, int] = {"max": 12, "min": 9, "sum": 39}
+    for rule, expected in rules.items():
+        given = {"s*": "max" if rule == "min" else rule, "see*": "first", "seen": rule}
+        assert collected(Collecting("seen"), 2, buffers=given)["seen"] == expected
+    assert collected(model, 2, buffers={"s*": "max", "see*": "min"})["seen"] == 12

@@ -599,7 +599,7 @@ def test_inputs_it_refuses(call: Callable[[ls.DataParallel], Any], message: str)
         ({"num_shards": True}, TypeError, "`num_shards` must be an integer, got True"),
         ({"num_shards": 0}, ValueError, "`num_shards` must be at least 1, got 0"),
         ({"use_nccl": True}, ValueError, "`flatten_parameters` must be True if `use_nccl` is"),
-        ({"buffers": "last"}, ValueError, "`buffers` must be 'mean' or 'first', got 'last'"),
+        ({"buffers": "last"}, ValueError, "`buffers` must be one of 'mean', 'first', 'sum', 'min', 'max', or a dict"),
         ({"module": 3}, TypeError, "`module` must be a torch.nn.Module, got a int"),
     ],
 )

@@ -2,15 +2,25 @@
 
 from lockstep.replicas.buffers.buffer_refs import (
     BufferRef as BufferRef,
+    BufferRule as BufferRule,
+    BufferRules as BufferRules,
     all_buffer_refs as all_buffer_refs,
     buffer_refs as buffer_refs,
+    check_rules as check_rules,
 )
-from lockstep.replicas.buffers.buffer_sums import BufferSum as BufferSum, as_bits as as_bits, as_real as as_real
+from lockstep.replicas.buffers.buffer_sums import (
+    EXTREMES as EXTREMES,
+    BufferSum as BufferSum,
+    as_bits as as_bits,
+    as_real as as_real,
+    merged_firsts as merged_firsts,
+)
 from lockstep.replicas.buffers.replica_buffers import (
     AnyBufferSum as AnyBufferSum,
-    BufferRule as BufferRule,
     ReplicaBuffers as ReplicaBuffers,
+    check_buffers as check_buffers,
     combine_buffers as combine_buffers,
+    rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,
 )
 from lockstep.replicas.buffers.trained_buffers import (

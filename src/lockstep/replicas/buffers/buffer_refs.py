@@ -1,11 +1,20 @@
-"""References to the buffers of modules."""
+"""References to the buffers of modules, and the rules by which the buffers of shards are combined."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
+
+BufferRule: TypeAlias = Literal["mean", "first", "sum", "min", "max"]
+"""The rule by which a buffer of several shards is combined, as the docstring of `replicas.buffers` describes."""
+
+BufferRules: TypeAlias = BufferRule | Mapping[str, BufferRule]
+"""One rule for all buffers, or rules by name or pattern."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +24,14 @@ class BufferRef:
     Attributes:
         module: The module.
         name: The name of the buffer in the module.
+        path: The name of the buffer in the model.
+        rule: The rule by which the buffers of shards are combined.
     """
 
     module: nn.Module
     name: str
+    path: str
+    rule: BufferRule = "mean"
 
     def get(self) -> torch.Tensor | None:
         """Return the tensor that the module has now."""
@@ -33,24 +46,69 @@ class BufferRef:
         self.module._buffers[self.name] = tensor
 
 
-def buffer_refs(model: nn.Module) -> list[BufferRef]:
+def buffer_refs(model: nn.Module, rules: BufferRules = "mean") -> list[BufferRef]:
     """List the buffers of a model, each tensor once, in an order that is the same for copies of the model.
 
     Args:
         model: The model.
+        rules: The rules of the buffers.
+
+    Raises:
+        ValueError: If a name or pattern fits no buffer, or a buffer has no numbers for its rule.
     """
+    every = all_buffer_refs(model, rules)
+    for pattern in rules if isinstance(rules, Mapping) else ():
+        if not any(fnmatchcase(ref.path, pattern) for ref in every):
+            raise ValueError(
+                f"`buffers` must name buffers of the model ({[ref.path for ref in every]}), got {pattern!r}."
+            )
     refs: dict[int, BufferRef] = {}
-    for ref in all_buffer_refs(model):
+    for ref in every:
         buffer = ref.get()
         if buffer is not None:
             refs.setdefault(id(buffer), ref)
+            if (buffer.dtype is torch.bool and ref.rule == "sum") or (
+                buffer.is_complex() and ref.rule in ("min", "max")
+            ):
+                raise ValueError(f"`buffers` must not be {ref.rule!r} for {ref.path!r}, which is {buffer.dtype}.")
     return list(refs.values())
 
 
-def all_buffer_refs(model: nn.Module) -> list[BufferRef]:
+def all_buffer_refs(model: nn.Module, rules: BufferRules = "mean") -> list[BufferRef]:
     """List every name under which a module has a buffer, including names that are None.
 
     Args:
         model: The model.
+        rules: The rules of the buffers.
     """
-    return [BufferRef(module, name) for module in model.modules() for name in module._buffers]
+    paths = [
+        (module, name, f"{prefix}.{name}" if prefix else name)
+        for prefix, module in model.named_modules()
+        for name in module._buffers
+    ]
+    return [BufferRef(module, name, path, _rule_of(path, rules)) for module, name, path in paths]
+
+
+def _rule_of(path: str, rules: BufferRules) -> BufferRule:
+    """Return the rule of a buffer: that of its name, or else that of the first pattern that fits, or else the mean."""
+    if not isinstance(rules, Mapping):
+        return rules
+    fitting = [rule for pattern, rule in rules.items() if fnmatchcase(path, pattern)]
+    return rules.get(path, next(iter(fitting), "mean"))
+
+
+def check_rules(rules: object) -> None:
+    """Check the argument `buffers`.
+
+    Args:
+        rules: The argument.
+
+    Raises:
+        ValueError: If there is an unknown rule.
+    """
+    for rule in rules.values() if isinstance(rules, Mapping) else [rules]:
+        if rule not in get_args(BufferRule):
+            choices = ", ".join(map(repr, get_args(BufferRule)))
+            raise ValueError(
+                f"`buffers` must be one of {choices}, or a dict of these by name or pattern, got {rule!r}."
+            )

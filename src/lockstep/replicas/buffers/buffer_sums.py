@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
 from types import MappingProxyType
 from typing import Final
 
@@ -11,11 +12,14 @@ import torch
 from torch import Tensor
 
 from lockstep.precision import to_device
-from lockstep.replicas.buffers.buffer_refs import BufferRef
+from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRule
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
 _INTEGER_DTYPES: Final = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 """The integer dtype as which the bits of a number are compared, by the size of the number in bytes."""
+
+EXTREMES: Final = MappingProxyType({"min": torch.minimum, "max": torch.maximum})
+"""The functions of the rules by which the values of two shards become one."""
 
 
 @dataclass(slots=True)
@@ -24,26 +28,31 @@ class BufferSum:
 
     Attributes:
         weighted_sums: The sums of weight times value in the order of the tree, with complex buffers as pairs of real
-            numbers.
-        weights: For each buffer the total weight of the shards that changed it.
-        firsts: For each buffer the value from the first shard that changed it.
+            numbers; by the rule "sum" those of the changes.
+        weights: For each buffer the total weight of the shards that changed it; by the rule "sum" their number.
+        firsts: For each buffer the value from the first shard that changed it; by the rules "min" and "max" the
+            smallest and the largest one.
+        rules: The rule of each buffer, while shards are added.
+        differing: The indices of buffers that have no mean and that shards changed to different values.
     """
 
     weighted_sums: ShardSum
     weights: list[float]
     firsts: Tensors
+    rules: Sequence[BufferRule] = ()
+    differing: set[int] = field(default_factory=set)
 
     @classmethod
-    def empty(cls, first: int, size: int) -> BufferSum:
+    def empty(cls, first: int, rules: Sequence[BufferRule]) -> BufferSum:
         """Return a sum without shards.
 
         Args:
             first: The number of the first shard that will be added.
-            size: The number of buffers.
+            rules: The rule of each buffer.
         """
-        return cls(ShardSum(first), [0.0] * size, [None] * size)
+        return cls(ShardSum(first), [0.0] * len(rules), [None] * len(rules), rules)
 
-    def add(self, shard: int, values: Tensors, starts: Tensors, weight: float, *, mean: bool) -> list[bool]:
+    def add(self, shard: int, values: Tensors, starts: Tensors, weight: float) -> list[bool]:
         """Add the buffers after one shard.
 
         Args:
@@ -51,23 +60,34 @@ class BufferSum:
             values: The value of each buffer after the shard, with the format of the buffer. None counts as unchanged.
             starts: The value of each buffer before the shard.
             weight: The weight of the shard.
-            mean: Whether floating-point and complex buffers are averaged.
 
         Returns:
             For each buffer whether the shard changed it.
         """
         shares: Tensors = [None] * len(values)
         changed = [False] * len(values)
-        for index, (value, start) in enumerate(zip(values, starts, strict=True)):
-            if value is None or start is None or torch.equal(as_bits(value), as_bits(start)):
+        for index, (value, start, rule) in enumerate(zip(values, starts, self.rules, strict=True)):
+            if value is None or start is None:
+                continue
+            first = self.firsts[index]
+            # Usually all shards change a counter alike, so that one comparison is enough.
+            is_first = first is not None and torch.equal(as_bits(value), as_bits(first))
+            if not is_first and torch.equal(as_bits(value), as_bits(start)):
                 continue
             changed[index] = True
-            self.weights[index] += weight
-            if mean and is_averaged(start):
+            self.weights[index] += 1.0 if rule == "sum" else weight
+            if rule == "mean" and is_averaged(start):
                 shares[index] = as_real(value) * weight
-            elif self.firsts[index] is None:
+                continue
+            if rule == "sum":
+                shares[index] = as_real(value) - as_real(start)
+            if first is None:
                 # Cloned, because the replica writes the next shard's buffers to the same memory.
                 self.firsts[index] = value.clone()
+            elif rule in EXTREMES:
+                self.firsts[index] = EXTREMES[rule](first, value)
+            elif rule == "mean" and not is_first:
+                self.differing.add(index)
         self.weighted_sums.push(shard, shares)
         return changed
 
@@ -92,21 +112,38 @@ def combine_known(
         for device_sum in sums
         for partial in device_sum.weighted_sums.partials
     ]
-    for index, (ref, mean) in enumerate(zip(refs, total(partials), strict=True)):
+    for index, (ref, summed) in enumerate(zip(refs, total(partials), strict=True)):
         target = ref.get()
-        value = next((device_sum.firsts[index] for device_sum in sums if device_sum.firsts[index] is not None), None)
         if target is None:
             continue
-        if mean is not None:
+        value = merged_firsts(ref.rule, [each.firsts[index] for each in sums])
+        weights = sum(device_sum.weights[index] for device_sum in sums)
+        if summed is not None and ref.rule != "sum":
             # Shards that left the buffer unchanged count with the old value, so that the weights of all shards add up.
-            absent = weight - sum(device_sum.weights[index] for device_sum in sums)
+            absent = weight - weights
             # Divided once, at the end. With `absent` equal to 0, adding 0 · target would still turn NaN and infinity
             # into NaN.
-            value = from_real((mean if absent == 0 else mean + as_real(target) * absent) / weight, target)
+            value = from_real((summed if absent == 0 else summed + as_real(target) * absent) / weight, target)
+        elif summed is not None and weights > 1:
+            # The value of a single shard is used as it is, because x + (y - x) is not always y.
+            value = from_real(as_real(target) + summed, target)
         if value is not None:
             # `torch.where` instead of a condition, which would wait for the device.
             new = value if found_inf is None else torch.where(to_device(found_inf, target.device) > 0, target, value)
             target.copy_(new)
+
+
+def merged_firsts(rule: BufferRule, firsts: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the first of the values that devices or ranks have found for a buffer, or their smallest or largest one.
+
+    Args:
+        rule: The rule of the buffer.
+        firsts: The values, in order of shards, as `BufferSum.firsts` holds them.
+    """
+    found = [first for first in firsts if first is not None]
+    if rule in EXTREMES and found:
+        return reduce(EXTREMES[rule], [to_device(first, found[0].device) for first in found])
+    return found[0] if found else None
 
 
 def is_averaged(buffer: Tensor) -> bool:

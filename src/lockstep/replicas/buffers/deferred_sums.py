@@ -16,39 +16,43 @@ import torch
 from torch import Tensor
 
 from lockstep.precision import to_device
-from lockstep.replicas.buffers.buffer_refs import BufferRef
-from lockstep.replicas.buffers.buffer_sums import BufferSum, as_bits, as_real, from_real, is_averaged
+from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRule
+from lockstep.replicas.buffers.buffer_sums import EXTREMES, BufferSum, as_bits, as_real, from_real, is_averaged
 from lockstep.tree import PartialSum, ShardSum, Tensors, total
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """The positions of the buffers of one format and device in one tensor.
+    """The positions of the buffers of one format, device and rule in one tensor.
 
     Attributes:
         indices: The indices of the buffers.
         shapes: The shapes of their numbers, with complex numbers as pairs.
         owner: For each number the position in `indices` of the buffer that it belongs to.
-        averaged: Whether the rule "mean" averages these buffers.
+        rule: The rule of these buffers.
+        averaged: Whether this rule averages them.
     """
 
     indices: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
     owner: Tensor
+    rule: BufferRule
     averaged: bool
 
     @classmethod
-    def of(cls, indices: Sequence[int], buffers: Sequence[Tensor]) -> Pack:
+    def of(cls, indices: Sequence[int], buffers: Sequence[Tensor], rule: BufferRule) -> Pack:
         """Return the pack of some buffers.
 
         Args:
             indices: The indices of the buffers.
             buffers: The buffers, which have the same dtype and device.
+            rule: The rule of these buffers.
         """
         shapes = tuple(as_real(buffer).shape for buffer in buffers)
         sizes = torch.tensor([shape.numel() for shape in shapes], device="cpu")
         owner = torch.arange(len(shapes), device="cpu").repeat_interleave(sizes)
-        return cls(tuple(indices), shapes, to_device(owner, buffers[0].device), is_averaged(buffers[0]))
+        averaged = rule == "mean" and is_averaged(buffers[0])
+        return cls(tuple(indices), shapes, to_device(owner, buffers[0].device), rule, averaged)
 
     def select(self, buffers: Tensors) -> list[Tensor]:
         """List those of all buffers that belong to this pack.
@@ -102,19 +106,20 @@ def can_be_packed(buffer: Tensor) -> bool:
     )
 
 
-def create_packs(buffers: Tensors) -> list[Pack]:
+def create_packs(buffers: Tensors, rules: Sequence[BufferRule]) -> list[Pack]:
     """Return the packs of all buffers that are present.
 
     Args:
         buffers: The buffers of a model.
+        rules: The rule of each buffer.
     """
-    kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, buffer in enumerate(buffers):
+    kinds: dict[tuple[torch.device, torch.dtype, BufferRule], list[int]] = {}
+    for index, (buffer, rule) in enumerate(zip(buffers, rules, strict=True)):
         if buffer is not None:
-            kinds.setdefault((buffer.device, buffer.dtype), []).append(index)
+            kinds.setdefault((buffer.device, buffer.dtype, rule), []).append(index)
     return [
-        Pack.of(indices, [buffer for index in indices if (buffer := buffers[index]) is not None])
-        for indices in kinds.values()
+        Pack.of(indices, [buffer for index in indices if (buffer := buffers[index]) is not None], rule)
+        for (_, _, rule), indices in kinds.items()
     ]
 
 
@@ -129,7 +134,11 @@ class DeferredBufferSum:
         weighted_sums: The sums of weight times value, in the order of the tree.
         weights: For each buffer of a pack the total weight of the shards that changed it, in float64, or None before
             the first shard.
-        firsts: The value of a buffer from the first shard that changed it, which is arbitrary if its weight is 0.
+        firsts: The value of a buffer from the first shard that changed it, or the smallest or largest one, which is
+            arbitrary if its weight is 0.
+        differing: For each buffer of a pack, above 0 where shards differ although it has no mean; None if this is not
+            compared.
+        compares: Whether buffers that have no mean are compared.
     """
 
     packs: Sequence[Pack]
@@ -138,20 +147,24 @@ class DeferredBufferSum:
     weighted_sums: ShardSum
     weights: Tensors
     firsts: Tensors
+    differing: Tensors
+    compares: bool
 
     @classmethod
-    def empty(cls, first: int, starts: Tensors, packs: Sequence[Pack]) -> DeferredBufferSum:
+    def empty(cls, first: int, starts: Tensors, packs: Sequence[Pack], *, compares: bool = False) -> DeferredBufferSum:
         """Return a sum without shards.
 
         Args:
             first: The number of the first shard that will be added.
             starts: The buffers before the shards.
             packs: The positions of the buffers.
+            compares: Whether buffers that have no mean are compared.
         """
         none: Tensors = [None] * len(packs)
-        return cls(packs, starts, [pack.pack(starts) for pack in packs], ShardSum(first), none, none.copy())
+        packed = [pack.pack(starts) for pack in packs]
+        return cls(packs, starts, packed, ShardSum(first), none, none.copy(), none.copy(), compares)
 
-    def add(self, shard: int, values: Tensors, starts: Tensors, weight: float, *, mean: bool) -> list[bool]:
+    def add(self, shard: int, values: Tensors, starts: Tensors, weight: float) -> list[bool]:
         """Add the buffers after one shard.
 
         Args:
@@ -159,7 +172,6 @@ class DeferredBufferSum:
             values: The value of each buffer after the shard, with the format of the buffer. None counts as unchanged.
             starts: The value of each buffer before the shard.
             weight: The weight of the shard.
-            mean: Whether floating-point and complex buffers are averaged.
 
         Returns:
             For each buffer whether the shard may have changed it, which is always True.
@@ -169,33 +181,47 @@ class DeferredBufferSum:
         for index, pack in enumerate(self.packs):
             numbers = pack.pack(present)
             changed = pack.changed(self.packed[index], numbers)
-            if mean and pack.averaged:
+            is_changed = changed[pack.owner] > 0
+            if pack.averaged:
                 # -0.0 is the neutral element of addition: x + -0.0 is x for every x, while -0.0 + 0.0 is 0.0.
-                shares[index] = torch.where(changed[pack.owner] > 0, numbers * weight, -0.0)
+                shares[index] = torch.where(is_changed, numbers * weight, -0.0)
             else:
-                self._keep_first(index, numbers)
+                if pack.rule == "sum":
+                    zero = -0.0 if numbers.is_floating_point() else 0
+                    shares[index] = torch.where(is_changed, numbers - self.packed[index], zero)
+                self._keep_first(index, numbers, is_changed)
             # In float64, in which weights are added without rounding, as the host does it in `BufferSum`.
-            share, before = changed.double() * weight, self.weights[index]
+            share = changed.double() * (1.0 if pack.rule == "sum" else weight)
+            before = self.weights[index]
             self.weights[index] = share if before is None else before + share
         self.weighted_sums.push(shard, shares)
         return [True] * len(values)
 
-    def _keep_first(self, index: int, numbers: Tensor) -> None:
-        kept, weights = self.firsts[index], self.weights[index]
+    def _keep_first(self, index: int, numbers: Tensor, is_changed: Tensor) -> None:
+        kept, weights, rule = self.firsts[index], self.weights[index], self.packs[index].rule
         if kept is not None and weights is not None:
-            # The weight is above 0 as soon as one shard has changed the buffer, so later changes are ignored.
-            numbers = torch.where(weights[self.packs[index].owner] > 0, kept, numbers)
+            # The weight is above 0 as soon as one shard has changed the buffer.
+            has_first = weights[self.packs[index].owner] > 0
+            if rule == "mean" and self.compares:
+                pack, before = self.packs[index], self.differing[index]
+                differs = pack.changed(torch.where(has_first & is_changed, kept, numbers), numbers).double()
+                self.differing[index] = differs if before is None else differs + before
+            other = torch.where(is_changed, EXTREMES[rule](kept, numbers), kept) if rule in EXTREMES else kept
+            numbers = torch.where(has_first, other, numbers)
         self.firsts[index] = numbers
 
     def resolve(self) -> BufferSum:
         """Return the same sum by buffer, without buffers that no shard changed. This waits for the device once."""
-        known = BufferSum.empty(self.weighted_sums.first, len(self.starts))
+        known = BufferSum.empty(self.weighted_sums.first, self._rules())
         present = [weights for weights in self.weights if weights is not None]
         if not present:
             return known
         order = [index for pack in self.packs for index in pack.indices]
-        for index, weight in zip(order, torch.cat(present).tolist(), strict=True):
-            known.weights[index] = weight
+        differing = [(pack, flags) for pack, flags in zip(self.packs, self.differing, strict=True) if flags is not None]
+        numbers = iter(torch.cat([*present, *(flags for _, flags in differing)]).tolist())
+        for index in order:
+            known.weights[index] = next(numbers)
+        known.differing.update(index for pack, _ in differing for index in pack.indices if next(numbers))
         for partial in self.weighted_sums.partials:
             taken = self._split_packs(partial.tensors, known.weights)
             known.weighted_sums.partials.append(PartialSum(partial.shard, taken))
@@ -205,6 +231,13 @@ class DeferredBufferSum:
             for first, start in zip(firsts, self.starts, strict=True)
         ]
         return known
+
+    def _rules(self) -> list[BufferRule]:
+        rules: list[BufferRule] = ["mean"] * len(self.starts)
+        for pack in self.packs:
+            for index in pack.indices:
+                rules[index] = pack.rule
+        return rules
 
     def _split_packs(self, packed: Tensors, weights: Sequence[float]) -> Tensors:
         found: Tensors = [None] * len(self.starts)
@@ -242,10 +275,12 @@ def combine_packed(
         owner, before = to_device(pack.owner, homes[index]), pack.pack(buffers)
         owned = [share[owner] for each in weights if (share := each[index]) is not None]
         changed = torch.stack(owned).sum(0)
-        if mean is None:
-            value = _first(owned, [first for each in firsts if (first := each[index]) is not None])
-        else:
+        if pack.averaged and mean is not None:
             value = _mean(before, mean, weight, changed)
+        else:
+            value = _first(owned, [first for each in firsts if (first := each[index]) is not None], pack.rule)
+            if mean is not None:
+                value = torch.where(changed > 1, before + mean, value)
         keeps = changed == 0 if found_inf is None else (changed == 0) | (to_device(found_inf, owner.device) > 0)
         targets = pack.select(buffers)
         parts = pack.split(torch.where(keeps, before, value))
@@ -262,11 +297,12 @@ def _mean(before: Tensor, total: Tensor, weight: float, changed: Tensor) -> Tens
     return torch.where(absent == 0, total, mixed) / weight
 
 
-def _first(weights: Sequence[Tensor], firsts: Sequence[Tensor]) -> Tensor:
-    """Return for each number the value from the first device with a weight above 0."""
-    chosen = firsts[-1]
+def _first(weights: Sequence[Tensor], firsts: Sequence[Tensor], rule: BufferRule) -> Tensor:
+    """Return for each number the value from the first device with a weight above 0, or the extreme one of all these."""
+    chosen, has = firsts[-1], weights[-1] > 0
     for weight, first in zip(reversed(weights[:-1]), reversed(firsts[:-1]), strict=True):
-        chosen = torch.where(weight > 0, first, chosen)
+        nearer = torch.where(has, EXTREMES[rule](first, chosen), first) if rule in EXTREMES else first
+        chosen, has = torch.where(weight > 0, nearer, chosen), has | (weight > 0)
     return chosen
 
 

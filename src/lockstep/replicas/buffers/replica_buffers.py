@@ -1,12 +1,14 @@
 """Start every shard from the same buffers, and collect the changes that it makes.
 
 Buffers (running statistics, counters) are state, like weights. Every shard starts from those of the last update and
-sees no changes of other shards, and the combined buffers become state only when the update is applied. There are two
-rules:
+sees no changes of other shards, and the combined buffers become state only when the update is applied. There are five
+rules. In all of them, one shard alone leaves what a plain forward leaves.
 
 * ``"mean"``: a floating-point or complex buffer becomes the mean over shards, weighted by their numbers of samples,
   where a shard that left it unchanged counts with the old value. Any other buffer (such as a counter) becomes the value
-  from the first shard that changed it: it is set once and never summed.
+  that the shards changed it to: it is set once and never summed. Shards that differ in it are refused.
+* ``"sum"``: the changes of all shards are added to the old value, as for a buffer that counts samples.
+* ``"min"``, ``"max"``: every number becomes the smallest or the largest one of the shards that changed the buffer.
 * ``"first"``: every buffer becomes the value from the first shard that changed it.
 
 A buffer that is None is None at the start of every shard, and a tensor that a shard assigns to it is dropped. A tensor
@@ -16,20 +18,19 @@ of another dtype or on another device that a shard assigns to a buffer is conver
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from lockstep.precision import to_device
-from lockstep.replicas.buffers.buffer_refs import BufferRef, all_buffer_refs, buffer_refs
-from lockstep.replicas.buffers.buffer_sums import BufferSum, combine_known
+from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_buffer_refs, buffer_refs
+from lockstep.replicas.buffers.buffer_sums import BufferSum, as_real, combine_known, is_averaged
 from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, Pack, can_be_packed, combine_packed, create_packs
 from lockstep.tree import ShardSum, Tensors
 
-BufferRule: TypeAlias = Literal["mean", "first"]
-"""The rule by which the buffers of shards are combined."""
+DIFFERING: Final = "shards leave different values there"
 
 AnyBufferSum: TypeAlias = BufferSum | DeferredBufferSum
 """The sum of the changes of one device, whether or not the host knows which buffers were changed."""
@@ -44,12 +45,12 @@ class ReplicaBuffers:
     Args:
         original: The model whose buffers are the state. They are only read.
         replica: A copy of the model.
-        rule: The rule by which shards are combined, as described in the docstring of this module.
+        rules: The rules by which shards are combined, as described in the docstring of this module.
     """
 
-    def __init__(self, original: nn.Module, replica: nn.Module, rule: BufferRule) -> None:
-        self._rule = rule
-        self._sources = buffer_refs(original)
+    def __init__(self, original: nn.Module, replica: nn.Module, rules: BufferRules) -> None:
+        self._sources = buffer_refs(original, rules)
+        self._rules = [ref.rule for ref in self._sources]
         self._refs = buffer_refs(replica)
         self._own = [ref.get() for ref in self._refs]
         self.entries = [(ref, ref.get()) for ref in all_buffer_refs(replica)]
@@ -59,13 +60,14 @@ class ReplicaBuffers:
         self._packed: list[Pack] = []
         self._packed_kinds: Sequence[object] = []
 
-    def start_shards(self, first: int, *, deferred: bool = False) -> AnyBufferSum:
+    def start_shards(self, first: int, *, deferred: bool = False, compares: bool = False) -> AnyBufferSum:
         """Prepare for a run of shards, during which the buffers of the original do not change.
 
         Args:
             first: The number of the first shard.
             deferred: Whether the host must not learn which buffers a shard changed, not even on a CPU. For a model on
                 another device it never does, unless there is an `unpackable_buffer`.
+            compares: Whether shards are compared even so, for `check_buffers`.
 
         Returns:
             An empty sum to collect the changes in.
@@ -81,14 +83,14 @@ class ReplicaBuffers:
         # Decided by the original, so that all devices of all ranks use the same kind of sum.
         deferred = deferred or any(source.device.type != "cpu" for source in sources)
         if deferred and all(map(can_be_packed, sources)):
-            return DeferredBufferSum.empty(first, self._start, self._packs())
-        return BufferSum.empty(first, len(self._refs))
+            return DeferredBufferSum.empty(first, self._start, self._packs(), compares=compares)
+        return BufferSum.empty(first, self._rules)
 
     def _packs(self) -> list[Pack]:
         """Return the positions of the buffers in packs, which are computed again only if their formats have changed."""
         kinds = [None if start is None else (start.shape, start.dtype, start.device) for start in self._start]
         if kinds != self._packed_kinds:
-            self._packed_kinds, self._packed = kinds, create_packs(self._start)
+            self._packed_kinds, self._packed = kinds, create_packs(self._start, self._rules)
         return self._packed
 
     def restore(self) -> None:
@@ -145,14 +147,17 @@ class ReplicaBuffers:
             into: The sum of this device, which is changed in place.
 
         Raises:
-            ValueError: If the shard assigned a tensor of another shape to a buffer.
+            ValueError: If the shard assigned a tensor of another shape to a buffer, or left another value than an
+                earlier one in a buffer that has no mean.
         """
         left = [ref.get() for ref in self._refs]
         values: Tensors = [
             None if value is None or start is None else _in_format_of(value, ref, start)
             for value, ref, start in zip(left, self._refs, self._start, strict=True)
         ]
-        changed = into.add(shard, values, self._start, weight, mean=self._rule == "mean")
+        changed = into.add(shard, values, self._start, weight)
+        if isinstance(into, BufferSum) and into.differing:
+            raise rule_error(self._sources[min(into.differing)], DIFFERING)
         self._unchanged = [
             not may_differ and value is own for may_differ, value, own in zip(changed, left, self._own, strict=True)
         ]
@@ -196,6 +201,54 @@ def combine_buffers(
     combine_known(known, refs, weight=weight, found_inf=found_inf)
 
 
+def check_buffers(sums: Sequence[AnyBufferSum], refs: Sequence[BufferRef], sizes: Sequence[int] = ()) -> None:
+    """Check that the rules of buffers fit what shards have changed.
+
+    Args:
+        sums: One sum per device, in order of shards. Nothing is read from another device than a CPU without `sizes`.
+        refs: The buffers of the model.
+        sizes: The number of samples of each shard, to find buffers that count samples as well.
+
+    Raises:
+        ValueError: If shards changed a buffer that has no mean to different values, or if the mean of a buffer would
+            count the samples of one shard.
+    """
+    resolved = [each.resolve() if sizes else each for each in sums]
+    known = [each for each in resolved if isinstance(each, BufferSum)]
+    differing = {index for each in known for index in each.differing}
+    for index, ref in enumerate(refs if len(known) > 1 else ()):
+        found = [first.cpu() for each in known if (first := each.firsts[index]) is not None]
+        if ref.rule == "mean" and not all(torch.equal(each, found[0]) for each in found):
+            differing.add(index)
+    if differing:
+        raise rule_error(refs[min(differing)], DIFFERING)
+    # Shards of one sample count it as they would count a step.
+    for index, ref in enumerate(refs if any(size > 1 for size in sizes) else ()):
+        start, weight = ref.get(), sum(each.weights[index] for each in known)
+        partials = [part.tensors[index] for each in known for part in each.weighted_sums.partials]
+        if start is None or ref.rule != "mean" or not is_averaged(start) or weight != sum(sizes):
+            continue
+        expected = as_real(start) * weight + sum(size * size for size in sizes)
+        added = torch.stack([part.to(start.device) for part in partials if part is not None]).sum(0)
+        # A few roundings off, where the buffer does not begin with an integer.
+        if expected.itemsize >= torch.float32.itemsize and torch.allclose(added, expected, rtol=1e-6, atol=0):
+            raise rule_error(ref, "every shard adds its number of samples to it")
+
+
+def rule_error(ref: BufferRef, reason: str) -> ValueError:
+    """Return the error for a buffer whose rule does not fit.
+
+    Args:
+        ref: The buffer.
+        reason: What shards do with it.
+    """
+    return ValueError(
+        f"`buffers` must say how the shards' values of {ref.path!r} are combined, got {ref.rule!r}, but {reason}. Pass "
+        f'buffers={{{ref.path!r}: "sum"}} to add up the changes of all shards, or "min", "max" or "first" for the '
+        "smallest or largest value or that of the first shard."
+    )
+
+
 def _in_format_of(value: torch.Tensor, ref: BufferRef, start: torch.Tensor) -> torch.Tensor:
     """Convert the tensor that a shard left in a buffer to the device and dtype of the buffer.
 
@@ -211,6 +264,7 @@ def _in_format_of(value: torch.Tensor, ref: BufferRef, start: torch.Tensor) -> t
         raise ValueError(
             f"`model` must keep the shapes of its buffers, got {tuple(value.shape)} for "
             f"{ref.name!r} of a {type(ref.module).__name__}, which was {tuple(start.shape)}. "
-            "Store a tensor without a fixed shape in a plain attribute."
+            "If the first forward gives it its shape, as in observers of torch.ao, run the model on a batch in "
+            "training mode before you create the updater. Store a tensor without a fixed shape in a plain attribute."
         )
     return to_device(value.detach(), start.device).to(start.dtype)

@@ -22,7 +22,7 @@ from lockstep.replicas.batch import (
     read_input_modes,
 )
 from lockstep.replicas.binding import Description, InputBinding
-from lockstep.replicas.buffers import BufferRule, check_no_computed_buffers, trained_buffers
+from lockstep.replicas.buffers import BufferRules, check_no_computed_buffers, trained_buffers
 from lockstep.replicas.group.gradients import GradientStore, read_grad_modes, read_output_grads
 from lockstep.replicas.group.metric_updates import Updatable, metric_inputs
 from lockstep.replicas.group.parameters import read_parameters, share_parameters, write_parameters
@@ -65,7 +65,7 @@ class ReplicaGroup(ReplicaSet):
         device_grads: Whether ``gradients(merge=False)`` is possible, which takes the memory of a gradient per device.
         training: Whether this group trains. If not, it keeps no graphs and has no gradients.
         num_shards: The number of shards of a batch, or None for one per device.
-        buffers: The rule by which the buffers of shards are combined: ``"mean"`` or ``"first"``.
+        buffers: The rules by which the buffers of shards are combined, as for `ParallelUpdater`.
         shared_group: A group whose model shares parameters, buffers and gradients with this one wherever names agree.
         timeout: The number of seconds after which a device counts as hung, for which the first one gets a thread too.
             ``"auto"`` is half an hour, where the calling thread is not watched. None waits without limit.
@@ -100,7 +100,7 @@ class ReplicaGroup(ReplicaSet):
         device_grads: bool = True,
         training: bool = True,
         num_shards: int | None = None,
-        buffers: BufferRule = "mean",
+        buffers: BufferRules = "mean",
         shared_group: ReplicaGroup | None = None,
         timeout: Timeout = "auto",
     ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.integers import check_integer
 from lockstep.replicas.batch import BatchDim, DimNest, Inputs, check_dims, named_inputs, read_inputs
-from lockstep.replicas.buffers import BufferRule, trained_buffers
+from lockstep.replicas.buffers import BufferRules, check_rules, trained_buffers
 from lockstep.replicas.modules.flat_parameters import FlatParameters, FlattenedParameters
 from lockstep.replicas.modules.input_dims import input_dims, names_of_arguments
 from lockstep.replicas.modules.merged_output import BackwardBridge
@@ -81,7 +81,7 @@ class DataParallel(ModuleWrapper):
         parallel_backward: Whether to run backward on all replicas at the same time. If False, autograd runs it in one
             thread. It can then be differentiated again (``create_graph=True``), and its bits depend on the number of
             intra-op threads: with one thread they are the same as with True.
-        buffers: The rule by which buffers are combined over shards: ``"mean"`` or ``"first"``.
+        buffers: The rules by which buffers are combined over shards, as for `ParallelUpdater`.
         timeout: The number of seconds after which a device that is still at work counts as hung. The first device then
             has a thread of its own too. ``"auto"`` is half an hour for the threads of the other devices, while the
             calling thread is not watched. None waits without limit.
@@ -120,7 +120,7 @@ class DataParallel(ModuleWrapper):
         use_nccl: bool = False,
         worker_init_fn: Callable[[int], None] | None = None,
         parallel_backward: bool = True,
-        buffers: BufferRule = "mean",
+        buffers: BufferRules = "mean",
         timeout: Timeout = "auto",
     ) -> None:
         super().__init__(module)
@@ -128,8 +128,7 @@ class DataParallel(ModuleWrapper):
             check_integer("num_shards", num_shards, minimum=1)
         if use_nccl and not flatten_parameters:
             raise ValueError("`flatten_parameters` must be True if `use_nccl` is, got False.")
-        if buffers not in ("mean", "first"):
-            raise ValueError(f"`buffers` must be 'mean' or 'first', got {buffers!r}.")
+        check_rules(buffers)
         check_dims(dim, "dim", by_position=True)
         if output_dim != "dim":
             check_dims(output_dim, "output_dim", by_position=True)
@@ -142,7 +141,7 @@ class DataParallel(ModuleWrapper):
         self.worker_init_fn = worker_init_fn
         self.parallel_backward = parallel_backward
         self.timeout = timeout
-        self._buffer_rule: BufferRule = buffers
+        self._buffer_rule: BufferRules = buffers
         self._running: RunningReplicas | None = None
         self._flat: FlattenedParameters | None = None
         self._monitor: Monitor | None = None

@@ -7,9 +7,11 @@ from lockstep.replicas.passes.forward_backward import (
     shards_of_batch as shards_of_batch,
 )
 from lockstep.replicas.passes.leaks import (
+    check_leaves as check_leaves,
     check_no_accumulate_hooks as check_no_accumulate_hooks,
     check_no_inner_backward as check_no_inner_backward,
     check_no_leaked_gradients as check_no_leaked_gradients,
+    foreign_leaves as foreign_leaves,
 )
 from lockstep.replicas.passes.parameter_writes import ParameterWrites as ParameterWrites
 from lockstep.replicas.passes.shard_runner import ShardRunner as ShardRunner

@@ -26,10 +26,12 @@ from lockstep.replicas.batch import BatchDim, Inputs, Outputs, ShardForward, rea
 from lockstep.replicas.buffers import (
     AnyBufferSum,
     BufferRef,
-    BufferRule,
+    BufferRules,
     ReplicaBuffers,
     TrainedBuffer,
     buffer_refs,
+    check_buffers,
+    check_rules,
     combine_buffers,
     trained_buffers,
 )
@@ -120,9 +122,10 @@ class ForwardBackward:
         buffers: The rule by which the buffers of shards are combined (see `replicas.buffers`).
     """
 
-    def __init__(self, replicas: ReplicaSet, *, buffers: BufferRule = "mean") -> None:
+    def __init__(self, replicas: ReplicaSet, *, buffers: BufferRules = "mean") -> None:
+        check_rules(buffers)
         self.replicas = replicas
-        self._rule: BufferRule = buffers
+        self._rules: BufferRules = buffers
         self._streams = ShardStreams(replicas.devices)
         # Threads of the user take turns. Reentrant, because a hook may run forward or backward again.
         self._lock = threading.RLock()
@@ -191,7 +194,9 @@ class ForwardBackward:
             # Once per set of replicas is enough, because it depends on the structure of the model.
             if forward.has_graph and not inputs.attached and not self._checked_for_leaks:
                 own = {id(parameter): name for name, parameter in forward.trained_tensors}
-                check_no_leaked_graphs(in_order[0].tensors, own)
+                runs = zip(forward.runners, forward.results, strict=True)
+                replica = next(runner.replica for runner, run in runs if run)
+                check_no_leaked_graphs(in_order[0].tensors, replica, own)
                 self._checked_for_leaks = True
             forward.outputs = read_outputs(in_order, inputs.num_samples, output_dim)
             # Inside of a shard that is split further here, what its parts report counts as one report.
@@ -270,7 +275,7 @@ class ForwardBackward:
         pairs = zip(model.named_parameters(), replicas[0].parameters(), strict=True)
         self._parameters = [named for named, copied in pairs if copied.requires_grad]
         self._tree_sum = TreeSum(self.replicas, [parameter.numel() for _, parameter in self._parameters])
-        self._buffer_refs = buffer_refs(model)
+        self._buffer_refs = buffer_refs(model, self._rules)
         self._checked_for_leaks = False
         self._runners = [
             ShardRunner(
@@ -279,7 +284,7 @@ class ForwardBackward:
                 device,
                 replica,
                 [parameter for parameter in replica.parameters() if parameter.requires_grad],
-                ReplicaBuffers(model, replica, self._rule),
+                ReplicaBuffers(model, replica, self._rules),
             )
             for place, (device, replica) in enumerate(zip(devices, replicas, strict=True))
         ]
@@ -345,6 +350,7 @@ class ForwardBackward:
     @torch.no_grad()
     def _combine(self, sums: Sequence[AnyBufferSum], weight: float) -> None:
         """Write the combined buffers of the shards to the model."""
+        check_buffers(sums, self._buffer_refs)
         combine_buffers(sums, self._buffer_refs, weight=weight)
 
 

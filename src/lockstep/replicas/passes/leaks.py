@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Iterable, Mapping
+from types import FunctionType, ModuleType
 from typing import Final
+from weakref import ref
 
 import torch
 from torch import nn
@@ -16,26 +19,108 @@ REMEDY: Final = (
 """The end of the error messages, which describes the usual cause."""
 
 
-def check_no_leaked_graphs(outputs: Iterable[torch.Tensor], parameters: Mapping[int, str]) -> None:
-    """Check that the graph of a replica's outputs does not lead to the parameters of the original model.
+MOST_PARTS: Final = 100_000
+"""The number of objects that are looked at most, to find what a function or a batch refers to."""
 
-    It does if a function that is stored in the model calls the original module. Backward would then add gradients there
-    from several threads, in an order that varies.
+
+def check_no_leaked_graphs(outputs: Iterable[torch.Tensor], replica: nn.Module, parameters: Mapping[int, str]) -> None:
+    """Check that the graph of a replica's outputs leads to no parameters but those of the replica.
+
+    It leads to those of the original model if a function that is stored in the model calls the original module.
+    Backward would then add gradients there from several threads, in an order that varies.
 
     Args:
         outputs: The outputs of one shard, whose inputs begin a graph of their own.
+        replica: The replica that computed them.
         parameters: The names of the parameters of the original model by ``id``.
 
     Raises:
-        ValueError: If the graph reaches a parameter.
+        ValueError: If the graph reaches another parameter.
     """
-    reached = {id(leaf) for leaf in _leaves([each.grad_fn for each in outputs])}
+    leaves = foreign_leaves(outputs, replica)
+    reached = {id(leaf) for leaf in leaves}
     names = [name for each, name in parameters.items() if each in reached]
     if names:
         raise ValueError(
             f"`model` must compute with the parameters of its replica, got a replica that uses {names[0]!r} of your "
             f"original model. {REMEDY}"
         )
+    check_leaves([ref(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)], "model", replica)
+
+
+def foreign_leaves(outputs: Iterable[torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
+    """List the tensors to which backward would give a gradient, without the parameters and buffers of a model.
+
+    Args:
+        outputs: The tensors in which backward begins.
+        model: The model, or a replica.
+    """
+    own = {id(each) for each in (*model.parameters(), *model.buffers())}
+    return [leaf for leaf in _leaves([each.grad_fn for each in outputs]) if id(leaf) not in own]
+
+
+def check_leaves(found: Collection[ref[torch.Tensor]], function: str, user: object, known: object = ()) -> None:
+    """Check that no tensor beside the model is trained.
+
+    Gradients of such a tensor would be added up in several threads in an order that varies, without the weights of the
+    shards, or would be lost. A module in evaluation mode is left out, because nobody trains it.
+
+    Args:
+        found: What has received gradients beside the parameters of the model. Only what still exists counts: tensors
+            that were created while a shard was computed end with its graph. The gradients are removed.
+        function: The argument that uses these tensors, for the error message.
+        user: The function or the module that this argument is.
+        known: Tensors to leave out, in any containers.
+
+    Raises:
+        ValueError: If there is such a tensor.
+    """
+    if not _existing(found):
+        return
+    # Some tensors are part of a cycle, such as those with a hook that uses them.
+    gc.collect()
+    leaves, given = _existing(found), {id(each) for each in _reachable(known, (type, ModuleType, FunctionType))}
+    owners = {
+        id(parameter): (name, module)
+        for module in _reachable(user, (type, ModuleType))
+        # By its type, as `isinstance` would run code of proxies.
+        if issubclass(type(module), nn.Module) and isinstance(module, nn.Module)
+        for name, parameter in vars(module)["_parameters"].items()
+    }
+    for leaf in leaves:
+        name, owner = owners.get(id(leaf), ("", None))
+        if id(leaf) in given or (owner is not None and not owner.training):
+            continue
+        for each in leaves:
+            each.grad = None
+        what = f"a tensor of shape {tuple(leaf.shape)}" if owner is None else f"{name!r} of a {type(owner).__name__}"
+        raise ValueError(
+            f"`{function}` must use no tensors that require a gradient besides the parameters of the model, got "
+            f"{what}. To train it, make it a parameter of the model, or pass its module as one of several models, "
+            'model={"net": net, "criterion": criterion}, with an optimizer for each; `loss_fn` is then given a dict of '
+            "them. If nothing trains it, call requires_grad_(False) on it."
+        )
+
+
+def _existing(found: Iterable[ref[torch.Tensor]]) -> list[torch.Tensor]:
+    return [leaf for each in found if (leaf := each()) is not None]
+
+
+def _reachable(root: object, left_out: tuple[type, ...]) -> list[object]:
+    """List the objects that an object refers to, the nearest first.
+
+    Args:
+        root: The object.
+        left_out: Types whose objects are not followed.
+    """
+    seen, found = {id(root)}, [root]
+    for each in found:
+        following = [] if issubclass(type(each), left_out) else gc.get_referents(each)
+        new = {id(part): part for part in following if id(part) not in seen}
+        if len(found) + len(new) <= MOST_PARTS:
+            seen.update(new)
+            found += new.values()
+    return found
 
 
 def check_no_leaked_gradients(parameters: Mapping[str, nn.Parameter], wanted: Collection[int] | None) -> None:
@@ -113,7 +198,7 @@ def _leaves(nodes: Iterable[Node | None]) -> list[torch.Tensor]:
         node = pending.pop()
         if node.name() == "torch::autograd::AccumulateGrad":
             leaves.append(node.variable)  # type: ignore[attr-defined]  # torch's gap
-        following = {each for each, _ in node.next_functions if each is not None} - seen
-        seen |= following
+        following = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        seen.update(following)
         pending.extend(following)
     return leaves

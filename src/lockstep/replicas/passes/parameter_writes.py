@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.replicas.buffers import as_bits
-from lockstep.replicas.pool import NULL_CONTEXT, ReplicaSet
+from lockstep.replicas.pool import NULL_CONTEXT, ReplicaSet, hidden_parameters
 
 MOST_COPIED: Final = 2**26
 """The number of elements up to which parameters are copied. The bits of more are only summed, which takes no memory."""
@@ -42,7 +42,7 @@ class ParameterWrites:
     def _comparing(self, replicas: ReplicaSet) -> Iterator[None]:
         checked = {
             name: parameter
-            for name, parameter in replicas.model.named_parameters()
+            for name, parameter in _named(replicas.model)
             # What the memory of other classes of tensors means is up to them.
             if type(parameter) is nn.Parameter and parameter.layout is torch.strided and not parameter.is_meta
         }
@@ -69,13 +69,13 @@ class ParameterWrites:
         written = [
             name
             for model in (replicas.model, *copies)
-            for name, parameter in model.named_parameters()
+            for name, parameter in _named(model)
             if name in before and not _same(read(parameter), before[name])
         ]
         if not written:
             return
         with torch.no_grad():
-            for name, parameter in replicas.model.named_parameters():
+            for name, parameter in _named(replicas.model):
                 if name in written and read is _copied and as_bits(parameter.detach()).shape == before[name].shape:
                     as_bits(parameter.detach()).copy_(before[name])
         # They may have other memory now.
@@ -87,6 +87,12 @@ class ParameterWrites:
             "every forward changes, such as moving averages, in buffers, and change weights between updates: in a post "
             "hook of the optimizer's step, or in an extension."
         ) from cause
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """List the parameters of a model with names, and those of modules that it holds without registering them."""
+    hidden = hidden_parameters(model)
+    return [*model.named_parameters(), *((f"unregistered {index}", each) for index, each in enumerate(hidden))]
 
 
 def _same(now: torch.Tensor, before: torch.Tensor) -> bool:

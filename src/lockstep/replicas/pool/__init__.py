@@ -3,7 +3,10 @@
 from lockstep.replicas.pool.copies import (
     HOOK_NAMES as HOOK_NAMES,
     REQUIRES_GRAD as REQUIRES_GRAD,
+    check_no_lookups as check_no_lookups,
     copy_model as copy_model,
+    held_tensors as held_tensors,
+    hidden_parameters as hidden_parameters,
 )
 from lockstep.replicas.pool.copy_streams import CopyStreams as CopyStreams
 from lockstep.replicas.pool.deterministic import (

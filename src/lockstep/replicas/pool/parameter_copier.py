@@ -23,14 +23,14 @@ class ParameterCopier:
 
     Args:
         parameters: The parameters of the model.
-        replicas: Copies of the model, whose parameters are in the same order.
+        replicas: For each replica the copies of these parameters, in the same order.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], replicas: Sequence[nn.Module]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], replicas: Sequence[Sequence[nn.Parameter]]) -> None:
         self._pairs = [
             (copied, parameter)
             for replica in replicas
-            for copied, parameter in zip(replica.parameters(), parameters, strict=True)
+            for copied, parameter in zip(replica, parameters, strict=True)
             # By address: whether a replica shares memory is decided when it is created.
             if copied.device != parameter.device or copied.data_ptr() != parameter.data_ptr()
         ]

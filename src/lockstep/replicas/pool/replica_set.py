@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from contextvars import copy_context
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from lockstep import plan
 from lockstep.errors import OrderError
-from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model
+from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model, hidden_parameters
 from lockstep.replicas.pool.deterministic import warn_of_kernels
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
 from lockstep.replicas.pool.forward_mode import serialize_forward_mode
@@ -171,9 +172,11 @@ class ReplicaSet:
                 keep_freed_memory()
             # Tensors that are created in inference mode could not be trained later.
             with torch.inference_mode(mode=False):
-                self._replicas = [self._copy(place) for place in range(len(self.devices))]
+                memos: list[dict[int, Any]] = [{} for _ in self.devices]
+                self._replicas = [self._copy(place, memo) for place, memo in enumerate(memos)]
             # The detector comes last: if a copy fails, the next call starts over.
-            self._copier = ParameterCopier(list(self.model.parameters()), self._replicas)
+            parameters = [*self.model.parameters(), *hidden_parameters(self.model)]
+            self._copier = ParameterCopier(parameters, [[memo[id(each)] for each in parameters] for memo in memos])
             self._changes = ModelChangeDetector(self.model)
             return True
         if self._copier.has_copies:
@@ -189,9 +192,9 @@ class ReplicaSet:
         """
         return parameter.is_meta or parameter.device == self.devices[place]
 
-    def _copy(self, place: int) -> nn.Module:
+    def _copy(self, place: int, memo: dict[int, Any]) -> nn.Module:
         """Copy the model for one device and freeze the parameters that are to be frozen."""
-        replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place))
+        replica = copy_model(self.model, self.devices[place], partial(self._shares_memory, place), memo)
         for name, parameter in replica.named_parameters():
             if name in self.frozen:
                 parameter.requires_grad_(False)

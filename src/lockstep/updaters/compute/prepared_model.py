@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.metrics import Observers
 from lockstep.replicas import (
     BufferRef,
-    BufferRule,
+    BufferRules,
     ParameterWrites,
     ReplicaBuffers,
     ReplicaSet,
@@ -74,7 +74,7 @@ class PreparedModel:
             named,
             parameters,
             [parameter for parameter in model.parameters() if not parameter.requires_grad],
-            buffer_refs(model),
+            buffer_refs(model, recipe.buffers),
             like,
             create_runners(replicas, recipe.buffers, trained=True),
             [Observers({"": replica}) for replica in replicas.replicas],
@@ -90,7 +90,7 @@ class PreparedModel:
         return [index for index, parameter in enumerate(self.parameters) if id(parameter) not in wanted]
 
 
-def create_runners(replicas: ReplicaSet, buffers: BufferRule = "mean", *, trained: bool) -> list[ShardRunner]:
+def create_runners(replicas: ReplicaSet, buffers: BufferRules = "mean", *, trained: bool) -> list[ShardRunner]:
     """Return a runner for each replica, which also records what the replica logs.
 
     Args:

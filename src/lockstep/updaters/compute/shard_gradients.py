@@ -9,6 +9,7 @@ from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from lockstep.metrics import Observers, collecting
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
-from lockstep.replicas import AnyBufferSum, ShardRunner, check_no_inner_backward
+from lockstep.replicas import AnyBufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
@@ -80,6 +81,8 @@ class GradientContext:
         has_tensor_weights: Whether the weight of a loss was a tensor, for which the host had to wait.
         carried: Exchanges values with the loss function that are carried from batch to batch; None if there are none.
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
+        is_first: Whether this is one of the first updates, in which there are more checks.
+        foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
     """
 
     loss_fn: LossFunction
@@ -96,6 +99,8 @@ class GradientContext:
     has_tensor_weights: bool = False
     carried: CarriedAttempt | None = None
     shard_loss: Callable[[Shard], LossFunction] | None = None
+    is_first: bool = False
+    foreign_leaves: list[ref[torch.Tensor]] = field(default_factory=list)
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
         """Return the gradient with which backward of a shard of this weight starts; see `precision.initial_gradient`.
@@ -180,8 +185,7 @@ class DeviceGradientTask:
         if runner.buffers.entries:
             runner.buffers.restore()
         # Weights that `parametrize.cached` keeps have the graph of the shard before.
-        if parametrize._cache:  # noqa: SLF001 - no public way
-            parametrize._cache.clear()  # noqa: SLF001 - as above
+        parametrize._cache.clear()  # noqa: SLF001 - no public way
         args, kwargs = (given, NO_KWARGS) if type(given) is tuple else call_arguments(given)
         if context.carried is not None:
             kwargs = {**kwargs, "carried": context.carried.part(shard.samples, runner.device)}
@@ -202,6 +206,9 @@ class DeviceGradientTask:
         if list(map(GRADIENT, runner.parameters)).count(None) < len(runner.parameters):
             check_no_inner_backward(runner.replica)
         loss = check_loss(returned)
+        if context.is_first:
+            # Weakly: what was created for this shard ends with its graph.
+            context.foreign_leaves.extend(map(ref, foreign_leaves([loss.value], runner.replica)))
         if context.carried is not None:
             context.carried.keep(shard.samples, loss.carried)
         weight = loss_weight(loss, len(shard.samples))

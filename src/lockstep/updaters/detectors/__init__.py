@@ -1,3 +1,9 @@
 """Notice in the first updates what makes a result depend on where shards are computed."""
 
 from lockstep.updaters.detectors.first_updates import FirstUpdates as FirstUpdates
+from lockstep.updaters.detectors.outside_state import LOSSES as LOSSES, OutsideState as OutsideState
+from lockstep.updaters.detectors.references import (
+    attributes as attributes,
+    names_in as names_in,
+    references as references,
+)

@@ -76,7 +76,7 @@ def of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
         # A variable that has no value yet has an empty cell.
         with suppress(ValueError):
             yield name, cell.cell_contents
-    for name in dict.fromkeys(_names(function.__code__)):
+    for name in dict.fromkeys(names_in(function.__code__)):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     arguments, defaults = function.__code__.co_varnames[: function.__code__.co_argcount], function.__defaults__ or ()
@@ -84,9 +84,9 @@ def of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """Yield the names in the code of a function and of the functions inside of it."""
     yield from code.co_names
     for constant in code.co_consts:
         if type(constant) is CodeType:
-            yield from _names(constant)
+            yield from names_in(constant)

@@ -3,7 +3,6 @@
 from lockstep.updaters.ranks.consistency import (
     OnMismatch as OnMismatch,
     RankConsistency as RankConsistency,
-    describe_run as describe_run,
 )
 from lockstep.updaters.ranks.coordinator import Coordinator as Coordinator, LocalCoordinator as LocalCoordinator
 from lockstep.updaters.ranks.rank_errors import describe_error as describe_error, raise_error as raise_error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any, Final, Literal
@@ -18,7 +18,8 @@ from lockstep.communicators import Communicator, StateComparer, check_fields, co
 from lockstep.data import BatchIterator, Iterator as BatchSource
 from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
-from lockstep.replicas import SINGLE_THREAD, ComputeMode
+from lockstep.replicas import SINGLE_THREAD, ComputeMode, held_tensors
+from lockstep.updaters.detectors import OutsideState
 from lockstep.updaters.setup import Recipe
 from lockstep.updaters.state import TrainingState, code_text, module_text
 
@@ -30,6 +31,10 @@ OnMismatch = Literal["broadcast", "refuse"]
 KERNELS_REMEDY: Final = "Kernels that differ round differently. Run all ranks on one type of machine and installation."
 CODE_REMEDY: Final = "Run the same script with the same arguments and seeds on every rank."
 MODELS_REMEDY: Final = "Build the model from the same seed on every rank, or pass `differing_models='broadcast'`."
+OUTSIDE_REMEDY: Final = (
+    "Create it from the same seed on every rank, by torch.manual_seed before; or make it a buffer or a module of the "
+    "model, or pass its module as one of several models, which begin with the values of rank 0."
+)
 
 
 class RankConsistency:
@@ -38,7 +43,7 @@ class RankConsistency:
     Args:
         communicator: The communicator of the run.
         training: The training state.
-        recipe: Returns the description of the run.
+        recipe: The arguments of the updater.
         every: The number of updates within which all tensors of the state are compared, at least 1.
         differing: What to do with models that differ when a run begins from its first update.
     """
@@ -47,7 +52,7 @@ class RankConsistency:
         self,
         communicator: Communicator,
         training: TrainingState,
-        recipe: Callable[[], Fields],
+        recipe: Recipe,
         *,
         every: int,
         differing: OnMismatch,
@@ -68,8 +73,11 @@ class RankConsistency:
         if self._is_checked:
             return
         check_fields(self._communicator, self._kernels(), what="kernel class", remedy=KERNELS_REMEDY)
-        check_fields(self._communicator, self._recipe(), what="recipe", remedy=CODE_REMEDY)
+        check_fields(self._communicator, describe_run(self._training, self._recipe), what="recipe", remedy=CODE_REMEDY)
         self._compare_state()
+        found = compare(self._communicator, _fingerprints(self._outside()))
+        if found is not None:
+            raise found.error(what="tensors beside its parameters and buffers", remedy=OUTSIDE_REMEDY)
         # Set only after all comparisons have passed, so that an update after an error compares again.
         self._is_checked = True
 
@@ -135,12 +143,25 @@ class RankConsistency:
 
     def _difference(self) -> DisagreementError | None:
         """Find the first tensor in which a rank differs from rank 0."""
-        found = compare(
-            self._communicator,
-            {name: fingerprint([tensor]).hex() for name, tensor in self._training.tensors().items()},
-        )
+        found = compare(self._communicator, _fingerprints(self._training.tensors()))
         what = "parameters, buffers and optimizer state"
         return None if found is None else found.error(what=what, remedy=MODELS_REMEDY)
+
+    def _outside(self) -> dict[str, torch.Tensor]:
+        """Return the tensors by name that the model and the loss function hold beside what is trained."""
+        model = self._training.replicas.model
+        states = OutsideState(model, ()), OutsideState(self._recipe.loss_fn, [model])
+        named = {name: value.held for state in states for name, value in state.values.items()}
+        known = {id(each) for each in (*named.values(), *self._training.tensors().values())}
+        for index, tensor in enumerate(held_tensors(model)):
+            if id(tensor) not in known:
+                named[f"tensor {index} of shape {tuple(tensor.shape)}"] = tensor
+        own = {id(each) for each in (*model.parameters(), *model.buffers())}
+        return {name: each for name, each in named.items() if id(each) not in own and not each.is_meta}
+
+
+def _fingerprints(tensors: Mapping[str, torch.Tensor]) -> Fields:
+    return {name: fingerprint([tensor]).hex() for name, tensor in tensors.items()}
 
 
 Fields = dict[str, str]
@@ -215,5 +236,7 @@ def _stable_text(value: object) -> str:
         return repr(value)
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_stable_text, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_stable_text(each)}' for key, each in value.items())}}}"
     # The options of a partial may differ, such as the device of a rank.
     return type(value).__name__ if isinstance(value, partial) else str(code_text(value))

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from lockstep.communicators import Communicator, Contribution
-from lockstep.replicas import BufferRef, BufferSum, as_real, move_partials
-from lockstep.tree import PartialSum, ShardSum
+from lockstep.digest import fingerprint
+from lockstep.replicas import EXTREMES, BufferRef, BufferSum, as_real, merged_firsts, move_partials, rule_error
+from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute import DeviceGradientTask, RankShare
 from lockstep.updaters.ranks.rank_report import RankReport
 from lockstep.updaters.ranks.rank_sum import merge_devices
@@ -24,11 +25,13 @@ class RankBuffers:
         partials: Partial sums with two tensors per buffer: first the sums for means, then the values that are set once.
         weights: For each buffer, the total weight of the shards that changed it.
         contribution: The description of the partial sums.
+        firsts: The values of this rank's shards that are set once, on any device.
     """
 
     partials: list[PartialSum] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     contribution: Contribution = NO_CONTRIBUTION
+    firsts: Tensors = field(default_factory=list)
 
     @classmethod
     def of(
@@ -45,9 +48,8 @@ class RankBuffers:
         main_device = next(buffer.device for ref in buffer_refs if (buffer := ref.get()) is not None)
         partials = merge_devices([each.weighted_sums.partials for each in sums], share, main_device)
         # Devices are in order of shards, so the first device that has a value has that of the earliest shard.
-        firsts = [
-            next((each.firsts[index] for each in sums if each.firsts[index] is not None), None)
-            for index in range(len(buffer_refs))
+        firsts: Tensors = [
+            merged_firsts(ref.rule, [each.firsts[index] for each in sums]) for index, ref in enumerate(buffer_refs)
         ]
         for partial in partials:
             partial.tensors += [None] * len(buffer_refs)
@@ -56,7 +58,20 @@ class RankBuffers:
         if partials:
             partials[0].tensors[len(buffer_refs) :] = move_partials([PartialSum(0, firsts)], main_device)[0].tensors
         weights = [sum(each.weights[index] for each in sums) for index in range(len(buffer_refs))]
-        return cls(partials, weights, Contribution.of(partials))
+        return cls(partials, weights, Contribution.of(partials), firsts)
+
+    def described(self, buffer_refs: Sequence[BufferRef]) -> dict[str, str]:
+        """Return the digests of the buffers that have no mean, by their numbers.
+
+        Args:
+            buffer_refs: References to the model's buffers.
+        """
+        pairs = enumerate(zip(buffer_refs, self.firsts, strict=True))
+        return {
+            str(index): fingerprint([first]).hex()
+            for index, (ref, first) in pairs
+            if ref.rule == "mean" and first is not None
+        }
 
 
 def sum_buffers(
@@ -69,8 +84,14 @@ def sum_buffers(
         own: The buffers of this rank.
         reports: The reports of all ranks.
         buffer_refs: References to the model's buffers.
+
+    Raises:
+        ValueError: On every rank, if shards of several ranks changed a buffer that has no mean to different values.
     """
     count = len(buffer_refs)
+    for index, ref in enumerate(buffer_refs):
+        if len({digest for report in reports if (digest := report.firsts.get(str(index)))}) > 1:
+            raise rule_error(ref, "shards leave different values there")
     weights = [sum(each) for each in zip(*(report.changed_weights for report in reports), strict=True)]
     # No shard on any rank has changed a buffer. All ranks see that in the reports and skip the sum together.
     if not any(mask for report in reports for mask in report.buffers.present):
@@ -82,7 +103,15 @@ def sum_buffers(
     like = [buffer for ref in buffer_refs if (buffer := ref.get()) is not None]
     # Never compressed: buffers are state, and a rounding would stay in them.
     summed = communicator.sum_partials(own.partials, contributions, [*map(as_real, like), *like], compress=False)
-    return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, summed[count:])
+    firsts = summed[count:]
+    if any(ref.rule in EXTREMES for ref in buffer_refs):
+        # Only a few buffers have such a rule, and a sum cannot carry them.
+        taken = [each if ref.rule in EXTREMES else None for ref, each in zip(buffer_refs, own.firsts, strict=True)]
+        rows = communicator.gather_objects([None if each is None else each.cpu() for each in taken])
+        for index, (ref, found) in enumerate(zip(buffer_refs, zip(*rows, strict=True), strict=True)):
+            if ref.rule in EXTREMES:
+                firsts[index] = merged_firsts(ref.rule, found)
+    return BufferSum(ShardSum(partials=[PartialSum(0, summed[:count])]), weights, firsts)
 
 
 def _drop_repeated_firsts(contributions: Sequence[Contribution], count: int) -> list[Contribution]:

@@ -98,6 +98,7 @@ class RankReduction:
         repeat: bool,
         speeds: Sequence[float] | None,
         buffer_refs: Sequence[BufferRef],
+        compares_buffers: bool,
     ) -> None:
         """Exchange reports, and sum what the devices of all ranks have computed.
 
@@ -107,11 +108,13 @@ class RankReduction:
             repeat: Whether shards of this rank were left out.
             speeds: The measured speeds of this rank's devices; None if they are not known.
             buffer_refs: References to the model's buffers.
+            compares_buffers: Whether buffers that have no mean are compared with those of other ranks.
 
         Raises:
             PeerError: If a rank failed.
             DisagreementError: If a rank is at another position.
             PeerInterrupt: If a rank was interrupted.
+            ValueError: If shards of several ranks changed a buffer that has no mean to different values.
         """
         devices, share = attempt.device_tasks, attempt.share
         gradients = self._sum.announce([each.gradients.partials for each in devices], share)
@@ -127,6 +130,7 @@ class RankReduction:
             gradients,
             buffers.contribution,
             buffers.weights,
+            buffers.described(buffer_refs) if compares_buffers else {},
             speeds if self.may_move else None,
         )
         # All shards are computed by now but nothing has been summed, so ranks with other batches can raise here.

@@ -28,6 +28,7 @@ class RankReport:
         gradients: The description of this rank's partial sums of gradients.
         buffers: The description of this rank's partial sums of buffers.
         changed_weights: For each buffer, the total weight of the shards that changed it.
+        firsts: The digests of buffers that have no mean, by their numbers, where they are compared.
         speeds: The measured speeds of the rank's devices; None until they are known, or if they are not measured.
     """
 
@@ -36,6 +37,7 @@ class RankReport:
     gradients: Contribution
     buffers: Contribution
     changed_weights: Sequence[float]
+    firsts: Mapping[str, str]
     speeds: Sequence[float] | None
 
     def to_plain(self) -> dict[str, Any]:
@@ -53,6 +55,7 @@ class RankReport:
             "gradients": _encode_contribution(self.gradients),
             "buffers": _encode_contribution(self.buffers),
             "changed_weights": self.changed_weights,
+            "firsts": self.firsts,
             "speeds": self.speeds,
         }
 
@@ -72,6 +75,7 @@ class RankReport:
             _decode_contribution(plain["gradients"]),
             _decode_contribution(plain["buffers"]),
             plain["changed_weights"],
+            plain["firsts"],
             plain["speeds"],
         )
 

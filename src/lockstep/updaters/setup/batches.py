@@ -231,10 +231,13 @@ class Conversion:
                 stack.enter_context(DEFAULT_GENERATOR_LOCK)
                 stack.enter_context(restored_generators())
                 stream = stack.enter_context(DefaultStream(*devices))
-            return [
-                [(shard, self._cut(batches[shard.batch], shard, device, first, stream)) for shard in run]
-                for run, device in zip(shards_by_device, devices, strict=True)
-            ]
+            device_shards: DeviceShards = []
+            for run, device in zip(shards_by_device, devices, strict=True):
+                device_shards.append([])
+                for shard in run:
+                    given = self._cut(batches[shard.batch], shard, device, first, stream)
+                    device_shards[-1].append((shard, given))
+            return device_shards
 
     def _cut(self, batch: Any, shard: Shard, device: torch.device, first: int, stream: DefaultStream | None) -> Any:
         """Return the tensors of one shard: views of a batch of tensors, or copies if its samples are not adjacent."""
@@ -425,7 +428,7 @@ class KeptBatches:
         self.unsettled.clear()
 
     def settle(self, batch_dim: BatchDim) -> None:
-        """Let what shards have changed in place stay, also where they have contiguous copies of their samples.
+        """Keep what shards have changed in place, also where they have contiguous copies of their samples.
 
         Args:
             batch_dim: The dimension of tensors that counts samples.

@@ -11,7 +11,7 @@ from torch.nn.modules.loss import _Loss
 
 from lockstep.integers import check_integer
 from lockstep.precision import Precision, parse_precision
-from lockstep.replicas import BatchDim, BufferRule, check_dims
+from lockstep.replicas import BatchDim, BufferRules, check_dims, check_rules
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.loss import LossFunction
 from lockstep.updaters.setup.accumulation import Accumulation, check_accumulation
@@ -43,7 +43,7 @@ class Recipe:
     split: Split
     reduction: Reduction
     precision: str
-    buffers: BufferRule
+    buffers: BufferRules
     on_overflow: OnOverflow
     max_tries: int
     on_exhausted: OnExhausted
@@ -68,7 +68,7 @@ class Recipe:
         check_choice("reduction", self.reduction, get_args(Reduction))
         check_choice("on_overflow", self.on_overflow, get_args(OnOverflow))
         check_choice("on_exhausted", self.on_exhausted, get_args(OnExhausted))
-        check_choice("buffers", self.buffers, get_args(BufferRule))
+        check_rules(self.buffers)
         parse_precision(self.precision)
         check_functions(converter=self.converter, loss_fn=self.loss_fn, step_fn=self.step_fn)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 from torch.optim import Optimizer
@@ -15,7 +14,7 @@ from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Deferral
-from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, describe_run, join_ranks
+from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
     Recipe,
@@ -126,12 +125,11 @@ def assemble(
         scale=CurrentScale(choose_loss_scale(loss_scale, optimizers)),
         carried=None if carried is None else CarriedValues(carried, replicas.devices[0]),
     )
-    description = partial(describe_run, training, recipe)
     # Collective: every rank must reach this call.
     ranks = join_ranks(
         communicator,
         replicas.workloads,
-        RankConsistency(communicator, training, description, every=check_every, differing=differing_models),
+        RankConsistency(communicator, training, recipe, every=check_every, differing=differing_models),
         movable=recipe.num_shards is not None,
         measure=workloads == "auto",
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Final, Literal, get_args
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import nn
@@ -15,12 +17,18 @@ from lockstep.errors import OrderError
 from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
-from lockstep.replicas import check_no_trained_buffers
+from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
+from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.batch_loss import BatchLoss
+from lockstep.updaters.compute import PreparedModel
+from lockstep.updaters.detectors import LOSSES, attributes, names_in, references
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.state import Carried
 from lockstep.updaters.step.fused import check_dense
+
+MOST_FUNCTIONS: Final = 100
+"""The number of functions that are looked at most, of those that a loss function calls."""
 
 
 def check_fit(
@@ -227,7 +235,8 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
     """Check that every optimizer still holds a parameter of the models.
 
     On CUDA devices `Module.to` keeps the parameters and replaces their memory. On other accelerators it may replace the
-    parameters, and an optimizer that was created before would step the old ones, which train nothing.
+    parameters, as `load_state_dict(assign=True)` does, and an optimizer that was created before would step the old
+    ones, which train nothing.
 
     Raises:
         ValueError: If an optimizer holds none.
@@ -238,9 +247,53 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
         if held and known.isdisjoint(held):
             raise ValueError(
                 f"`optimizer` must hold parameters of `model`, but none of those in {name!r} belongs to it any more. "
-                "Moving the model to this type of device has replaced its parameters: call `model.to(device)` before "
-                "you create the optimizer."
+                "They were replaced, by `load_state_dict(assign=True)`, by another layer, or by moving the model to "
+                "this type of device: do this before you create the optimizer."
             )
+
+
+def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Module) -> None:
+    """Check what the shards of one of the first updates have used and changed, before they are summed.
+
+    Args:
+        attempt: The attempt, whose shards are computed.
+        prepared: The model as it was run.
+        model: The original model.
+
+    Raises:
+        ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit.
+    """
+    loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
+    check_lookups(loss_fn, model)
+    used_by = loss_fn, [runner.replica for runner in prepared.runners]
+    check_leaves(attempt.gradient_context.foreign_leaves, "loss_fn", used_by, (shards, [*model.parameters()]))
+    counted = {report.shard for task in attempt.device_tasks for report in task.reports}
+    sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted]
+    check_buffers([task.buffer_sum for task in attempt.device_tasks], prepared.buffer_refs, sizes)
+
+
+def check_lookups(loss_fn: Any, model: nn.Module) -> None:
+    """Check that a loss function, and functions that it calls, look up no parameters or modules by identity.
+
+    Args:
+        loss_fn: The loss function.
+        model: The original model.
+
+    Raises:
+        ValueError: If one of them refers to a container by which it could.
+    """
+    kinds = (FunctionType, MethodType, partial, *LOSSES)
+    functions = [loss_fn if type(loss_fn) in kinds else type(loss_fn).__call__.__get__(loss_fn)]
+    containers: list[Any] = []
+    for function in functions:
+        found = references(function.__func__ if type(function) is MethodType else function)
+        if type(function) is MethodType and type(function.__func__) is FunctionType:
+            own = attributes(function.__self__)
+            found += [own[name] for name in names_in(function.__func__.__code__) if name in own]
+        new = [each for each in found if type(each) in kinds and each not in functions]
+        functions += new[: MOST_FUNCTIONS - len(functions)]
+        containers += [each for each in found if issubclass(type(each), set | frozenset | dict | list | tuple)]
+    check_no_lookups(containers, model, "loss_fn")
 
 
 def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn.Module]) -> None:
@@ -280,8 +333,9 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
                     raise ValueError(
                         f"{label} must hold parameters of `model` only, got one of {shape} in group {index} "
                         "that does not belong to it. If it belongs to another network, such as a loss with weights of "
-                        "its own, pass all networks as a dict by name. If the model was moved after the optimizer was "
-                        "created, create the optimizer again: on some devices, `Module.to` replaces parameters."
+                        "its own, pass all networks as a dict by name. If it was replaced after the optimizer was "
+                        "created, by `load_state_dict(assign=True)`, by another layer, or on some devices by "
+                        "`Module.to`, create the optimizer again."
                     )
                 if owners.setdefault(id(parameter), owner) != owner:
                     raise ValueError(

@@ -213,7 +213,8 @@ class CustomStep:
 
     def _gather(self, request: GradientRequest, loss: BatchLoss, batch: Any, context: UpdateContext) -> GradientRequest:
         """Compute a loss over the whole batch, and return the request with its gradient for each shard."""
-        engine, gathered, scale = self._engine, GatheredBatch(loss), self._training.scale
+        engine, scale = self._engine, self._training.scale
+        gathered = GatheredBatch(loss, engine.replicas.model)
         asked = replace(request, shard_loss=gathered.collect, gathers=True)
         attempt = Attempt(asked, scale, scale, given_batches=[batch])
         attempt.complete = False

@@ -48,7 +48,7 @@ from lockstep.updaters.setup import (
     read_batches,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
-from lockstep.updaters.step.checks import USED_VERSION, check_no_unused_gradients, check_reached
+from lockstep.updaters.step.checks import USED_VERSION, check_first_shards, check_no_unused_gradients, check_reached
 from lockstep.updaters.step.next_batches import NextBatches
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
@@ -184,6 +184,7 @@ class GradientEngine:
             deferred=request.deferred,
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
             shard_loss=request.shard_loss,
+            is_first=self.training.iteration < self.first_updates.end,
         )
 
     def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
@@ -255,7 +256,9 @@ class GradientEngine:
                 last,
                 prepared.observers[place],
                 ShardSum(first),
-                runner.buffers.start_shards(first, deferred=request.deferred),
+                runner.buffers.start_shards(
+                    first, deferred=request.deferred, compares=attempt.gradient_context.is_first
+                ),
             )
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
                 runner.run(shards, task, self.streams)
@@ -265,7 +268,7 @@ class GradientEngine:
         compute = self.clock.timed(compute_shards) if self.clock.num_users else compute_shards
         # Streams are numbered by update and shard, so it does not matter which thread draws from one first.
         watching = NO_CONTEXT
-        if self.training.iteration < self.first_updates.end:
+        if attempt.gradient_context.is_first:
             watching = self.first_updates.watching(request.loss_fn, self.replicas.model, prepared, device_shards)
         with watching:
             self.streams.run(
@@ -311,6 +314,8 @@ class GradientEngine:
                 if parameter.grad is not None:
                     check_no_leaked_gradients(prepared.named_parameters, request.wanted)
                     break
+        if attempt.gradient_context.is_first:
+            check_first_shards(attempt, prepared, self.replicas.model)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
         left_out = context.interrupts.check()
         self.watch.phase = "reduce"
@@ -321,6 +326,7 @@ class GradientEngine:
                 repeat=left_out,
                 speeds=None if self._speeds is None else self._speeds.found,
                 buffer_refs=prepared.buffer_refs,
+                compares_buffers=attempt.gradient_context.is_first,
             )
             if attempt.complete:
                 attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]

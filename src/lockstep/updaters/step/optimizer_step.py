@@ -74,7 +74,7 @@ def drawing_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
         *optimizer._optimizer_step_post_hooks.values(),
         *_global_optimizer_post_hooks.values(),
     ]
-    return [hook for hook in hooks if not isinstance(hook, ChangesOnlyGradients)]
+    return [hook for hook in hooks if not isinstance(hook, ChangesOnlyGradients)] if hooks else hooks
 
 
 def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
