@@ -73,9 +73,9 @@ def is_of_transport(error: RuntimeError) -> bool:
     NumPy, for arguments that do not fit, or if there is no such network interface.
     """
     message = str(error)
-    # The errors of gloo have no class of their own, but begin with the place in its source.
-    of_gloo = "gloo/transport/" in message and "enforce fail" not in message
-    return of_gloo or isinstance(error, dist.DistError)
+    # The errors of gloo have no class of their own. All have the place in its source, except for those after a timeout.
+    of_gloo = any(text in message for text in ("gloo/", "caused pair closure", "timed out"))
+    return isinstance(error, dist.DistError) or (of_gloo and "enforce fail" not in message)
 
 
 def abort_group(group: dist.ProcessGroup) -> None:

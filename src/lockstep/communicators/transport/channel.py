@@ -222,21 +222,18 @@ class Channel:
 
         Raises:
             PeerError: If a rank has failed, or has not answered in time.
+            RuntimeError: The call's own error, if it says nothing about another rank.
         """
         with self.watch.waiting():
             try:
                 yield
             except RuntimeError as error:
+                if not is_of_transport(error):
+                    raise
                 raise self._peer_error(None, error) from error
 
     def _peer_error(self, rank: int | None, error: RuntimeError) -> PeerError:
-        """Return the error for a transfer that failed: by the watch if it knows the cause, else by the transport.
-
-        Raises:
-            RuntimeError: The error itself, if it says nothing about another rank.
-        """
-        if not is_of_transport(error):
-            raise error
+        """Return the error for a transfer that failed: by the watch if it knows the cause, else by the transport."""
         # The transport names the rank at the other end, which may itself have ended because of a third one.
         found = self.watch.explain()
         if found is not None:
