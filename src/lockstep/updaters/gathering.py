@@ -80,20 +80,21 @@ class GatheredBatch:
         in_order = [parts[index] for index in sorted(parts)]
         merged = _merged([(samples, outputs) for samples, outputs, _ in in_order], device)
         leaves = [tensor.requires_grad_(is_used) for tensor, is_used in zip(merged, in_order[0][2], strict=True)]
-        rest = iter(leaves)
+        rest, wanted = iter(leaves), [leaf for leaf in leaves if leaf.requires_grad]
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            loss = check_loss(self._loss.criterion(nest.map_tensors(lambda _: next(rest), in_order[0][1])))
+            returned = self._loss.criterion(nest.map_tensors(lambda _: next(rest), in_order[0][1]))
+        loss = check_loss(returned, training=bool(wanted))
+        # What the criterion created is to end with its graph, below.
+        del returned
         if loss.weight is not None:
             raise ValueError(f"`criterion` must return a Loss without a weight, got {loss.weight}.")
         foreign = list(map(ref, foreign_leaves([loss.value], self._model)))
         trained = {index: each for index, each in enumerate(self._model.parameters()) if each.requires_grad}
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         every = [*wanted, *trained.values()]
         found = iter(torch.autograd.grad(loss.value, every, allow_unused=True) if loss.value.requires_grad else ())
         self._gradients = [next(found, None) if leaf.requires_grad else None for leaf in leaves]
         self._own_gradients = dict(zip(trained, found, strict=False))
         self._value = Loss(loss.value.detach(), metrics=loss.metrics)
-        # What the criterion created ends with its graph.
         del loss
         check_leaves(foreign, "criterion", self._loss.criterion, leaves)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.replicas.buffers import BufferRule
 from tests.support.ranks import run_on_ranks
-from tests.support.small_updater import Changing, updater_of
+from tests.support.small_updater import Changing, mean_of_output, updater_of
 
 
 def shards_of(x: torch.Tensor, num_shards: int) -> tuple[torch.Tensor, ...]:
@@ -449,3 +451,26 @@ def test_the_name_counts_before_patterns_and_the_first_pattern_before_others() -
         given = {"s*": "max" if rule == "min" else rule, "see*": "first", "seen": rule}
         assert collected(Collecting("seen"), 2, buffers=given)["seen"] == expected
     assert collected(model, 2, buffers={"s*": "max", "see*": "min"})["seen"] == 12
+
+
+def test_the_rules_are_part_of_the_recipe(tmp_path: Path) -> None:
+    def trainer(rules: Any) -> ls.Trainer:
+        torch.manual_seed(0)
+        model = Collecting("seen")
+        updater = ls.ParallelUpdater(
+            ls.BatchIterator(TensorDataset(BATCH[0]), 13),
+            torch.optim.SGD(model.parameters(), lr=0.125),
+            model,
+            devices=["cpu"],
+            num_shards=2,
+            loss_fn=mean_of_output,
+            buffers=rules,
+        )
+        made = ls.Trainer(updater, until=(2, "iteration"), out=tmp_path)
+        made.extend(ls.extensions.Snapshot(), trigger=(1, "iteration"))
+        return made
+
+    trainer({"seen": "sum"}).run()
+    trainer({"seen": "sum"}).run(resume="auto")
+    with pytest.raises(ls.StateError, match=r"buffers is .*'max'.* here and .*'sum'"):
+        trainer({"seen": "max"}).run(resume="auto")

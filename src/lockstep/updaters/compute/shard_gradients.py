@@ -82,6 +82,7 @@ class GradientContext:
         carried: Exchanges values with the loss function that are carried from batch to batch; None if there are none.
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
         is_first: Whether this is one of the first updates, in which there are more checks.
+        reads_buffers: Whether buffers are compared even where the host has to wait for a device.
         foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
     """
 
@@ -100,6 +101,7 @@ class GradientContext:
     carried: CarriedAttempt | None = None
     shard_loss: Callable[[Shard], LossFunction] | None = None
     is_first: bool = False
+    reads_buffers: bool = False
     foreign_leaves: list[ref[torch.Tensor]] = field(default_factory=list)
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:

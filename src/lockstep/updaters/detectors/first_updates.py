@@ -23,7 +23,7 @@ class FirstUpdates:
     def __init__(self) -> None:
         self._random = RandomDetector()
         self._state = StateDetector()
-        self.end = 0
+        self.start = self.end = 0
         """The number of done updates from which on nothing is checked."""
 
     def restart(self, update: int) -> None:
@@ -32,7 +32,7 @@ class FirstUpdates:
         Args:
             update: The number of updates that are done.
         """
-        self.end = update + CHECKED_UPDATES
+        self.start, self.end = update, update + CHECKED_UPDATES
 
     @contextmanager
     def watching(

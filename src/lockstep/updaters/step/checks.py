@@ -248,7 +248,7 @@ def check_reached(optimizers: Mapping[str, Optimizer], networks: Mapping[str, nn
             raise ValueError(
                 f"`optimizer` must hold parameters of `model`, but none of those in {name!r} belongs to it any more. "
                 "They were replaced, by `load_state_dict(assign=True)`, by another layer, or by moving the model to "
-                "this type of device: do this before you create the optimizer."
+                "this type of device: load them, and call `model.to(device)` before you create the optimizer."
             )
 
 
@@ -263,12 +263,13 @@ def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Modu
     Raises:
         ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit.
     """
+    context = attempt.gradient_context
     loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
     check_lookups(loss_fn, model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]
-    check_leaves(attempt.gradient_context.foreign_leaves, "loss_fn", used_by, (shards, [*model.parameters()]))
+    check_leaves(context.foreign_leaves, "loss_fn", used_by, (shards, [*model.parameters()]))
     counted = {report.shard for task in attempt.device_tasks for report in task.reports}
-    sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted]
+    sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted and context.reads_buffers]
     check_buffers([task.buffer_sum for task in attempt.device_tasks], prepared.buffer_refs, sizes)
 
 

@@ -185,6 +185,7 @@ class GradientEngine:
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
             shard_loss=request.shard_loss,
             is_first=self.training.iteration < self.first_updates.end,
+            reads_buffers=self.training.iteration == self.first_updates.start,
         )
 
     def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
@@ -257,7 +258,7 @@ class GradientEngine:
                 prepared.observers[place],
                 ShardSum(first),
                 runner.buffers.start_shards(
-                    first, deferred=request.deferred, compares=attempt.gradient_context.is_first
+                    first, deferred=request.deferred, compares=attempt.gradient_context.reads_buffers
                 ),
             )
             with without_gradients([runner.parameters[index] for index in unwanted]) if unwanted else NO_CONTEXT:
