@@ -129,7 +129,7 @@ def check_went_on(process: subprocess.Popen[str], folder: Path, finished: int) -
     """Check that a machine has gone on by itself from the last update that it had finished."""
     code, output, errors = ending(process)
     assert code == 0, errors
-    check_ended(folder, output.splitlines()[-1], resumed_from=finished)
+    check_ended(folder, output.splitlines()[-1], resumed_from=finished, is_shared=False)
 
 
 @pytest.mark.slow
@@ -171,7 +171,7 @@ def test_a_machine_joins(tmp_path: Path, torchrun: bool) -> None:
             endings = [ending(each) for each in (first, second)]
     assert [code for code, _, _ in endings] == [0, 0], endings
     lines = [output.splitlines()[-1] for _, output, _ in endings if output]
-    check_ended(tmp_path / "0", lines[0], resumed_from=6)
+    check_ended(tmp_path / "0", lines[0], resumed_from=6, is_shared=False)
     assert updates_of(tmp_path / "1") == list(range(7, UPDATES + 1))
 
 

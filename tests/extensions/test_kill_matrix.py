@@ -160,7 +160,7 @@ def test_a_survivor_keeps_what_the_lost_machine_had_sent(tmp_path: Path) -> None
         kill(await_points(process).processes)
         assert ending(process)[0] == 137
     assert newest(tmp_path / "1") == (6, ("emergency snapshot of rank 1",))
-    check_ended(tmp_path / "1", resume(tmp_path / "1"), resumed_from=6)
+    check_ended(tmp_path / "1", resume(tmp_path / "1"), resumed_from=6, is_shared=False)
 
 
 @dataclass(frozen=True)

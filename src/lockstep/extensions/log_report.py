@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 from lockstep.errors import SideFileWarning
 from lockstep.metrics import IntervalMeans
 from lockstep.side_files import SideFile
+from lockstep.snapshots import first_rank_in_folder
 from lockstep.state import check_keys
 from lockstep.trainer import Extension, Trainer
 from lockstep.triggers import TriggerSpec
@@ -34,7 +35,7 @@ class LogReport(Extension):
     entries up to there from the file, and removes lines, complete or not, that a killed process wrote later. If it
     resumes in another folder, it copies them. A `SideFileWarning` names a log that is absent or too short, and the log
     begins with what there is. A new run in the folder of an old one starts a new log with its first entry. With several
-    processes, each process has the log in memory, and rank 0 writes the file.
+    processes, each process has the log in memory, and the first rank of each folder writes the file.
 
     If a line cannot be written, a `SideFileWarning` says so, and it is written with a later one.
 
@@ -117,7 +118,8 @@ class LogReport(Extension):
 
     def initialize(self, trainer: Trainer) -> None:
         """Check the file. Nothing is written before the first entry, because the start may still be refused."""
-        if trainer.is_main:
+        communicator = trainer.updater.communicator
+        if first_rank_in_folder(communicator, trainer.out)[communicator.rank] == communicator.rank:
             file = SideFile(trainer.out, self.filename, required=self.required)
             file.check()
             file.begin(b"".join(map(_line, self._log)))
@@ -174,24 +176,23 @@ def find_log(trainer: Trainer, name: str, *, reader: Extension) -> LogReport:
 
 def _read(trainer: Trainer, filename: str, count: int, last: LogEntry) -> list[LogEntry]:
     """Read the entries of a saved state from the file of the run that saved it. Every rank must call this."""
-    source = trainer.resumption
-    text = b""
-    if trainer.is_main:
-        file = SideFile(trainer.out if source is None or source.same_run else source.path.parent.parent, filename)
-        entries = list[LogEntry]()
-        is_absent = file.read_lines(lambda values: entries.append(_entry(values))) is None
-        # What follows was logged after the state was saved.
-        entries = [entry for entry in entries[:count] if entry["iteration"] <= last["iteration"]]
-        if last and (not entries or entries[-1]["iteration"] < last["iteration"]):
-            entries.append(last)
-        if len(entries) < count:
-            found = "is absent" if is_absent else f"has {len(entries)} of them"
-            rule = f"{file.path} must have the {count} entries of the log up to the saved state, but it {found}."
-            warnings.warn(f"{rule} The log begins with what there is.", SideFileWarning, stacklevel=2)
-        text = b"".join(map(_line, entries))
-    # Other ranks may see other folders.
-    lines = trainer.updater.communicator.exchange(text)[0].splitlines()
-    return [_entry(json.loads(line)) for line in lines]
+    source, communicator = trainer.resumption, trainer.updater.communicator
+    file = SideFile(trainer.out if source is None or source.same_run else source.path.parent.parent, filename)
+    entries = list[LogEntry]()
+    is_absent = file.read_lines(lambda values: entries.append(_entry(values))) is None
+    # What follows was logged after the state was saved.
+    entries = [entry for entry in entries[:count] if entry["iteration"] <= last["iteration"]]
+    if last and (not entries or entries[-1]["iteration"] < last["iteration"]):
+        entries.append(last)
+    # Ranks may see other folders, of which one may be new.
+    found = [int(each) for each in communicator.exchange(str(len(entries)).encode())]
+    owner = found.index(max(found))
+    if found[owner] < count and trainer.is_main:
+        state = "is absent" if is_absent else f"has {len(entries)} of them"
+        rule = f"{file.path} must have the {count} entries of the log up to the saved state, but it {state}."
+        warnings.warn(f"{rule} The log begins with what there is.", SideFileWarning, stacklevel=2)
+    text = b"".join(map(_line, entries)) if owner == communicator.rank else b""
+    return [_entry(json.loads(line)) for line in communicator.exchange(text)[owner].splitlines()]
 
 
 def _line(entry: LogEntry) -> bytes:

@@ -146,29 +146,11 @@ def fused_momentum_step(
 
 
 def _run_fused_kernel(
-    weights: list[Tensor],
-    velocities: list[Tensor],
-    grads: list[Tensor],
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    weight_decay: float,
-    dampening: float,
-    nesterov: bool,
+    weights: list[Tensor], velocities: list[Tensor], grads: list[Tensor], *, momentum: float, **numbers: Any
 ) -> None:
     """Run torch's fused kernel on dense tensors that have the strides of their weights."""
-    torch._fused_sgd_(
-        weights,
-        grads,
-        velocities if momentum != 0 else [],
-        weight_decay=weight_decay,
-        momentum=momentum,
-        lr=lr,
-        dampening=dampening,
-        nesterov=nesterov,
-        maximize=False,
-        is_first_step=False,
-    )
+    numbers |= {"momentum": momentum, "maximize": False, "is_first_step": False}
+    torch._fused_sgd_(weights, grads, velocities if momentum != 0 else [], **numbers)
 
 
 def _all_contiguous(weight: Tensor, velocity: Tensor, grad: Tensor) -> bool:
@@ -282,12 +264,7 @@ def lr_momentum_step(
 
 @torch.no_grad()
 def add_to_lr_velocity(
-    velocities: list[Tensor],
-    grads: list[Tensor],
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    dampening: float = 0.0,
+    velocities: list[Tensor], grads: list[Tensor], *, lr: float | Tensor, momentum: float, dampening: float = 0.0
 ) -> None:
     """Apply the first half of `lr_momentum_step`, v ← m·v + η·g, and leave the weights unchanged.
 

@@ -120,19 +120,10 @@ class MomentumSGD(MomentumOptimizer):
             for weight in lists[0]:
                 self.state[weight].pop("velocity_lr", None)
 
-    def _corrected_step(
-        self,
-        weights: list[Tensor],
-        velocities: list[Tensor],
-        grads: list[Tensor],
-        *,
-        lr: float,
-        momentum: float,
-        **options: float,
-    ) -> None:
+    def _corrected_step(self, *lists: list[Tensor], lr: float, momentum: float, **options: float) -> None:
         """Apply a step, grouped by the rate inside the velocities, which differs where steps were skipped."""
-        rows_by_lr: dict[float, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        for row in zip(weights, velocities, grads, strict=True):
+        rows_by_lr: dict[float, list[tuple[Tensor, ...]]] = {}
+        for row in zip(*lists, strict=True):
             # Not 0, from which a velocity could not be rescaled to another rate.
             old_lr = self.state[row[0]].setdefault("velocity_lr", lr or 1.0)
             rows_by_lr.setdefault(old_lr, []).append(row)

@@ -201,10 +201,10 @@ class SideFile:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Name the file in errors of the system, other than that it does not exist."""
+        """Name the file in errors of the system, other than that it or its folder does not exist."""
         try:
             yield
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
             raise SideFileError(f"{self.path} cannot be read: {error.strerror}.") from error
@@ -214,7 +214,7 @@ class SideFile:
         folders = [self._folder.joinpath(*self._parts[:depth]) for depth in range(1, len(self._parts))]
         for path in [*folders, self.path, self._new]:
             is_file = path in {self.path, self._new}
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 mode = path.lstat().st_mode
                 if not (stat.S_ISREG(mode) if is_file else stat.S_ISDIR(mode)):
                     wanted, found = "a regular file" if is_file else "a folder", _KINDS[stat.filemode(mode)[0]]

@@ -133,13 +133,7 @@ class HookList:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the label and the state of every hook."""
-        return [
-            {
-                "hook": entry.label,
-                "state": _hook_state(entry.hook),
-            }
-            for entry in self._entries
-        ]
+        return [{"hook": entry.label, "state": _hook_state(entry.hook)} for entry in self._entries]
 
     def check(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Check that a saved state was written with the same hooks.

@@ -52,22 +52,11 @@ def check_saved(
     unlisted = sorted(saved["state"].keys() - known)
     if unlisted:
         raise StateError(f"The state must only hold parameters of its groups, got {unlisted} too.")
-    _check_parameters(saved["state"], own_groups, groups, state_keys)
-
-
-def _check_parameters(
-    remembered: Mapping[int, Any],
-    own_groups: Sequence[Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
-    state_keys: Callable[[Mapping[str, Any]], frozenset[str]],
-) -> None:
-    """Check that the saved state of every parameter has the right keys and shapes."""
     for group, saved_group in zip(own_groups, groups, strict=True):
-        states = [remembered.get(index) for index in saved_group["params"]]
         keys = state_keys(saved_group)
-        for index, weight, state in zip(saved_group["params"], group["params"], states, strict=True):
+        for index, weight in zip(saved_group["params"], group["params"], strict=True):
             # A parameter that has never been updated has no state.
-            if state is not None:
+            if (state := saved["state"].get(index)) is not None:
                 _check_parameter_state(f"The state of parameter {index}", state, keys, weight.shape)
 
 

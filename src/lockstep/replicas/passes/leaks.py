@@ -63,7 +63,7 @@ def check_leaves(found: Collection[ref[torch.Tensor]], function: str, user: obje
     """Check that no tensor beside the model is trained.
 
     Gradients of such a tensor would be added up in several threads in an order that varies, without the weights of the
-    shards, or would be lost. A module in evaluation mode is left out, because nobody trains it.
+    shards, or would be lost. A module in evaluation mode is left out, because it is not trained.
 
     Args:
         found: What has received gradients beside the parameters of the model. Only what still exists counts: tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal, get_args
@@ -350,7 +350,10 @@ updater, because several may train one model in turn."""
 
 
 def check_no_unused_gradients(
-    parameters: Mapping[str, torch.Tensor], wanted: Collection[int] | None, used_at: Mapping[int, int]
+    parameters: Mapping[str, torch.Tensor],
+    wanted: Collection[int] | None,
+    used_at: Mapping[int, int],
+    optimizers: Iterable[Optimizer],
 ) -> None:
     """Refuse gradients that no optimizer has stepped by, before those of an update replace them.
 
@@ -359,15 +362,18 @@ def check_no_unused_gradients(
         wanted: The ``id`` of the parameters that are about to get a gradient, or None for all.
         used_at: The version of each parameter after the last update, by its ``id``. If it has another one, you have
             stepped by a gradient of your own since.
+        optimizers: The optimizers. Fused ones leave versions as they are, so only gradients before the first update are
+            found.
 
     Raises:
         OrderError: If a gradient is neither that of a finished update nor zero.
     """
+    fused = any(group.get("fused") for each in optimizers for group in each.param_groups)
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is None or (wanted is not None and id(parameter) not in wanted):
             continue
-        if used_at.get(id(parameter), parameter._version) != parameter._version:
+        if id(parameter) in used_at and (fused or used_at[id(parameter)] != parameter._version):
             continue
         if gradient.__dict__.get(USED_VERSION) != gradient._version and bool((gradient.to_dense() != 0).any()):
             raise OrderError(

@@ -121,7 +121,7 @@ class Committer:
         """
         named = self._engine.prepared.named_parameters.items()
         targets = {name: self._gradient_target(each) for name, each in named if wanted is None or id(each) in wanted}
-        check_no_unused_gradients(targets, None, self._engine.used_at)
+        check_no_unused_gradients(targets, None, self._engine.used_at, self._training.optimizers.values())
 
     def _gradient_target(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter or master weight whose ``grad`` an optimizer reads."""
@@ -170,13 +170,8 @@ class Committer:
     def mark_gradients_used(self) -> None:
         """Note that the gradients need not be kept; a later change, as by another backward, ends this."""
         used_at = self._engine.used_at = {}
-        counts_writes = True
-        for optimizer in self._training.optimizers.values():
-            for group in optimizer.param_groups:
-                # Fused kernels leave the version of a weight as it is, so a step of your own would go unnoticed.
-                counts_writes &= not group.get("fused")
         for parameter in self._engine.prepared.parameters:
-            used_at[id(parameter)] = parameter._version if counts_writes else -1
+            used_at[id(parameter)] = parameter._version
             gradient = parameter.grad
             if gradient is not None:
                 gradient.__dict__[USED_VERSION] = gradient._version

@@ -290,7 +290,8 @@ class GradientEngine:
         """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
         for parameter in self.prepared.parameters:
             if (gradient := parameter.grad) is not None and gradient.__dict__.get(USED_VERSION) != gradient._version:
-                check_no_unused_gradients(self.prepared.named_parameters, wanted, self.used_at)
+                named, optimizers = self.prepared.named_parameters, self.training.optimizers.values()
+                check_no_unused_gradients(named, wanted, self.used_at, optimizers)
         for parameter in self.prepared.parameters:
             if wanted is None or id(parameter) in wanted:
                 parameter.grad = None
