@@ -105,7 +105,7 @@ def test_the_wheel_works_in_a_fresh_environment(built: Path, tmp_path: Path) -> 
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, str(wheel)], check=True)
     program = (ROOT / "README.md").read_text(encoding="utf-8").split("```python\n")[1].split("```\n")[0]
-    program += "print(ls.__file__)\n"
+    program += "    print(ls.__file__)\n"
     (tmp_path / "train.py").write_text(program, encoding="utf-8")
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = environment / ("Scripts" if os.name == "nt" else "bin") / "lockstep"
