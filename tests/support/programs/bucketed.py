@@ -64,7 +64,7 @@ def train(
     sent = []
     with observed() as record:
         for _ in range(run.updates):
-            sums = kind(group, shares, places, parameters, bucket_bytes=run.bucket_bytes, divisor=float(NUM_SAMPLES))
+            sums = kind(group, shares, places, parameters, bucket_bytes=run.bucket_bytes, divisor=1.0)
             own = zip(replicas, shares[communicator.rank].devices, strict=True)
             _on_threads(
                 [
@@ -109,7 +109,7 @@ class Replica:
                     for index, each in enumerate(parameters)
                 ]
             loss = nn.functional.cross_entropy(self.model(inputs[rows]), target[rows])
-            loss.backward(torch.full_like(loss, float(len(self.cuts[shard]))))
+            loss.backward(torch.full_like(loss, len(self.cuts[shard]) / NUM_SAMPLES))
             for handle in handles:
                 handle.remove()
             if shard != self.shards[-1]:
