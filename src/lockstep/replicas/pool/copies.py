@@ -373,8 +373,10 @@ def check_no_lookups(containers: Iterable[Any], model: nn.Module, argument: str)
     """
     names = {id(each): name for name, each in (*model.named_parameters(), *model.named_modules())}
     for container in containers:
-        by_identity = isinstance(container, set | frozenset | dict) and argument != "model"
-        for each in list(container):
+        # By the built-in type, so that no code of a subclass runs.
+        kind = next(each for each in (dict, list, tuple, set, frozenset) if issubclass(type(container), each))
+        by_identity = kind not in {list, tuple} and argument != "model"
+        for each in list(kind.__iter__(container)):
             name = names.get(each) if type(each) is int else names.get(id(each)) if by_identity else None
             if name:
                 raise ValueError(
