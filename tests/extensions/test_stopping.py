@@ -42,12 +42,18 @@ SAMPLE = [("step", 5, "SIGHUP"), *random.Random(18).sample(MOMENTS, 4)]  # noqa:
 MANY = [each for each in random.Random(1).sample(MOMENTS, 100) if each not in SAMPLE]  # noqa: S311 - as above
 
 
+def skip_after_nohup() -> None:
+    """Skip a test of hangups where processes inherit that SIGHUP is ignored."""
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        pytest.skip("the tests were started with nohup, so SIGHUP is ignored")
+
+
 @pytest.mark.parametrize(
     ("point", "update", "name"), [*SAMPLE, *(pytest.param(*each, marks=pytest.mark.slow) for each in MANY)]
 )
 def test_moments(tmp_path: Path, point: str, update: int, name: str) -> None:
-    if name == "SIGHUP" and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        pytest.skip("the tests were started with nohup, and a process inherits that SIGHUP is ignored")
+    if name == "SIGHUP":
+        skip_after_nohup()
     iterable = "1" if point == "batch" else ""
     with start(tmp_path, [f"{point}:{update}"], ITERABLE=iterable) as process:
         assert await_points(process).processes == {f"{point}:{update}": process.pid}
@@ -159,6 +165,7 @@ trainer.run()
 
 
 def test_a_run_whose_terminal_is_closed_while_it_prints_writes_its_state(tmp_path: Path) -> None:
+    skip_after_nohup()
     script = tmp_path / "printing.py"
     script.write_text(PRINTING)
     ours, theirs = os.openpty()
