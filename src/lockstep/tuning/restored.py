@@ -29,8 +29,9 @@ def restored(updater: ParallelUpdater) -> Iterator[dict[str, Any]]:
         with restored_generators():
             yield state
     finally:
-        updater.load_state_dict(state)
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = None if grad is None else grad.to(parameter.device)
+        # Afterwards, because loading notes that these gradients belong to a finished update.
+        updater.load_state_dict(state)
         for module, training in modes.items():
             module.training = training
