@@ -7,7 +7,6 @@ import platform
 import socket
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from functools import reduce
 from typing import Any, Final
 
 import torch
@@ -78,7 +77,8 @@ class RunRecord(Extension):
         self._begun_at = 0
         self._clock: Clock | None = None
         self._start: Times | None = None
-        self._times: list[Times] = []
+        self._times: Times | None = None
+        self._measured = 0
         self._every = 1
         self._retries = 0
         self._recipe: dict[str, object] = {}
@@ -114,7 +114,7 @@ class RunRecord(Extension):
         if isinstance(updater, ParallelUpdater):
             self._clock = updater.clock
             self._start = self._clock.start()
-            self._times, self._retries = [], updater.num_retries
+            self._times, self._measured, self._retries = None, 0, updater.num_retries
 
     def collect(self, trainer: Trainer) -> None:
         """Measure the next update if it is due, and write the session after the first one."""
@@ -123,7 +123,8 @@ class RunRecord(Extension):
         if self._clock is None:
             return
         if self._start is not None:
-            self._times.append(self._clock.stop(self._start))
+            times = self._clock.stop(self._start)
+            self._times, self._measured = times if self._times is None else self._times.plus(times), self._measured + 1
             self._start = None
         if trainer.updater.iteration % self._every == 0:
             self._start = self._clock.start()
@@ -133,7 +134,7 @@ class RunRecord(Extension):
         updater = trainer.updater
         if self._clock is None or not isinstance(updater, ParallelUpdater):
             return
-        times = reduce(Times.plus, self._times, self._clock.zero)
+        times = self._times or self._clock.zero
         ranks = _gather(trainer, {"seconds": times.seconds, "devices": times.device_seconds})
         if self._file is not None:
             interval = {
@@ -143,11 +144,11 @@ class RunRecord(Extension):
                 "loss_scale": updater.loss_scale.factor,
                 "retries": updater.num_retries - self._retries,
                 "applied": updater.applied_updates,
-                "measured": len(self._times),
+                "measured": self._measured,
                 "ranks": ranks,
             }
             self._file.append(_line("interval", interval))
-        self._times, self._retries = [], updater.num_retries
+        self._times, self._measured, self._retries = None, 0, updater.num_retries
 
     def on_error(self, trainer: Trainer, error: BaseException) -> None:  # noqa: ARG002 - the interface
         """Record the error that ends the session."""
