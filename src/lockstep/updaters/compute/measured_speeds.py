@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-from lockstep.plan import Shard
 from lockstep.updaters.compute.clock import Clock, Times
+from lockstep.updaters.setup import DeviceShards
 
 LOG = logging.getLogger("lockstep")
 
@@ -15,9 +15,6 @@ UNTIMED_COMPUTATIONS: Final = 3
 """The number of computations before the first timed one, in which caches fill, kernels are chosen and threads start."""
 TIMED_COMPUTATIONS: Final = 10
 """The number of computations that are timed."""
-
-DeviceShards = Sequence[Sequence[tuple[Shard, Any]]]
-"""The shards of each device, each with its tensors on that device."""
 
 
 class MeasuredSpeeds:
