@@ -299,7 +299,7 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
         if type(compared) is FunctionType and compares_objects(compared.__code__):
             # As numbers, which no list holds by chance, because a list by itself may be read by position.
             containers.append([id(each) for each in found])
-            containers += [[id(each) for each in held] for held in found if type(held) in (list, tuple)]
+            containers += [[id(each) for each in held] for held in found if isinstance(held, list | tuple)]
     check_no_lookups(containers, model, "loss_fn")
 
 
