@@ -27,11 +27,11 @@ class Solving:
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize(("driver", "times"), [(None, 1), ("gelsy", 1), ("gels", 0), ("gelsd", 0)])
 def test_least_squares_by_a_driver_that_is_not_repeatable(driver: str | None, times: int, num_devices: int) -> None:
-    with finalized(updater_for(MLP, Placement(num_devices), loss_fn=Solving(driver))) as updater:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                updater.update()
+    run = updater_for(MLP, Placement(num_devices), loss_fn=Solving(driver))
+    with finalized(run) as updater, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            updater.update()
     found = [str(each.message) for each in caught if each.category is ls.DeterminismWarning]
     assert len(found) == times
     assert all("driver='gelsd'" in each for each in found)
