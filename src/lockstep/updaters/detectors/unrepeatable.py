@@ -13,7 +13,7 @@ from lockstep.errors import DeterminismWarning
 
 _KEY: Final = "BackendSelect"
 _UNREPEATABLE: Final = frozenset({None, "gelsy"})
-"""Drivers of `torch.linalg.lstsq` on CPUs that are started with a pivot from memory that nobody has set."""
+"""Drivers of `torch.linalg.lstsq` on CPUs that start with pivots from memory that torch has not set."""
 
 _WARNING: Final = (
     "`torch.linalg.lstsq` with the driver 'gelsy', which is the default on CPUs, gives other bits in every call. The "
