@@ -7,7 +7,6 @@ import sys
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, TypeAlias
 from zlib import crc32
@@ -241,20 +240,24 @@ class Conversion:
         of an accelerator, are at the start of a stream keyed by the seed, the position, the shard, and the indices of
         its samples. They are restored afterwards.
         """
-        with ExitStack() as stack:
-            stream = None
-            if self.is_own and any(type(batch) is Samples for batch in batches):
-                # Other updaters seed the default generator for their shards while they hold this lock.
-                stack.enter_context(DEFAULT_GENERATOR_LOCK)
-                stack.enter_context(restored_generators())
-                stream = stack.enter_context(DefaultStream(*devices))
-            device_shards: DeviceShards = []
-            for run, device in zip(shards_by_device, devices, strict=True):
-                device_shards.append([])
-                for shard in run:
-                    given = self._cut(batches[shard.batch], shard, device, first, stream)
-                    device_shards[-1].append((shard, given))
-            return device_shards
+        if not self.is_own or not any(type(batch) is Samples for batch in batches):
+            return self._cut_all(batches, shards_by_device, devices, first, None)
+        # Other updaters seed the default generator for their shards while they hold this lock.
+        with DEFAULT_GENERATOR_LOCK, restored_generators(), DefaultStream(*devices) as stream:
+            return self._cut_all(batches, shards_by_device, devices, first, stream)
+
+    def _cut_all(
+        self,
+        batches: Sequence[Any],
+        shards_by_device: Sequence[Sequence[Shard]],
+        devices: Sequence[torch.device],
+        first: int,
+        stream: DefaultStream | None,
+    ) -> DeviceShards:
+        return [
+            [(shard, self._cut(batches[shard.batch], shard, device, first, stream)) for shard in run]
+            for run, device in zip(shards_by_device, devices, strict=True)
+        ]
 
     def _cut(self, batch: Any, shard: Shard, device: torch.device, first: int, stream: DefaultStream | None) -> Any:
         """Return the tensors of one shard: views of a batch of tensors, or copies if its samples are not adjacent."""

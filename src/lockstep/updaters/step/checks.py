@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal, get_args
 
@@ -351,6 +352,8 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
                     )
 
 
+GRADIENT_OF: Final = attrgetter("grad")
+VERSION_OF: Final = attrgetter("_version")
 USED_VERSION: Final = "_lockstep_used_version"
 """The attribute of a gradient with the version in which an update has used it. It belongs to the gradient and not to an
 updater, because several may train one model in turn."""
