@@ -254,10 +254,13 @@ class Conversion:
         first: int,
         stream: DefaultStream | None,
     ) -> DeviceShards:
-        return [
-            [(shard, self._cut(batches[shard.batch], shard, device, first, stream)) for shard in run]
-            for run, device in zip(shards_by_device, devices, strict=True)
-        ]
+        device_shards: DeviceShards = []
+        for run, device in zip(shards_by_device, devices, strict=True):
+            device_shards.append([])
+            for shard in run:
+                given = self._cut(batches[shard.batch], shard, device, first, stream)
+                device_shards[-1].append((shard, given))
+        return device_shards
 
     def _cut(self, batch: Any, shard: Shard, device: torch.device, first: int, stream: DefaultStream | None) -> Any:
         """Return the tensors of one shard: views of a batch of tensors, or copies if its samples are not adjacent."""
