@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, Protocol, TypeAlias
 
@@ -83,7 +83,7 @@ def take_batch(
         cursor = Cursor(cursor.epoch + 1, 0, next_order(cursor))
     if missing:
         parts.append(cursor.upcoming(missing))
-        cursor = replace(cursor, position=cursor.position + missing)
+        cursor = Cursor(cursor.epoch, cursor.position + missing, cursor.order)
     return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(parts)), cursor
 
 
@@ -94,7 +94,7 @@ def _take_within_epoch(
     indices = cursor.upcoming(batch_size)
     position = cursor.position + len(indices)
     if len(cursor.order) - position >= (batch_size if drop else 1):
-        return indices, replace(cursor, position=position)
+        return indices, Cursor(cursor.epoch, position, cursor.order)
     return indices, Cursor(cursor.epoch + 1, 0, next_order(cursor))
 
 

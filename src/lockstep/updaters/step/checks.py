@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal, get_args
 
@@ -21,7 +22,7 @@ from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, che
 from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.compute import PreparedModel
-from lockstep.updaters.detectors import LOSSES, attributes, names_in, references
+from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references
 from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.state import Carried
@@ -281,7 +282,8 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
         model: The original model.
 
     Raises:
-        ValueError: If one of them refers to a container by which it could.
+        ValueError: If one of them refers to a container by which it could, or compares objects by ``is`` or ``in`` and
+            refers to a parameter or module of the original model.
     """
     kinds = (FunctionType, MethodType, partial, *LOSSES)
     functions = [loss_fn if type(loss_fn) in kinds else type(loss_fn).__call__.__get__(loss_fn)]
@@ -294,6 +296,11 @@ def check_lookups(loss_fn: Any, model: nn.Module) -> None:
         new = [each for each in found if type(each) in kinds and each not in functions]
         functions += new[: MOST_FUNCTIONS - len(functions)]
         containers += [each for each in found if issubclass(type(each), set | frozenset | dict | list | tuple)]
+        compared = getattr(function, "__func__", function)
+        if type(compared) is FunctionType and compares_objects(compared.__code__):
+            # As numbers, which no list holds by chance, because a list by itself may be read by position.
+            containers.append([id(each) for each in found])
+            containers += [[id(each) for each in held] for held in found if isinstance(held, list | tuple)]
     check_no_lookups(containers, model, "loss_fn")
 
 
@@ -345,6 +352,8 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
                     )
 
 
+GRADIENT_OF: Final = attrgetter("grad")
+VERSION_OF: Final = attrgetter("_version")
 USED_VERSION: Final = "_lockstep_used_version"
 """The attribute of a gradient with the version in which an update has used it. It belongs to the gradient and not to an
 updater, because several may train one model in turn."""
