@@ -6,12 +6,24 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 
 LastBatch: TypeAlias = Literal["wrap", "short", "drop"]
-Order: TypeAlias = "range | torch.Tensor"
+
+
+class ComputedOrder(Protocol):
+    """The order of an epoch whose indices are computed when they are read."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, part: slice, /) -> tuple[int, ...]:
+        """Return the indices at some positions."""
+
+
+Order: TypeAlias = "range | torch.Tensor | ComputedOrder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +33,7 @@ class Cursor:
     Args:
         epoch: The number of epochs that have ended before it.
         position: The number of samples of this epoch that come before it.
-        order: The indices of this epoch's samples, as a range or as a 1-d int64 tensor.
+        order: The indices of this epoch's samples, as a range, as a 1-d int64 tensor, or computed.
     """
 
     epoch: int
@@ -36,7 +48,7 @@ class Cursor:
     def upcoming(self, num_samples: int) -> Sequence[int]:
         """Return the next indices of this epoch; fewer if the epoch ends before."""
         indices = self.order[self.position : self.position + num_samples]
-        return indices if isinstance(indices, range) else tuple(indices.tolist())
+        return tuple(indices.tolist()) if isinstance(indices, torch.Tensor) else indices
 
 
 def take_batch(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep._version import __version__
 from lockstep.communicators import Communicator, StateComparer, check_fields, compare, kernel_class, self_test
-from lockstep.data import BatchIterator, Iterator as BatchSource
+from lockstep.data import BatchIterator, Iterator as BatchSource, Parts
 from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
 from lockstep.replicas import SINGLE_THREAD, ComputeMode, held_tensors
@@ -222,6 +222,8 @@ def _iterator_fields(iterator: BatchSource) -> Iterator[tuple[str, str]]:
         yield "number of samples", f"{len(iterator.dataset)}"
         for name in ("batch_size", "shuffle", "repeat", "last_batch", "seed", "sample_streams"):
             yield f"`{name}`", f"{vars(iterator)[name]!r}"
+        if isinstance(iterator.dataset, Parts):
+            yield "blocks and sections of `data.Parts`", iterator.dataset.fingerprint()
 
 
 def _kind_field(thing: object) -> Iterable[tuple[str, str]]:
