@@ -262,16 +262,37 @@ def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Modu
         model: The original model.
 
     Raises:
-        ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit.
+        ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit, or if a
+            gradient of several shards would not be that of the batch.
     """
     context = attempt.gradient_context
     loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
     check_lookups(loss_fn, model)
+    if attempt.share.num_shards > 1:
+        check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]
     check_leaves(context.foreign_leaves, "loss_fn", used_by, (shards, [*model.parameters()]))
     counted = {report.shard for task in attempt.device_tasks for report in task.reports}
     sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted and context.reads_buffers]
     check_buffers([task.buffer_sum for task in attempt.device_tasks], prepared.buffer_refs, sizes)
+
+
+def check_no_counts(model: nn.Module) -> None:
+    """Check that no embedding divides its gradient by how often an index occurs in the batch.
+
+    Args:
+        model: The original model.
+
+    Raises:
+        ValueError: If one does, because it would count in each shard apart.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+            raise ValueError(
+                "`model` must not scale gradients by how often an index occurs in a batch of several shards, because "
+                f"each shard counts its own, got an {type(module).__name__} with scale_grad_by_freq=True at {name!r}. "
+                "Leave it out, or pass num_shards=1."
+            )
 
 
 def check_lookups(loss_fn: Any, model: nn.Module) -> None:
