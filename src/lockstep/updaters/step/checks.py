@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from types import FunctionType, MethodType
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
 from lockstep.errors import OrderError
-from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
@@ -23,7 +22,6 @@ from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references
-from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.state import Carried
 from lockstep.updaters.step.fused import check_dense
@@ -67,21 +65,17 @@ def check_fit(
         raise ValueError("`loss_fn` must be given for several networks, got None.")
 
 
-def check_run_options(communicator: object, check_every: object, differing_models: str, copy_ahead: object) -> None:
+def check_run_options(communicator: object, copy_ahead: object) -> None:
     """Check the arguments of an updater that only concern several processes or accelerators.
 
     Args:
         communicator: The communicator, or None for one that is found.
-        check_every: The number of updates within which processes compare their states.
-        differing_models: What happens with models that differ between processes.
         copy_ahead: Whether batches are copied one update ahead.
 
     Raises:
         TypeError: If one of them has another type.
         ValueError: If one of them is out of range.
     """
-    check_integer("check_every", check_every, minimum=1)
-    check_choice("differing_models", differing_models, get_args(OnMismatch))
     if not isinstance(copy_ahead, bool) and copy_ahead != "auto":
         raise ValueError(f"`copy_ahead` must be True, False or 'auto', got {copy_ahead!r}.")
     if not isinstance(communicator, Communicator | None):
