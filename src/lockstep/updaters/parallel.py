@@ -345,6 +345,11 @@ class ParallelUpdater(Updater):
         return dict(self._training.models)
 
     @property
+    def shares_state(self) -> bool:
+        """Whether optimizers are shared out over the processes; see `Updater.shares_state`."""
+        return bool(self._training.sharded)
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each replica of this process; with ``"auto"``, those that were found."""
         return tuple(self._training.replicas.devices)

@@ -26,14 +26,14 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(301, 7)
+        self.embedding = nn.Embedding(601, 7)
         self.scales = nn.ParameterList([nn.Parameter(torch.full((1,), 1.0 + index / 64)) for index in range(17)])
         self.scalar = nn.Parameter(torch.tensor(0.5))
         self.conv = nn.Conv2d(7, 11, 3, padding=1)
         self.frozen = nn.Linear(11, 11).requires_grad_(False)
         self.unused = nn.Linear(3, 5)
         self.last = nn.Linear(11, 7)
-        self.out = nn.Linear(7, 301, bias=False)
+        self.out = nn.Linear(7, 601, bias=False)
         self.out.weight = self.embedding.weight
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ RUNS: dict[str, Run] = {
 def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     return [
-        (torch.randint(301, (16,), generator=generator), torch.randint(301, (), generator=generator)) for _ in range(29)
+        (torch.randint(601, (16,), generator=generator), torch.randint(601, (), generator=generator)) for _ in range(29)
     ]
 
 
@@ -162,3 +162,51 @@ def trained(name: str, num_devices: int = 1, *, shard: Any = False, communicator
 def all_trained(communicator: Communicator, names: list[str], devices: list[int]) -> dict[tuple[str, int], str]:
     """Make runs on several ranks that share the optimizer out."""
     return {(name, num): trained(name, num, shard=True, communicator=communicator) for name in names for num in devices}
+
+
+class Foreign(Optimizer):
+    """A third-party optimizer that is elementwise, and counts its steps in its groups and in an attribute."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr, "step": 0})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002 - the interface
+        self.count += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["mean"], state["seen"] = torch.zeros_like(parameter), 0
+                state["seen"] += 1
+                state["mean"].lerp_(parameter.grad.sign(), 0.1 + 0.2 / (group["step"] + self.count))
+                parameter.add_(self.direction(state["mean"]), alpha=-group["lr"])
+
+    def direction(self, mean: torch.Tensor) -> torch.Tensor:
+        return mean
+
+
+class Whole(Foreign):
+    """Steps by a length that depends on the whole parameter."""
+
+    def direction(self, mean: torch.Tensor) -> torch.Tensor:
+        return mean / (mean.norm() + 1)
+
+
+class Noisy(Foreign):
+    """Draws noise, of which pieces draw other numbers."""
+
+    def direction(self, mean: torch.Tensor) -> torch.Tensor:
+        return mean + 0.01 * torch.randn_like(mean)
+
+
+class Nested(Foreign):
+    """Holds another optimizer."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.inner = torch.optim.SGD(params, lr=lr)

@@ -149,11 +149,12 @@ class OptimizerStep:
             # Parameters without a gradient are not stepped, and keep their versions.
             if parameter.grad is not None
         ]
-        if progress.is_done or (moved and all(moved)):
+        # The versions say nothing of weights that other ranks step.
+        if progress.is_done or (moved and all(moved) and self._shared is None):
             return True
         # Fused kernels and other ranks do not increase versions, so some weights may have moved unnoticed.
         silent = self._shared is not None or any(group.get("fused") for group in self._optimizer.param_groups)
-        if any(moved) or (progress.has_begun and silent):
+        if (any(moved) and self._shared is None) or (progress.has_begun and silent):
             raise LockstepError(
                 f"The step of {type(self._optimizer).__name__} raised {type(error).__name__} between the "
                 f"first weight that moved and the last: {error}. Load a saved state."
