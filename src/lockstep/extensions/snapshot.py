@@ -366,7 +366,7 @@ class Snapshot(Extension):
 
 
 def _warn_of_lost_state(trainer: Trainer, newest: int | None) -> None:
-    """Say that the state of the last update is lost with a rank that held a part of it."""
+    """Warn that the state of the last update is lost with a rank that held a part of it."""
     done = trainer.updater.iteration
     if newest == done:
         return

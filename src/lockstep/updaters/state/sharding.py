@@ -207,7 +207,7 @@ class ShardedState:
         return self._state if isinstance(self.optimizer.state, SharedOutState) else None
 
     def restore(self, state: dict[Tensor, ParameterState] | None) -> None:
-        """Take over a state that `own_state` has returned."""
+        """Restore a state that `own_state` has returned."""
         self._state = {}
         if state is not None:
             self._state, self.optimizer.state = state, SharedOutState()

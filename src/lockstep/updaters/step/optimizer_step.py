@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from operator import attrgetter
 from typing import Final
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import MasterWeights, skipped_if
+from lockstep.updaters.step.checks import VERSION_OF
 from lockstep.updaters.step.fused import match_state_layout
 from lockstep.updaters.step.sharing import SharedStep
 from lockstep.updaters.step.stepping import (
@@ -26,8 +26,6 @@ from lockstep.updaters.step.stepping import (
     step_in_parts,
     step_whole,
 )
-
-VERSION_OF: Final = attrgetter("_version")
 
 OpenStream = Callable[[Sequence[object]], AbstractContextManager[None]]
 NO_STREAM: Final[AbstractContextManager[None]] = nullcontext()

@@ -116,8 +116,8 @@ def share_out(
     if shared and communicator.rank == 0:
         LOG.info(
             "Each of the %d ranks steps its part of the weights and holds the state of %s for it. `state_dict` is a "
-            "call of all ranks, and if a rank is lost the run goes on from its last snapshot, because no rank has the "
-            "whole state. `shard_optimizer=False` keeps all of it on every rank, with the same bits.",
+            "call of all ranks, and if a rank is lost the run goes on from its newest snapshot, because no rank has "
+            "the whole state. `shard_optimizer=False` keeps all of it on every rank, with the same bits.",
             communicator.size,
             ", ".join(map(repr, shared)),
         )

@@ -231,7 +231,7 @@ class WholeStep:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Take the step of the pieces back."""
+        """Restore weights, state and options from before the step."""
         for each, before in zip(self._current, self._before, strict=True):
             each.copy_(before)
         self._sharded.restore(self._own)
