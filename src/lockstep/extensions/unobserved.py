@@ -31,8 +31,8 @@ def check_names(argument: str, names: Sequence[str] | None) -> tuple[str, ...] |
 class Unobserved:
     """Warns once of names that are not observed when they should be.
 
-    An extension may observe its value later than others, such as an evaluation. A name is therefore only missed early if
-    it is nearly that of a value, or has the last part of one; any other at the end of a run of an epoch at least.
+    An extension may observe its value later than others, such as an evaluation. A name is therefore only missed early
+    if it is nearly that of a value, or has the last part of one; any other at the end of a run of an epoch at least.
 
     Args:
         of: What has been given the names, for the warning, such as ``"`keys` of LogReport"``.
@@ -73,6 +73,6 @@ class Unobserved:
 
     def _nearest(self, name: str) -> list[str]:
         """Return a known name that is meant, if there is one."""
-        last = name.split("/")[-1]
+        last = name.rsplit("/", maxsplit=1)[-1]
         same = [each for each in sorted(self._known) if each.split("/")[-1] == last and "/" not in name]
         return same[:1] or get_close_matches(name, sorted(self._known), 1, _CUTOFF)
