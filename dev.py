@@ -59,6 +59,8 @@ def prepare(extra: str) -> None:
 
 def run(*arguments: str) -> None:
     """Run the environment's Python from the project's root; end with its exit status if that is not 0."""
+    # Tests start Python often; without stored bytecode, each start would compile all modules again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     status = subprocess.run([str(PYTHON), *arguments], cwd=ROOT, check=False).returncode
     if status != 0:
         sys.exit(status)
@@ -123,7 +125,7 @@ def slow(options: list[str]) -> None:
 def test(options: list[str]) -> None:
     """Run all checks and tests, cheapest first; two processes share the tests unless there are options."""
     check([])
-    run("-m", "pytest", *(options or TWO_PROCESSES))
+    run("-m", "pytest", *(options or [*TWO_PROCESSES, "--some-slow=3"]))
 
 
 TASKS = {

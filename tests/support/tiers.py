@@ -29,7 +29,7 @@ USES = {
         "spawned_by_forks",
         "subprocess",
     },
-    "laws": {"EQUAL", "PLACEMENTS", "digests"},
+    "laws": {"DAILY", "EQUAL", "PLACEMENTS", "UNEVEN", "digests"},
     "programs": {"runpy"},
     "compiled": {"fresh_compiler"},
     "deadlines": {"PeerWatch", "hanging_ends", "here_it_hangs"},

@@ -18,7 +18,6 @@ from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
-from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
 from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
@@ -92,8 +91,6 @@ class ParallelUpdater(Updater):
         timeout: Seconds, above 0, after which a device counts as hung; None for never. ``"auto"`` is half an hour for
             all but the first device.
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
-        check_every: The number of updates, at least 1, within which processes compare all bits of their states.
-        differing_models: Whether models that differ at the start are those of rank 0 (``"broadcast"``) or an error.
         copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
             batches of worker processes; True if batches depend on nothing that happens between two updates.
 
@@ -139,8 +136,6 @@ class ParallelUpdater(Updater):
         auto_new_epoch: bool = True,
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
-        check_every: int = 100,
-        differing_models: OnMismatch = "broadcast",
         copy_ahead: CopyAhead = "auto",
     ) -> None:
         recipe = recipes.Recipe(
@@ -162,7 +157,7 @@ class ParallelUpdater(Updater):
             batch_dim=batch_dim,
             clip_grad_norm=clip_grad_norm,
         )
-        check_run_options(communicator, check_every, differing_models, copy_ahead)
+        check_run_options(communicator, copy_ahead)
         overridden = type(self).update_core is not ParallelUpdater.update_core
         self._has_custom_step = step_fn is not None or overridden or needs_custom_step(loss_fn, optimizer)
         joined = find_communicator() if communicator is None else communicator
@@ -179,8 +174,6 @@ class ParallelUpdater(Updater):
             loss_scale=loss_scale,
             timeout=timeout,
             communicator=joined,
-            check_every=check_every,
-            differing_models=differing_models,
             custom_step=self._has_custom_step,
             carried=carried,
             copy_ahead=copy_ahead,

@@ -14,7 +14,7 @@ from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Deferral
-from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, join_ranks
+from lockstep.updaters.ranks import Coordinator, LocalCoordinator, RankConsistency, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
     Recipe,
@@ -75,8 +75,6 @@ def assemble(
     loss_scale: LossScale | float | None,
     timeout: Timeout,
     communicator: Communicator,
-    check_every: int,
-    differing_models: OnMismatch,
     custom_step: bool,
     carried: Carried | None,
     copy_ahead: CopyAhead,
@@ -93,8 +91,6 @@ def assemble(
         loss_scale: The argument `loss_scale`; None for the loss scale of the optimizers.
         timeout: The number of seconds after which a device counts as hung.
         communicator: The communicator of the run.
-        check_every: The number of updates within which processes compare their states.
-        differing_models: What to do with models that differ between processes.
         custom_step: Whether a step function defines the update.
         carried: What is carried from batch to batch; None for nothing.
         copy_ahead: Whether batches are copied to accelerators one update ahead.
@@ -129,7 +125,7 @@ def assemble(
     ranks = join_ranks(
         communicator,
         replicas.workloads,
-        RankConsistency(communicator, training, recipe, every=check_every, differing=differing_models),
+        RankConsistency(communicator, training, recipe),
         movable=recipe.num_shards is not None,
         measure=workloads == "auto",
     )
