@@ -25,6 +25,7 @@ USES = {
         "multiprocessing",
         "num_workers",
         "run_on_ranks",
+        "run_with_second_chance",
         "spawn",
         "spawned_by_forks",
         "subprocess",
