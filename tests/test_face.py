@@ -128,10 +128,12 @@ def imported() -> dict[str, Any]:
 def test_the_public_names(imported: dict[str, Any]) -> None:
     parts = {
         "communicators",
+        "elsewhere",
         "errors",
         "integers",
         "nest",
         "plan",
+        "portable",
         "precision",
         "prediction",
         "replicas",

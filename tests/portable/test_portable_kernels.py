@@ -95,7 +95,7 @@ def test_a_kernel_with_other_bits_is_named() -> None:
 
 
 RIGHT = """
-import itertools, torch, lockstep as ls
+import itertools, warnings, torch, lockstep as ls
 from torch.nn import functional as F
 ls.use_portable_kernels()
 ls.use_portable_kernels()
@@ -135,6 +135,11 @@ check(lambda x, y: x[::2, ::2] @ y[:, 50:150], (200, 300), (150, 200))
 check(lambda x, y, z: torch.addmm(z, x, y), (70, 80), (80, 90), (90,))
 check(lambda x, y: torch.bmm(x, y), (3, 70, 80), (3, 80, 90))
 check(lambda x: torch.linalg.cholesky(x @ x.mT + 200 * torch.eye(150, dtype=x.dtype)), (150, 150))
+definite = torch.eye(150) * 200 + torch.ones(150, 150)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch prefers the other name
+    assert torch.equal(torch.cholesky(definite), torch.linalg.cholesky(definite))
+    assert torch.equal(torch.cholesky(definite), torch.cholesky(definite.double()).float())
 for wrong in (
     lambda: F.conv2d(torch.ones(1, 3, 5, 5), torch.ones(2, 4, 3, 3)),
     lambda: F.conv2d(torch.ones(1, 3, 2, 2), torch.ones(2, 3, 3, 3)),
