@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Final, final
 
-import torch.utils.data
+from torch.utils.data._utils import worker as worker_module
 
 from lockstep.data.parts.index import indexed
 from lockstep.data.parts.part import Part
@@ -110,8 +110,8 @@ def _outside_of_workers() -> Iterator[None]:
 
     Iterables distribute their samples to the workers that it names, but a part must be whole in each.
     """
-    module: Any = torch.utils.data._utils.worker  # type: ignore[attr-defined]  # noqa: SLF001 - there is no public way
-    info, module._worker_info = module._worker_info, None  # noqa: SLF001
+    module: Any = worker_module
+    info, module._worker_info = module._worker_info, None  # noqa: SLF001 - there is no public way
     try:
         yield
     finally:
