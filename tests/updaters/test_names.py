@@ -107,9 +107,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         "`scheduler` must hold schedulers of the updater's optimizers, but 'main' is not one.",
     ),
     "a scheduler that waits for a value": (
-        lambda pair: {"epoch_scheduler": [ReduceLROnPlateau(pair.optimizers["a"])]},
+        lambda pair: {"scheduler": [ReduceLROnPlateau(pair.optimizers["a"])]},
         TypeError,
-        "`epoch_scheduler` must hold schedulers that step without a measured value, got '0'",
+        "`scheduler` must hold schedulers that step without a measured value, got '0'",
     ),
     "an unknown split": (
         lambda _: {"split": "random"},

@@ -89,11 +89,10 @@ def look_up(name: str, named: Mapping[str, T]) -> T:
     return named[name]
 
 
-def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
+def named_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
     """Return schedulers by name: a single one as "main", those of a sequence by their positions.
 
     Args:
-        argument: The name of the argument in errors.
         given: A scheduler, a sequence or mapping of schedulers, or None.
         optimizers: The optimizers of the updater, by name.
 
@@ -107,15 +106,15 @@ def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimiz
         given = {str(index): scheduler for index, scheduler in enumerate(given)}
         if not given:
             return {}
-    found = by_name(argument, given, LRScheduler, "a torch.optim.lr_scheduler.LRScheduler")
+    found = by_name("scheduler", given, LRScheduler, "a torch.optim.lr_scheduler.LRScheduler")
     own = {id(optimizer) for optimizer in optimizers.values()}
     for name, scheduler in found.items():
         if id(scheduler.optimizer) not in own:
-            raise ValueError(f"`{argument}` must hold schedulers of the updater's optimizers, but {name!r} is not one.")
+            raise ValueError(f"`scheduler` must hold schedulers of the updater's optimizers, but {name!r} is not one.")
         # Its `step()` requires a metric, which the updater does not have.
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
-                f"`{argument}` must hold schedulers that step without a measured value, got {name!r}, a "
+                f"`scheduler` must hold schedulers that step without a measured value, got {name!r}, a "
                 "ReduceLROnPlateau. Step it by an extension of the trainer: trainer.extend(lockstep.extensions."
                 'StepScheduler(scheduler, value="validation/main/loss")).'
             )

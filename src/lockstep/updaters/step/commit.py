@@ -9,7 +9,6 @@ from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
@@ -72,7 +71,7 @@ class Committer:
             engine.first_stream,
             lambda functions: engine.first_updates.watching_steps(training.iteration, functions),
         )
-        self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
+        self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {})
 
     def assign_gradients(self, attempt: Attempt) -> None:
         """Store the gradients of an attempt where optimizers read them.
@@ -380,19 +379,17 @@ class CountsEpochs(Protocol):
 
 
 class EpochListeners:
-    """The optimizers and schedulers that are notified when an epoch begins.
+    """The optimizers that are notified when an epoch begins.
 
     Args:
         optimizers: The optimizers by name. Those that count epochs are notified, from now on only by this object.
-        schedulers: The schedulers to step.
     """
 
-    def __init__(self, optimizers: Mapping[str, object], schedulers: Mapping[str, LRScheduler]) -> None:
+    def __init__(self, optimizers: Mapping[str, object]) -> None:
         counting = [each for each in optimizers.values() if isinstance(each, CountsEpochs)]
         for optimizer in counting:
             optimizer.use_auto_new_epoch = True
         self._calls: list[Callable[[], object]] = [partial(optimizer.new_epoch, auto=True) for optimizer in counting]
-        self._calls += [scheduler.step for scheduler in schedulers.values()]
 
     def notify(self, epochs: int) -> list[BaseException]:
         """Notify all listeners of new epochs.
