@@ -26,6 +26,7 @@ from lockstep.updaters.step import (
     CustomStep,
     InferenceRunner,
     Schedulers,
+    ShardOptimizer,
     assemble,
     check_run_options,
     needs_custom_step,
@@ -92,13 +93,16 @@ class ParallelUpdater(Updater):
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
         copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
             batches of worker processes; True if batches depend on nothing that happens between two updates.
+        shard_optimizer: Whether each of several processes steps a part of the weights and holds only its optimizer
+            state, with the same bits. ``"auto"`` for large models on one machine. See docs/sharding.md.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, or if arguments do not belong together.
 
     Determinism: weights, buffers and optimizer state depend on the model, the data, `num_shards`, `seed`, the other
-    arguments except `devices`, `workloads`, `timeout` and `copy_ahead`, the torch build and the processor's type.
+    arguments except `devices`, `workloads`, `timeout`, `copy_ahead` and `shard_optimizer`, the torch build and the
+    processor's type.
     With ``num_shards=None`` they also depend on the number of devices and their workloads.
 
     References: Chainer 7.8.1, ``ParallelUpdater``, for the interface; not for the arithmetic.
@@ -135,6 +139,7 @@ class ParallelUpdater(Updater):
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
         copy_ahead: CopyAhead = "auto",
+        shard_optimizer: ShardOptimizer = "auto",
     ) -> None:
         recipe = recipes.Recipe(
             num_shards=num_shards,
@@ -175,6 +180,7 @@ class ParallelUpdater(Updater):
             custom_step=self._has_custom_step,
             carried=carried,
             copy_ahead=copy_ahead,
+            shard_optimizer=shard_optimizer,
         )
         self._training, self._engine = parts.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
@@ -330,6 +336,11 @@ class ParallelUpdater(Updater):
         return dict(self._training.models)
 
     @property
+    def shares_state(self) -> bool:
+        """Whether optimizers are shared out over the processes; see `Updater.shares_state`."""
+        return bool(self._training.sharded)
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each replica of this process; with ``"auto"``, those that were found."""
         return tuple(self._training.replicas.devices)
@@ -388,7 +399,10 @@ class ParallelUpdater(Updater):
             iterator.finalize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything the next update depends on; a parameter that has no shape yet is None in it."""
+        """Return everything the next update depends on; a parameter that has no shape yet is None in it.
+
+        Where optimizers are shared out over processes, all of them must call this (see `shard_optimizer`).
+        """
         return state_of(self._training, num_shards=self._engine.shards_per_batch, seed=self._parts.recipe.seed)
 
     def live_state(self) -> dict[str, Any]:

@@ -151,6 +151,11 @@ class Updater(ABC):
         return {}
 
     @property
+    def shares_state(self) -> bool:
+        """Whether no process holds the whole state, so that all must call `state_dict` and `live_state` together."""
+        return False
+
+    @property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices on which this process computes; by default the CPU."""
         return (torch.device("cpu"),)

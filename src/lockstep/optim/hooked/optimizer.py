@@ -49,6 +49,9 @@ class HookedOptimizer(Optimizer):
         use_auto_new_epoch: Whether an updater calls `new_epoch`; if so, nothing else may call it.
     """
 
+    is_elementwise: ClassVar[bool] = False
+    """Whether `advance` gives the same bits if parameters are cut into pieces of whole vectors."""
+
     _state_names: ClassVar[tuple[str, ...]] = ("velocity",)
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:

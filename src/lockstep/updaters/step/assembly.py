@@ -29,6 +29,7 @@ from lockstep.updaters.step.checks import check_fit, check_reached, choose_loss_
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
+from lockstep.updaters.step.placement import ShardOptimizer, check_shardable, share_out
 from lockstep.updaters.step.retry import OverflowRetry
 from lockstep.updaters.step.skips import SkippedUpdates
 
@@ -78,6 +79,7 @@ def assemble(
     custom_step: bool,
     carried: Carried | None,
     copy_ahead: CopyAhead,
+    shard_optimizer: ShardOptimizer,
 ) -> Parts:
     """Check the arguments of an updater that are not in its recipe, and create its parts.
 
@@ -94,6 +96,7 @@ def assemble(
         custom_step: Whether a step function defines the update.
         carried: What is carried from batch to batch; None for nothing.
         copy_ahead: Whether batches are copied to accelerators one update ahead.
+        shard_optimizer: Whether ranks share out the steps and the state of optimizers.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -109,6 +112,7 @@ def assemble(
     networks = parse_networks(model)
     # Before replicas are created: nothing of the user's is touched until its arguments are known to fit.
     check_fit(recipe, networks, optimizers, carried, custom_step=custom_step)
+    check_shardable(shard_optimizer, optimizers, networks.module)
     fixed = fixed_workloads(recipe, workloads)
     replicas = ReplicaSet(networks.module, devices, workloads=fixed, timeout=timeout)
     training = TrainingState(
@@ -151,6 +155,9 @@ def assemble(
             stacklevel=3,
         )
     coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
+    shared = share_out(
+        training, communicator, shard_optimizer, coordinator, one_machine=ranks is None or ranks.one_machine
+    )
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
     skips = SkippedUpdates(training, recipe.max_skipped)
     return Parts(
@@ -161,7 +168,15 @@ def assemble(
         coordinator,
         engine,
         OverflowRetry(engine, training, recipe, deferral, coordinator),
-        Committer(engine, training, deferral, skips, auto_new_epoch=recipe.auto_new_epoch, clip=recipe.clip_grad_norm),
+        Committer(
+            engine,
+            training,
+            deferral,
+            skips,
+            auto_new_epoch=recipe.auto_new_epoch,
+            clip=recipe.clip_grad_norm,
+            shared=shared,
+        ),
         deferral,
         skips,
     )

@@ -25,6 +25,7 @@ from lockstep.updaters.step.checks import (
 )
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.optimizer_step import NO_STREAM, OptimizerStep
+from lockstep.updaters.step.sharing import SharedStep
 from lockstep.updaters.step.skips import SkippedUpdates
 
 BACKWARD_HOOKS_OF: Final = attrgetter("_backward_hooks")
@@ -40,6 +41,7 @@ class Committer:
         skips: Notices updates that are skipped.
         auto_new_epoch: Whether to notify optimizers that count epochs.
         clip: The argument `clip_grad_norm` of the updater.
+        shared: The steps of optimizers that the ranks share out, by name.
 
     Attributes:
         stream: The stream of what an update draws after its shards.
@@ -54,6 +56,7 @@ class Committer:
         *,
         auto_new_epoch: bool,
         clip: float | Mapping[str, float] | None,
+        shared: Mapping[str, SharedStep],
     ) -> None:
         norms = clipping_norms(clip, training.optimizers)
         self._clips = bool(norms)
@@ -62,7 +65,7 @@ class Committer:
         self._engine = engine
         self._training = training
         self._steps = {
-            name: OptimizerStep(each, training.masters.get(name), norms.get(name))
+            name: OptimizerStep(each, training.masters.get(name), norms.get(name), shared.get(name))
             for name, each in training.optimizers.items()
         }
         self.stream = StepStream(
