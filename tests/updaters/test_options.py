@@ -68,7 +68,7 @@ def test_the_place_of_dealt_samples_is_told() -> None:
 
     with (
         updater_of(nn.Linear(1, 1), num_shards=2, split="strided", loss_fn=loss_fn) as updater,
-        pytest.raises(ls.ReplicaError, match=r"shard 0 \(samples 0\.\.2 in steps of 2 of batch 0\)"),
+        pytest.raises(ls.ReplicaError, match=r"shard 0 \(samples 0\.\.2 in steps of 2 of batch 1 of this update\)"),
     ):
         updater.update()
 

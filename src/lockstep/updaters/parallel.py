@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
+from lockstep.elsewhere import UPDATER, names_ours
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
@@ -19,7 +20,7 @@ from lockstep.updaters.attempt import GradientRequest, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
-from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
+from lockstep.updaters.setup import MAIN, Accumulation, Converter, batches_per_update, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
 from lockstep.updaters.step import (
     CopyAhead,
@@ -108,6 +109,7 @@ class ParallelUpdater(Updater):
     References: Chainer 7.8.1, ``ParallelUpdater``, for the interface; not for the arithmetic.
     """
 
+    @names_ours(UPDATER)
     def __init__(
         self,
         iterator: Iterator | Source | Mapping[str, Iterator | Source],
@@ -186,6 +188,14 @@ class ParallelUpdater(Updater):
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
         self._default_request = GradientRequest(default_loss, summed=is_summed(default_loss))
         self._custom = CustomStep(parts, self._default_request)
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        models = ", ".join(f"{name}: {type(each).__name__}" for name, each in self.get_all_models().items())
+        return (
+            f"{type(self).__name__}({models}; {self.shards_per_batch} shards per batch on {devices}; precision "
+            f"{self._parts.recipe.precision}; {self.epoch_detail:g} epochs, {self.iteration} updates done)"
+        )
 
     def update(self) -> UpdateResult:
         """Run one update with the iterator's next batch.
@@ -315,6 +325,18 @@ class ParallelUpdater(Updater):
         return self._training.applied_updates
 
     @property
+    def updates_per_epoch(self) -> int:
+        """The number of updates per epoch, rounded up: batches of the main iterator over those of one update now.
+
+        Raises:
+            TypeError: If the main iterator does not know its number of batches.
+        """
+        iterator = self.get_iterator()
+        if not isinstance(iterator, Sized):
+            raise TypeError(f"`iterator` must have a length, got a {type(iterator).__name__}.")
+        return -(-len(iterator) // batches_per_update(self._parts.recipe.accumulate, iterator.epoch))
+
+    @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the next attempt."""
         return self._training.loss_scale
@@ -430,4 +452,5 @@ class ParallelUpdater(Updater):
         self._engine.restart_checks()
         self._parts.coordinator.state_loaded()
         self._parts.skips.forget()
+        self._parts.committer.own_steps.forget()
         self._custom.forget_gradients()

@@ -25,7 +25,13 @@ from lockstep.updaters.setup import (
     parse_networks,
 )
 from lockstep.updaters.state import Carried, CarriedValues, TrainingState
-from lockstep.updaters.step.checks import check_fit, check_reached, choose_loss_scale, fixed_workloads
+from lockstep.updaters.step.checks import (
+    check_fit,
+    check_reached,
+    choose_loss_scale,
+    fixed_workloads,
+    warn_of_idle_devices,
+)
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
@@ -152,8 +158,10 @@ def assemble(
             f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
             "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
             "results that do not.",
-            stacklevel=3,
+            stacklevel=4,
         )
+    if communicator.rank == 0:
+        warn_of_idle_devices(recipe, training.iterator, devices=len(replicas.devices) * communicator.size)
     coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
     shared = share_out(
         training, communicator, shard_optimizer, coordinator, one_machine=ranks is None or ranks.one_machine
