@@ -65,7 +65,7 @@ def _remedy(argument: str, given: object) -> str:
     if isinstance(given, type):
         return f" Create one: {given.__name__}(...)."
     if argument == "optimizer" and isinstance(given, LRScheduler):
-        return " Pass the optimizer here, and the scheduler as `scheduler` or `epoch_scheduler`."
+        return " Pass the optimizer here, and the scheduler as `scheduler`."
     if argument in ("optimizer", "model") and isinstance(given, nn.Module | Optimizer | Iterator):
         return " The order is (iterator, optimizer, model)."
     return " Create one from model.parameters()." if argument == "optimizer" else ""

@@ -272,7 +272,7 @@ class Committer:
             self.store_buffers(attempt)
         if attempt.carried is not None:
             self._training.keep_carried(attempt.carried, unless=found_inf)
-        self.own_steps.check("scheduler", self._training.schedulers)
+        self.own_steps.check(self._training.schedulers)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 is_known = type(scheduler).__module__.startswith(("torch.", "lockstep."))
@@ -331,11 +331,7 @@ class Committer:
         new_epochs = iterator.epoch - previous_epoch
         if new_epochs and training.carried is not None:
             training.carried.start_epoch()
-        if new_epochs:
-            self.own_steps.check("epoch_scheduler", training.epoch_schedulers)
-            late_errors += self._epoch_listeners.notify(new_epochs)
-            self.own_steps.note(training.epoch_schedulers)
-        return late_errors
+        return late_errors + self._epoch_listeners.notify(new_epochs) if new_epochs else late_errors
 
     def count_or_undo(self, applied: bool | torch.Tensor, consumed: Mapping[str, int]) -> None:
         """Count an update, or count nothing and raise what user code raised.
