@@ -15,7 +15,7 @@ from lockstep.data import Iterator, Source, collate
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
-from lockstep.updaters.attempt import GradientRequest, UpdateContext
+from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.ranks import OnMismatch
@@ -28,6 +28,7 @@ from lockstep.updaters.step import (
     InferenceRunner,
     Schedulers,
     assemble,
+    check_audit,
     check_run_options,
     needs_custom_step,
 )
@@ -96,6 +97,11 @@ class ParallelUpdater(Updater):
         differing_models: Whether models that differ at the start are those of rank 0 (``"broadcast"``) or an error.
         copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
             batches of worker processes; True if batches depend on nothing that happens between two updates.
+        audit_every: In every so-manieth update and in the first one, one shard is computed once more in another place,
+            or later on the only device, and its bits are compared before the commit. None audits the first update only,
+            and warns; 0 audits none. The loss function is called once more then; see docs/audits.md.
+        on_fault: What follows if one of the places is wrong, by three computations: ``"raise"`` a `FaultError`, or
+            ``"repeat"`` the update once, and log the fault. It needs `audit_every`.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -142,6 +148,8 @@ class ParallelUpdater(Updater):
         check_every: int = 100,
         differing_models: OnMismatch = "broadcast",
         copy_ahead: CopyAhead = "auto",
+        audit_every: int | None = None,
+        on_fault: OnFault = "raise",
     ) -> None:
         recipe = recipes.Recipe(
             num_shards=num_shards,
@@ -163,6 +171,7 @@ class ParallelUpdater(Updater):
             clip_grad_norm=clip_grad_norm,
         )
         check_run_options(communicator, check_every, differing_models, copy_ahead)
+        check_audit(audit_every, on_fault)
         overridden = type(self).update_core is not ParallelUpdater.update_core
         self._has_custom_step = step_fn is not None or overridden or needs_custom_step(loss_fn, optimizer)
         joined = find_communicator() if communicator is None else communicator
@@ -184,6 +193,7 @@ class ParallelUpdater(Updater):
             custom_step=self._has_custom_step,
             carried=carried,
             copy_ahead=copy_ahead,
+            auditor=Auditor(audit_every, on_fault, seed),
         )
         self._training, self._engine = parts.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)

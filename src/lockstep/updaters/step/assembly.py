@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
-from lockstep.updaters.attempt import Deferral
+from lockstep.updaters.attempt import Auditor, Deferral
 from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
@@ -80,6 +80,7 @@ def assemble(
     custom_step: bool,
     carried: Carried | None,
     copy_ahead: CopyAhead,
+    auditor: Auditor,
 ) -> Parts:
     """Check the arguments of an updater that are not in its recipe, and create its parts.
 
@@ -98,6 +99,7 @@ def assemble(
         custom_step: Whether a step function defines the update.
         carried: What is carried from batch to batch; None for nothing.
         copy_ahead: Whether batches are copied to accelerators one update ahead.
+        auditor: Chooses the shards that are computed twice.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -134,7 +136,9 @@ def assemble(
         measure=workloads == "auto",
     )
     measure = workloads == "auto" and (len(replicas.devices) > 1 if ranks is None else ranks.may_move)
-    engine = GradientEngine(training, recipe, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
+    engine = GradientEngine(
+        training, recipe, watch=communicator.watch, measure_speeds=measure, ranks=ranks, auditor=auditor
+    )
     # Before master weights are created, which are allocated on the devices of their parameters.
     replicas.model.to(replicas.devices[0])
     check_reached(training.optimizers, training.models)

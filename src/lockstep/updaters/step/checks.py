@@ -18,7 +18,7 @@ from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
-from lockstep.updaters.attempt import Attempt
+from lockstep.updaters.attempt import Attempt, OnFault
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors import LOSSES, attributes, names_in, references
@@ -64,6 +64,22 @@ def check_fit(
         recipe.check_custom_step()
     elif recipe.loss_fn is None and networks.several:
         raise ValueError("`loss_fn` must be given for several networks, got None.")
+
+
+def check_audit(audit_every: object, on_fault: str) -> None:
+    """Check the arguments of an updater that concern audits.
+
+    Args:
+        audit_every: The number of updates after which one is audited, or None.
+        on_fault: What follows a wrong result.
+
+    Raises:
+        TypeError: If the number is no integer.
+        ValueError: If one of them is out of range.
+    """
+    if audit_every is not None:
+        check_integer("audit_every", audit_every, minimum=0)
+    check_choice("on_fault", on_fault, get_args(OnFault))
 
 
 def check_run_options(communicator: object, check_every: object, differing_models: str, copy_ahead: object) -> None:
