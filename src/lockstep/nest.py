@@ -74,12 +74,12 @@ def cut_values(nest: Any, part: range, counts: Callable[[str, Any], bool], name:
     Args:
         nest: The nest to traverse. Its tensors are passed through unchanged.
         part: The samples to keep.
-        counts: Called with the name and the value of each list, tuple or array without tensors; returns whether it has
-            one entry per sample. The values in a container that has not are traversed.
+        counts: Called with the name and the value of each list, tuple or array without tensors, and of each number;
+            returns whether it has one entry per sample. The values in a container that has not are traversed.
         name: The name of the nest; empty for a batch, whose entries are named by their positions or keys.
 
     >>> batch = (["a", "b", "c"], {"scale": 2.0, "sizes": [7, 8]})
-    >>> cut_values(batch, range(1, 3), lambda name, value: len(value) == 3)
+    >>> cut_values(batch, range(1, 3), lambda name, value: isinstance(value, list) and len(value) == 3)
     (['b', 'c'], {'scale': 2.0, 'sizes': [7, 8]})
     """
     if isinstance(nest, torch.Tensor):
@@ -93,6 +93,8 @@ def cut_values(nest: Any, part: range, counts: Callable[[str, Any], bool], name:
             return copy.copy(kept)
         if kept is not nest:
             return kept
+    if type(nest) in (int, float):
+        counts(name, nest)
     return nest if parts is None else rebuild(nest, [cut_values(each, part, counts, path) for path, each in parts])
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -224,3 +227,44 @@ def test_what_forward_detaches_has_no_graph_in_the_criterion() -> None:
             assert updater.update().applied
             # A queue with a graph would keep the outputs of all batches in memory.
             assert not kept[0].requires_grad
+
+
+@contextmanager
+def collections() -> Iterator[list[int]]:
+    """Record the generations that are collected, without those that Python collects by itself."""
+    generations: list[int] = []
+
+    def record(phase: str, info: dict[str, int]) -> None:
+        generations.extend([info["generation"]] * (phase == "stop"))
+
+    gc.disable()
+    gc.callbacks.append(record)
+    try:
+        yield generations
+    finally:
+        gc.callbacks.remove(record)
+        gc.enable()
+
+
+def with_a_cycle(gathered: dict[str, Any]) -> ls.Loss:
+    """Add a leaf that ends by a collection only, because its hook refers to it."""
+    other = torch.zeros(3, requires_grad=True)
+    other.register_hook(lambda grad: grad + other.detach())
+    return ls.Loss(contrast(gathered).value + other.sum())
+
+
+def with_a_frozen_module() -> Any:
+    module = nn.Linear(3, 3).eval()
+    return lambda gathered: ls.Loss(contrast(gathered).value + 0 * module(torch.ones(3)).sum())
+
+
+@pytest.mark.parametrize(
+    ("criterion", "expected"), [(contrast, []), (with_a_frozen_module(), []), (with_a_cycle, [0] * 5)]
+)
+def test_an_update_does_not_look_through_all_objects_of_the_program(criterion: Any, expected: list[int]) -> None:
+    loss_fn = ls.BatchLoss(encode, criterion)
+    with finalized(updater_for(MLP, Placement(2), num_shards=3, loss_fn=loss_fn)) as updater:
+        updater.update()
+        with collections() as found:
+            assert all(updater.update().applied for _ in range(5))
+    assert found == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -425,7 +426,6 @@ LABELS = (torch.arange(12) % 4).where(torch.arange(12) % 4 < 3, torch.tensor(-10
 @pytest.mark.parametrize("number", [9, torch.tensor(9), None])
 def test_the_number_of_items_in_the_batch_does_not_divide_a_mean_over_tokens(number: Any) -> None:
     batch = {"x": X, "labels": LABELS, **({} if number is None else {"num_items_in_batch": number})}
-    is_tensor = isinstance(number, torch.Tensor)
     model, plain = Dividing(), Dividing()
     updater = ls.ParallelUpdater(
         ls.IterableBatches([batch]),
@@ -434,12 +434,34 @@ def test_the_number_of_items_in_the_batch_does_not_divide_a_mean_over_tokens(num
         devices=["cpu"] * 2,
         num_shards=4,
         loss_fn=ls.token_mean(shifted=False),
-        batch_dim={"x": 0, "labels": 0, "num_items_in_batch": None} if is_tensor else 0,
+        batch_dim={"x": 0, "labels": 0, "num_items_in_batch": None} if number is not None else 0,
     )
     with finalized(updater):
         updater.update()
     plain(X, LABELS)["loss"].backward()
     assert_close(gradients(model), gradients(plain))
+
+
+@pytest.mark.parametrize(("name", "warns"), [("num_items_in_batch", True), ("temperature", False)])
+def test_a_count_in_a_batch_that_may_divide_a_loss_is_named(name: str, warns: bool) -> None:
+    batch = {"x": X, "labels": LABELS, name: 9 if warns else 0.5}
+    for batch_dim in (0, {name: None}):
+        updater = ls.ParallelUpdater(
+            ls.IterableBatches([batch, batch]),
+            torch.optim.SGD((model := Dividing()).parameters(), lr=0.1),
+            model,
+            devices=["cpu"] * 2,
+            num_shards=4,
+            loss_fn=lambda replica, x, labels, **_: replica(x, labels)["loss"],
+            batch_dim=batch_dim,
+        )
+        with finalized(updater), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            updater.update()
+            updater.update()
+        found = [str(each.message) for each in caught if "which every shard gets whole" in str(each.message)]
+        assert len(found) == (1 if warns and batch_dim == 0 else 0), caught
+        assert all("batch_dim={'num_items_in_batch': None}" in each for each in found)
 
 
 def test_a_number_in_a_batch_is_refused_with_the_cure() -> None:

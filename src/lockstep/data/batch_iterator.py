@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeAlias, final, get_args
 
 import torch
@@ -12,9 +13,10 @@ from torch.utils.data import IterableDataset
 
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
 from lockstep.data.iterator import SampleFilter, TrackingIterator
+from lockstep.data.parts import Parts, num_shared, positions_by_worker
 from lockstep.data.sample_streams import SampleStreams, draws_no_numbers
 from lockstep.data.samples import MapDataset, Samples
-from lockstep.data.workers import DatasetState, load_ahead
+from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
 from lockstep.errors import StateError
 from lockstep.integers import check_integer
 
@@ -30,6 +32,7 @@ class BatchIterator(TrackingIterator):
 
     Args:
         dataset: Any object with ``len()`` and ``[index]`` that has at least one sample.
+            `data.Parts` are read in an order of their own.
         batch_size: The number of samples per batch, at least 1.
         shuffle: Whether every epoch has its own random order instead of the order of the dataset.
         repeat: Whether epochs follow each other without end. If False, there is one epoch, whose last batch is
@@ -105,6 +108,7 @@ class BatchIterator(TrackingIterator):
         self.order_sampler = order_sampler
         self.num_workers = num_workers
         self.sample_streams = sample_streams
+        self._reader = self._new_reader()
         self._in_streams = sample_streams and not draws_no_numbers(dataset)
         self._num_samples = len(dataset)
         # The batches that were requested but not passed yet: their indices and the cursor after each. `_ahead`
@@ -116,6 +120,7 @@ class BatchIterator(TrackingIterator):
         self._loaded_from: DatasetState | None = None
         self._wanted: SampleFilter | None = None
         self._num_advanced = 0
+        self._warned = False
         self._cursor = Cursor(0, 0, self._first_order())
 
     def reset(self) -> None:
@@ -226,7 +231,8 @@ class BatchIterator(TrackingIterator):
     def state_dict(self) -> dict[str, Any]:
         """Return the seed, the position and the last advance.
 
-        With an order sampler, the state also contains the order of the current epoch, which cannot be requested again.
+        With an order sampler, the state also contains the order of the current epoch, which cannot be requested again,
+        and with `data.Parts` the numbers on which the order depends.
         """
         state: dict[str, Any] = {
             "seed": self.seed,
@@ -236,12 +242,19 @@ class BatchIterator(TrackingIterator):
         }
         if self.order_sampler is not None:
             state["order"] = torch.as_tensor(self._cursor.order).clone()
-        return state
+        return state | self._order_numbers()
+
+    def _order_numbers(self) -> dict[str, int]:
+        """Return the numbers of which the order of parts depends besides the seed and the epoch."""
+        if isinstance(self.dataset, Parts) and self.order_sampler is None:
+            return {"batch_size": self.batch_size, "num_sections": self.dataset.num_sections}
+        return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the position and the seed of a saved iterator.
 
-        The dataset must have the same length as when the state was saved; the batch size may differ.
+        The dataset must have the same length as when the state was saved; the batch size may differ, but for
+        `data.Parts` only at the start of an epoch.
 
         Raises:
             StateError: If a key is unknown or missing, or a value does not fit this iterator; nothing has changed then.
@@ -267,6 +280,10 @@ class BatchIterator(TrackingIterator):
             rule = f"must lie in 0..{last}, because there are {self._num_samples} samples and a batch must follow"
             raise ValueError(f"`position` {rule}, got {position}.")
         self._check_last_advance(state)
+        for name, own in self._order_numbers().items():
+            if position and state[name] != own:
+                rule = f"must be {state[name]}, as when the state was saved, until the epoch ends"
+                raise ValueError(f"`{name}` {rule}, got {own}. The order of `data.Parts` depends on it.")
         if self.order_sampler is not None:
             return Cursor(epoch, position, self._checked_order(state["order"], "order"))
         return Cursor(epoch, position, self._seeded_order(epoch, seed))
@@ -276,28 +293,54 @@ class BatchIterator(TrackingIterator):
         self.finalize()
         self._planned.clear()
         self._cursor = cursor
+        # The batch size may be another one.
+        self._reader = self._new_reader()
+
+    def _new_reader(self) -> MapDataset:
+        """Return what loads the samples, which keeps the blocks of parts while batches use them."""
+        return self.dataset.reader(2 * self.batch_size) if isinstance(self.dataset, Parts) else self.dataset
 
     def _samples_from(self, number: int) -> Generator[Samples]:
         """Yield batches from the given number on, counted like `_num_advanced`."""
+        if isinstance(self.dataset, Parts) and self._wanted is not None:
+            self._warn_of_shared_sections(self.dataset, self._wanted)
         batches = self._unloaded_from(number)
         if self.num_workers == 0:
             return batches
         return load_ahead(
             self._with_positions(batches, number),
-            self.dataset,
+            self._reader,
             in_streams=self._in_streams,
             num_workers=self.num_workers,
             seed=hash_to_seed(self.seed, self._cursor.epoch, self._cursor.position),
         )
 
-    def _with_positions(self, batches: Iterable[Samples], number: int) -> Generator[tuple[Samples, Sequence[int]]]:
+    def _with_positions(self, batches: Iterable[Samples], number: int) -> Generator[LoadRequest]:
         """Add to each batch, starting with the given number, the positions of its samples to load."""
         ahead = number - self._num_advanced
         for batch in batches:
             size = len(batch)
             ranges = [range(size)] if self._wanted is None else self._wanted(ahead, size)
-            yield batch, sorted(position for each in ranges for position in each)
+            positions = sorted(position for each in ranges for position in each)
+            if isinstance(self.dataset, Parts):
+                counts = {"num_sections": self.dataset.num_sections, "num_workers": self.num_workers}
+                yield batch, positions_by_worker(positions, size, **counts)
+            else:
+                yield batch, [positions]
             ahead += 1
+
+    def _warn_of_shared_sections(self, parts: Parts, wanted: SampleFilter) -> None:
+        """Warn if this process needs only some samples of a section, so that another one reads the same blocks."""
+        shared = num_shared(list(chain(*wanted(0, self.batch_size))), self.batch_size, parts.num_sections)
+        if shared and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"`num_sections` should be a multiple of the number of shards, and `batch_size` of `num_sections`, got "
+                f"{parts.num_sections} for {self.batch_size} samples: {shared} of the sections are read by another "
+                "process, too. The result is the same.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _unloaded_from(self, number: int) -> Generator[Samples]:
         """Yield the planned batches from the given number on, and plan more where they end."""
@@ -308,7 +351,7 @@ class BatchIterator(TrackingIterator):
                 return
             indices, _ = self._planned[index]
             streams = self._streams_of(index) if self._in_streams else None
-            yield Samples(self.dataset, indices, streams=streams)
+            yield Samples(self._reader, indices, streams=streams)
 
     def _streams_of(self, index: int) -> SampleStreams:
         """Return the random streams of the samples of one planned batch."""
@@ -341,6 +384,11 @@ class BatchIterator(TrackingIterator):
 
     def _seeded_order(self, epoch: int, seed: int) -> Order:
         """Return the order of an epoch without an order sampler."""
+        if isinstance(self.dataset, Parts):
+            # The samples that complete the last batch of the epoch before, so that batches stay whole sections.
+            head = -epoch * self._num_samples % self.batch_size if self.last_batch == "wrap" and self.repeat else 0
+            key = (seed, epoch) if self.shuffle else None
+            return self.dataset.order(batch_size=self.batch_size, head=head, key=key)
         if self.shuffle:
             return shuffled_order(self._num_samples, seed=seed, epoch=epoch)
         return range(self._num_samples)

@@ -88,7 +88,8 @@ class GatheredBatch:
         del returned
         if loss.weight is not None:
             raise ValueError(f"`criterion` must return a Loss without a weight, got {loss.weight}.")
-        foreign = list(map(ref, foreign_leaves([loss.value], self._model)))
+        gathered = {id(leaf) for leaf in leaves}
+        foreign = [ref(each) for each in foreign_leaves([loss.value], self._model) if id(each) not in gathered]
         trained = {index: each for index, each in enumerate(self._model.parameters()) if each.requires_grad}
         every = [*wanted, *trained.values()]
         found = iter(torch.autograd.grad(loss.value, every, allow_unused=True) if loss.value.requires_grad else ())
@@ -96,7 +97,7 @@ class GatheredBatch:
         self._own_gradients = dict(zip(trained, found, strict=False))
         self._value = Loss(loss.value.detach(), metrics=loss.metrics)
         del loss
-        check_leaves(foreign, "criterion", self._loss.criterion, leaves)
+        check_leaves(foreign, "criterion", self._loss.criterion)
 
     def shard_loss(self, shard: Shard) -> LossFunction:
         """Return a loss function whose gradient is the part of a shard in the gradient of the whole batch.

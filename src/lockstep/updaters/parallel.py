@@ -18,7 +18,6 @@ from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
-from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
 from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
@@ -28,7 +27,6 @@ from lockstep.updaters.step import (
     InferenceRunner,
     Schedulers,
     assemble,
-    check_audit,
     check_run_options,
     needs_custom_step,
 )
@@ -93,15 +91,12 @@ class ParallelUpdater(Updater):
         timeout: Seconds, above 0, after which a device counts as hung; None for never. ``"auto"`` is half an hour for
             all but the first device.
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
-        check_every: The number of updates, at least 1, within which processes compare all bits of their states.
-        differing_models: Whether models that differ at the start are those of rank 0 (``"broadcast"``) or an error.
         copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
             batches of worker processes; True if batches depend on nothing that happens between two updates.
-        audit_every: In every so-manieth update and in the first one, one shard is computed once more in another place,
-            or later on the only device, and its bits are compared before the commit. None audits the first update only,
-            and warns; 0 audits none. The loss function is called once more then; see docs/audits.md.
-        on_fault: What follows if one of the places is wrong, by three computations: ``"raise"`` a `FaultError`, or
-            ``"repeat"`` the update once, and log the fault. It needs `audit_every`.
+        audit_every: How often an update is audited: one shard is computed once more in another place, or later on the
+            only device, and both results are compared by their bits before the commit. None audits the first update and
+            only warns, 0 none, k every k-th and the first. It is one more call of the loss function.
+        on_fault: What follows where one place is wrong: ``"raise"`` a `FaultError`, or ``"repeat"`` the update once.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -145,8 +140,6 @@ class ParallelUpdater(Updater):
         auto_new_epoch: bool = True,
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
-        check_every: int = 100,
-        differing_models: OnMismatch = "broadcast",
         copy_ahead: CopyAhead = "auto",
         audit_every: int | None = None,
         on_fault: OnFault = "raise",
@@ -170,8 +163,7 @@ class ParallelUpdater(Updater):
             batch_dim=batch_dim,
             clip_grad_norm=clip_grad_norm,
         )
-        check_run_options(communicator, check_every, differing_models, copy_ahead)
-        check_audit(audit_every, on_fault)
+        check_run_options(communicator, copy_ahead)
         overridden = type(self).update_core is not ParallelUpdater.update_core
         self._has_custom_step = step_fn is not None or overridden or needs_custom_step(loss_fn, optimizer)
         joined = find_communicator() if communicator is None else communicator
@@ -188,8 +180,6 @@ class ParallelUpdater(Updater):
             loss_scale=loss_scale,
             timeout=timeout,
             communicator=joined,
-            check_every=check_every,
-            differing_models=differing_models,
             custom_step=self._has_custom_step,
             carried=carried,
             copy_ahead=copy_ahead,

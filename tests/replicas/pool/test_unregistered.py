@@ -197,6 +197,33 @@ def by_module(model: Layer) -> Any:
     return lambda replica, x: square(replica, x) + sum(m.weight.sum() for m in replica.modules() if m in heads)
 
 
+def by_comparing(model: Layer) -> Any:
+    chosen = [model.layer.weight]
+    return lambda replica, x: (
+        square(replica, x) + sum(p.square().sum() for p in replica.parameters() if any(p is q for q in chosen))
+    )
+
+
+def by_comparing_modules(model: Layer) -> Any:
+    head = model.layer
+    return lambda replica, x: square(replica, x) + sum(m.weight.sum() for m in replica.modules() if m is head)
+
+
+def by_a_list_of_modules(model: Layer) -> Any:
+    heads = [model.layer]
+    return lambda replica, x: square(replica, x) + sum(m.weight.sum() for m in replica.modules() if m in heads)
+
+
+def by_names(model: Layer) -> Any:
+    names = [name for name, _ in model.named_parameters()]
+
+    def loss(replica: nn.Module, x: torch.Tensor, weight: Any = None) -> torch.Tensor:
+        factor = 1 if weight is None else weight
+        return factor * square(replica, x) + sum(p.sum() for name, p in replica.named_parameters() if name in names)
+
+    return loss
+
+
 class Task:
     def __init__(self, model: Layer) -> None:
         self.decayed, self.all = {model.layer.weight}, set(model.parameters())
@@ -208,8 +235,20 @@ class Task:
         return square(replica, x)
 
 
+OF_THE_ORIGINAL = [
+    by_set,
+    by_number,
+    by_dict,
+    by_module,
+    by_comparing,
+    by_comparing_modules,
+    by_a_list_of_modules,
+    lambda model: Task(model).loss,
+]
+
+
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("of", [by_set, by_number, by_dict, by_module, lambda model: Task(model).loss])
+@pytest.mark.parametrize("of", OF_THE_ORIGINAL)
 def test_a_loss_that_looks_up_parameters_of_the_original_is_refused(of: Any, devices: int) -> None:
     model = Layer()
     with updater_of(model, BATCHES[0], devices=devices, num_shards=2, loss_fn=of(model)) as updater:
@@ -221,8 +260,9 @@ def test_a_loss_that_looks_up_parameters_of_the_original_is_refused(of: Any, dev
 
 def test_what_a_loss_does_not_name_is_left_alone() -> None:
     model = Layer()
-    with updater_of(model, BATCHES[0], num_shards=2, loss_fn=Task(model).other_loss) as updater:
-        assert updater.update().applied
+    for loss_fn in (Task(model).other_loss, by_names(model)):
+        with updater_of(model, BATCHES[0], num_shards=2, loss_fn=loss_fn) as updater:
+            assert updater.update().applied
 
 
 def test_a_set_of_the_model_itself_is_copied_with_it_and_numbers_are_refused() -> None:

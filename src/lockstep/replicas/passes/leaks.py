@@ -75,22 +75,14 @@ def check_leaves(found: Collection[ref[torch.Tensor]], function: str, user: obje
     Raises:
         ValueError: If there is such a tensor.
     """
-    if not _existing(found):
-        return
-    # Some tensors are part of a cycle, such as those with a hook that uses them.
-    gc.collect()
-    leaves, given = _existing(found), {id(each) for each in _reachable(known, (type, ModuleType, FunctionType))}
-    owners = {
-        id(parameter): (name, module)
-        for module in _reachable(user, (type, ModuleType))
-        # By its type, as `isinstance` would run code of proxies.
-        if issubclass(type(module), nn.Module) and isinstance(module, nn.Module)
-        for name, parameter in vars(module)["_parameters"].items()
-    }
-    for leaf in leaves:
-        name, owner = owners.get(id(leaf), ("", None))
-        if id(leaf) in given or (owner is not None and not owner.training):
-            continue
+    # Some tensors are part of a cycle, such as those with a hook that uses them; they are among the youngest objects.
+    # A collection of all objects takes long in a large program, so it comes only before the error.
+    for generation in (0, 1, 2):
+        if not _trained(_existing(found), user, known):
+            return
+        gc.collect(generation)
+    leaves = _existing(found)
+    for leaf, name, owner in _trained(leaves, user, known):
         for each in leaves:
             each.grad = None
         what = f"a tensor of shape {tuple(leaf.shape)}" if owner is None else f"{name!r} of a {type(owner).__name__}"
@@ -100,6 +92,30 @@ def check_leaves(found: Collection[ref[torch.Tensor]], function: str, user: obje
             'model={"net": net, "criterion": criterion}, with an optimizer for each; `loss_fn` is then given a dict of '
             "them. If nothing trains it, call requires_grad_(False) on it."
         )
+
+
+def _trained(
+    leaves: Collection[torch.Tensor], user: object, known: object
+) -> list[tuple[torch.Tensor, str, nn.Module | None]]:
+    """List the tensors that are neither known nor of a module in evaluation mode, each with its name and module.
+
+    Args:
+        leaves: The tensors.
+        user: What refers to the modules.
+        known: Tensors to leave out, in any containers.
+    """
+    if not leaves:
+        return []
+    given = {id(each) for each in _reachable(known, (type, ModuleType, FunctionType))}
+    owners = {
+        id(parameter): (name, module)
+        for module in _reachable(user, (type, ModuleType))
+        # By its type, as `isinstance` would run code of proxies.
+        if issubclass(type(module), nn.Module) and isinstance(module, nn.Module)
+        for name, parameter in vars(module)["_parameters"].items()
+    }
+    found = [(leaf, *owners.get(id(leaf), ("", None))) for leaf in leaves if id(leaf) not in given]
+    return [(leaf, name, owner) for leaf, name, owner in found if owner is None or owner.training]
 
 
 def _existing(found: Iterable[ref[torch.Tensor]]) -> list[torch.Tensor]:

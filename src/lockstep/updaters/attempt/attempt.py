@@ -121,6 +121,7 @@ class Attempt:
         share: The shards that this process computes.
         device_shards: These shards by device, each with its tensors.
         audit: The shard that is computed twice; None if none is.
+        refuted: Whether the audit has found a wrong result, so that the attempt is made once more.
         may_send_early: Whether the next gradient may be sent while it is computed, because its update is not audited.
         gradient_context: What the computations of all shards have in common.
         device_tasks: *Compute*: the tasks with the sums over the shards of each device.
@@ -152,6 +153,7 @@ class Attempt:
     share: RankShare = field(init=False)
     device_shards: DeviceShards = field(default_factory=list)
     audit: Audit | None = None
+    refuted: bool = False
     may_send_early: bool = True
     gradient_context: GradientContext = field(init=False)
     device_tasks: Sequence[DeviceGradientTask] = ()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 from zlib import crc32
 
 import torch
 
 from lockstep.errors import DeterminismWarning, FaultError
+from lockstep.integers import check_integer
 from lockstep.plan import Shard
 
 LOG = logging.getLogger("lockstep")
@@ -194,24 +196,49 @@ class Auditor:
         every: The number of updates after which one is audited; None for the first only, 0 for none.
         on_fault: What follows a wrong result. With ``every=None`` there is a warning instead.
         seed: The seed of the run, which decides with the update which shard of a place is audited.
+
+    Raises:
+        TypeError: If the number of updates is no integer.
+        ValueError: If an argument is out of range.
     """
 
     def __init__(self, every: int | None, on_fault: OnFault, seed: int) -> None:
+        if every is not None:
+            check_integer("audit_every", every, minimum=0)
+        if on_fault not in get_args(OnFault):
+            raise ValueError(f"`on_fault` must be 'raise' or 'repeat', got {on_fault!r}.")
         self._every, self._on_fault, self._seed = every, on_fault, seed
         self._repeated: tuple[int, int] | None = None
         self.has_warned = False
         """Whether a dependency was warned of, after which a difference says nothing new."""
+        self.next: float = math.inf
+        """The next update that is audited, as the number of updates before it; also while that one runs."""
 
-    def is_due(self, update: int, first: int) -> bool:
-        """Return whether an update is audited.
+    def restart(self, update: int) -> None:
+        """Audit the next update.
 
         Args:
             update: The number of updates that are done.
-            first: The number of updates that were done when the updater was created or loaded.
         """
-        if self._every is None:
-            return update == first and not self.has_warned
-        return bool(self._every) and not self.has_warned and (update == first or update % self._every == 0)
+        self.next = math.inf if self._every == 0 else update
+
+    def is_due(self, update: int) -> bool:
+        """Return whether an update is audited, which is not before `next`.
+
+        Args:
+            update: The number of updates that are done.
+        """
+        if update > self.next:
+            self.next = -(-update // self._every) * self._every if self._every else math.inf
+        return update == self.next and not self.has_warned
+
+    def is_followed(self, update: int) -> bool:
+        """Return whether the update after another one is audited.
+
+        Args:
+            update: The number of updates that are done before that other one.
+        """
+        return bool(self._every) and (update + 1) % (self._every or 1) == 0
 
     def choose(
         self, everywhere: Sequence[Sequence[Sequence[Shard]]], rank: int, update: int, *, movable: bool = True

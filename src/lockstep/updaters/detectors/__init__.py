@@ -4,6 +4,7 @@ from lockstep.updaters.detectors.first_updates import FirstUpdates as FirstUpdat
 from lockstep.updaters.detectors.outside_state import LOSSES as LOSSES, OutsideState as OutsideState
 from lockstep.updaters.detectors.references import (
     attributes as attributes,
+    compares_objects as compares_objects,
     names_in as names_in,
     references as references,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from dis import get_instructions
 from functools import partial
 from inspect import getattr_static
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType
@@ -90,3 +91,19 @@ def names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if type(constant) is CodeType:
             yield from names_in(constant)
+
+
+def compares_objects(code: CodeType) -> bool:
+    """Return whether code, or that of a function inside of it, compares two objects by ``is`` or ``in``.
+
+    A comparison with a constant, as in ``x is None`` or ``"aux" in outputs``, does not count.
+
+    Args:
+        code: The code of a function.
+    """
+    before: list[str] = []
+    for instruction in get_instructions(code):
+        if instruction.opname in ("IS_OP", "CONTAINS_OP") and not any("CONST" in each for each in before[-2:]):
+            return True
+        before.append(instruction.opname)
+    return any(compares_objects(constant) for constant in code.co_consts if type(constant) is CodeType)

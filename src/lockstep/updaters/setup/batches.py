@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, TypeAlias
 from zlib import crc32
@@ -101,7 +101,8 @@ class ListRule:
     """Decides which lists, tuples and arrays beside the tensors of a batch have one entry per sample.
 
     Those that `batch_dim` names are cut, or given whole for None. Any other must have as many entries as there are
-    samples in every batch to be cut: what had another number once is given whole from then on.
+    samples in every batch to be cut: what had another number once is given whole from then on. A number is given whole,
+    and a warning names a whole number that may count something in the batch, unless `batch_dim` names it.
 
     Args:
         batch_dim: The dimensions that count samples.
@@ -110,6 +111,7 @@ class ListRule:
     def __init__(self, batch_dim: BatchDim) -> None:
         self._dims = dims_by_name(_by_name(batch_dim)) if isinstance(batch_dim, Mapping) else {}
         self._whole: set[str] = set()
+        self._warned: set[str] = set()
         self._cut: dict[str, tuple[Any, int]] = {}
 
     def counts(self, name: str, value: Any, size: int, first: torch.Tensor) -> bool:
@@ -117,7 +119,7 @@ class ListRule:
 
         Args:
             name: The name of the value in the batch.
-            value: The list, tuple or array.
+            value: The list, tuple, array or number.
             size: The number of samples in the batch.
             first: The first tensor of the batch, which is cut into several shards.
 
@@ -125,8 +127,22 @@ class ListRule:
             ValueError: If `batch_dim` names the value and it has another length, or if it has been cut before and
                 belongs to no samples, because it has another length now or is the same object in another batch.
         """
-        length = len(value)
         named = longest_name(self._dims, name)
+        if isinstance(value, (int, float)):
+            # Entries of lists, fractions, 0 and 1 are no counts by which a loss is divided.
+            if named is None and "[" not in name and value == value // 1 > 1 and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(
+                    f"`batch` holds the number {value} at {name!r}, which every shard gets whole. If a loss is divided "
+                    "by it as by the number of samples or tokens in the batch, the gradient is too small by the number "
+                    "of shards: leave the number out, and let each shard return the mean over its own samples or "
+                    "tokens, with a weight if necessary (lockstep.token_mean() or Loss(value, weight=...)). If it is a "
+                    f"constant, such as a temperature, pass batch_dim={{{name!r}: None}}.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+            return False
+        length = len(value)
         if named is not None and self._dims[named] is None:
             return False
         if named is None and (name in self._whole or (length != size and name not in self._cut)):
@@ -211,6 +227,7 @@ class Conversion:
         shards_by_device: Sequence[Sequence[Shard]],
         devices: Sequence[torch.device],
         first: int,
+        stream: DefaultStream | None = None,
     ) -> DeviceShards:
         """Return the shards of each device with their tensors, which are on the device.
 
@@ -219,25 +236,23 @@ class Conversion:
             shards_by_device: The shards of each device.
             devices: The devices.
             first: The position of the random stream of shard 0.
+            stream: Where a converter draws, if that is open already.
 
         Determinism: While a converter of yours is called, the default generators of torch, Python and NumPy, and that
         of an accelerator, are at the start of a stream keyed by the seed, the position, the shard, and the indices of
         its samples. They are restored afterwards.
         """
-        with ExitStack() as stack:
-            stream = None
-            if self.is_own and any(type(batch) is Samples for batch in batches):
-                # Other updaters seed the default generator for their shards while they hold this lock.
-                stack.enter_context(DEFAULT_GENERATOR_LOCK)
-                stack.enter_context(restored_generators())
-                stream = stack.enter_context(DefaultStream(*devices))
-            device_shards: DeviceShards = []
-            for run, device in zip(shards_by_device, devices, strict=True):
-                device_shards.append([])
-                for shard in run:
-                    given = self._cut(batches[shard.batch], shard, device, first, stream)
-                    device_shards[-1].append((shard, given))
-            return device_shards
+        if stream is None and self.is_own and any(type(batch) is Samples for batch in batches):
+            # Other updaters seed the default generator for their shards while they hold this lock.
+            with DEFAULT_GENERATOR_LOCK, restored_generators(), DefaultStream(*devices) as opened:
+                return self.shards(batches, shards_by_device, devices, first, opened)
+        device_shards: DeviceShards = []
+        for run, device in zip(shards_by_device, devices, strict=True):
+            device_shards.append([])
+            for shard in run:
+                given = self._cut(batches[shard.batch], shard, device, first, stream)
+                device_shards[-1].append((shard, given))
+        return device_shards
 
     def _cut(self, batch: Any, shard: Shard, device: torch.device, first: int, stream: DefaultStream | None) -> Any:
         """Return the tensors of one shard: views of a batch of tensors, or copies if its samples are not adjacent."""

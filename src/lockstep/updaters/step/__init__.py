@@ -2,7 +2,6 @@
 
 from lockstep.updaters.step.assembly import Schedulers as Schedulers, assemble as assemble
 from lockstep.updaters.step.checks import (
-    check_audit as check_audit,
     check_run_options as check_run_options,
     needs_custom_step as needs_custom_step,
 )

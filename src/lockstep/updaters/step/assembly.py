@@ -14,7 +14,7 @@ from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Auditor, Deferral
-from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, join_ranks
+from lockstep.updaters.ranks import Coordinator, LocalCoordinator, RankConsistency, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
     Recipe,
@@ -75,8 +75,6 @@ def assemble(
     loss_scale: LossScale | float | None,
     timeout: Timeout,
     communicator: Communicator,
-    check_every: int,
-    differing_models: OnMismatch,
     custom_step: bool,
     carried: Carried | None,
     copy_ahead: CopyAhead,
@@ -94,8 +92,6 @@ def assemble(
         loss_scale: The argument `loss_scale`; None for the loss scale of the optimizers.
         timeout: The number of seconds after which a device counts as hung.
         communicator: The communicator of the run.
-        check_every: The number of updates within which processes compare their states.
-        differing_models: What to do with models that differ between processes.
         custom_step: Whether a step function defines the update.
         carried: What is carried from batch to batch; None for nothing.
         copy_ahead: Whether batches are copied to accelerators one update ahead.
@@ -131,14 +127,12 @@ def assemble(
     ranks = join_ranks(
         communicator,
         replicas.workloads,
-        RankConsistency(communicator, training, recipe, every=check_every, differing=differing_models),
+        RankConsistency(communicator, training, recipe),
         movable=recipe.num_shards is not None,
         measure=workloads == "auto",
     )
     measure = workloads == "auto" and (len(replicas.devices) > 1 if ranks is None else ranks.may_move)
-    engine = GradientEngine(
-        training, recipe, watch=communicator.watch, measure_speeds=measure, ranks=ranks, auditor=auditor
-    )
+    engine = GradientEngine(training, recipe, auditor, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
     # Before master weights are created, which are allocated on the devices of their parameters.
     replicas.model.to(replicas.devices[0])
     check_reached(training.optimizers, training.models)

@@ -17,7 +17,13 @@ from lockstep.updaters.attempt import FINITE, Attempt, Deferral, StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.state import TrainingState
-from lockstep.updaters.step.checks import USED_VERSION, check_no_unused_gradients, clipping_norms
+from lockstep.updaters.step.checks import (
+    GRADIENT_OF,
+    USED_VERSION,
+    VERSION_OF,
+    check_no_unused_gradients,
+    clipping_norms,
+)
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.optimizer_step import NO_STREAM, OptimizerStep
 from lockstep.updaters.step.skips import SkippedUpdates
@@ -169,10 +175,9 @@ class Committer:
 
     def mark_gradients_used(self) -> None:
         """Note that the gradients need not be kept; a later change, as by another backward, ends this."""
-        used_at = self._engine.used_at = {}
-        for parameter in self._engine.prepared.parameters:
-            used_at[id(parameter)] = parameter._version
-            gradient = parameter.grad
+        parameters = self._engine.prepared.parameters
+        self._engine.used_at = dict(zip(map(id, parameters), map(VERSION_OF, parameters), strict=True))
+        for gradient in map(GRADIENT_OF, parameters):
             if gradient is not None:
                 gradient.__dict__[USED_VERSION] = gradient._version
         for masters in self._training.masters.values():

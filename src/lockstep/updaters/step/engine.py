@@ -28,7 +28,7 @@ from lockstep.replicas import (
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.attempt import Attempt, Auditor, Exchange, Seals, UpdateContext, check_finite
+from lockstep.updaters.attempt import Attempt, Audit, Auditor, Exchange, Seals, UpdateContext, check_finite
 from lockstep.updaters.compute import (
     Clock,
     DeviceGradientTask,
@@ -56,7 +56,13 @@ from lockstep.updaters.setup import (
     read_batches,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
-from lockstep.updaters.step.checks import USED_VERSION, check_first_shards, check_no_unused_gradients, check_reached
+from lockstep.updaters.step.checks import (
+    GRADIENT_OF,
+    USED_VERSION,
+    check_first_shards,
+    check_no_unused_gradients,
+    check_reached,
+)
 from lockstep.updaters.step.next_batches import NextBatches
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
@@ -72,10 +78,10 @@ class GradientEngine:
     Args:
         training: The training state.
         recipe: The recipe of the update.
+        auditor: Chooses the shards that are computed twice.
         watch: Where this process records what it is doing.
         measure_speeds: Whether the speeds of devices are measured, to assign shards by them.
         ranks: The reduction over ranks; None for a single process.
-        auditor: Chooses the shards that are computed twice; None for none.
 
     Attributes:
         ranks: The reduction over ranks; None for a single process.
@@ -91,11 +97,11 @@ class GradientEngine:
         self,
         training: TrainingState,
         recipe: Recipe,
+        auditor: Auditor,
         *,
         watch: Watch,
         measure_speeds: bool = False,
         ranks: RankReduction | None = None,
-        auditor: Auditor | None = None,
     ) -> None:
         self.training = training
         self.recipe = recipe
@@ -119,12 +125,13 @@ class GradientEngine:
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
         self.first_updates = FirstUpdates()
-        self._auditor = auditor or Auditor(0, "raise", recipe.seed)
+        self._auditor = auditor
         self.restart_checks()
 
     def restart_checks(self) -> None:
         """Check again for parameters without a shape, and watch again for what shards should not do."""
         self.first_updates.restart(self.training.iteration)
+        self._auditor.restart(self.training.iteration)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
@@ -171,13 +178,16 @@ class GradientEngine:
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self.ranks is not None:
             self.ranks.start_attempt(attempt, self.training.iteration)
+            attempt.may_send_early = not self._auditor.is_followed(self.training.iteration)
         # The same position for all gradients of an update: a loop converts a batch once.
         first = self.first_stream() if self.conversion.is_own else 0
         copied = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
         attempt.device_shards = copied or self.conversion.shards(
             attempt.batches, share.shards_by_device, self.replicas.devices, first
         )
-        self._choose_audit(attempt, context)
+        attempt.audit, attempt.refuted = None, False
+        if self.training.iteration >= self._auditor.next:
+            self._choose_audit(attempt, context)
         is_first = self.training.iteration < self.first_updates.end
         copies = self.kept.has_changes or is_first or attempt.audit is not None
         self.kept.unsettled.append(ShardData(attempt.batches, attempt.device_shards, copied=copies))
@@ -203,11 +213,9 @@ class GradientEngine:
 
     def _choose_audit(self, attempt: Attempt, context: UpdateContext) -> None:
         """Choose the shard that is computed twice, if the update is audited."""
-        request, update, first = attempt.request, self.training.iteration, self.first_updates.start
-        attempt.audit = None
-        attempt.may_send_early = not self._auditor.is_due(update + 1, first)
+        request, update = attempt.request, self.training.iteration
         # The outputs that a `BatchLoss` gathers are computed once more for its gradient.
-        if request.gathers or request.inspect_shard is not None or not self._auditor.is_due(update, first):
+        if not self._auditor.is_due(update) or request.gathers or request.inspect_shard is not None:
             return
         rank = 0 if self.ranks is None else len(self.ranks.assignment.lower)
         everywhere = attempt.share.everywhere
@@ -381,6 +389,8 @@ class GradientEngine:
             )
             if attempt.audit is not None and not self.replicas.stopping:
                 attempt.audit.run()
+        if attempt.audit is not None and self.ranks is None:
+            attempt.refuted = self._is_refuted(attempt.audit, request.computation)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if self._speeds is not None:
             self._speeds.end_computation(device_shards)
@@ -392,13 +402,14 @@ class GradientEngine:
 
     def _remove_gradients(self, wanted: Collection[int] | None) -> None:
         """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
-        for parameter in self.prepared.parameters:
-            if (gradient := parameter.grad) is not None and gradient.__dict__.get(USED_VERSION) != gradient._version:
+        parameters = self.prepared.parameters
+        for gradient in map(GRADIENT_OF, parameters):
+            if gradient is not None and gradient.__dict__.get(USED_VERSION) != gradient._version:
                 named, optimizers = self.prepared.named_parameters, self.training.optimizers.values()
                 check_no_unused_gradients(named, wanted, self.used_at, optimizers)
-        for parameter in self.prepared.parameters:
-            if wanted is None or id(parameter) in wanted:
-                parameter.grad = None
+                break
+        for parameter in parameters if wanted is None else [each for each in parameters if id(each) in wanted]:
+            parameter.grad = None
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.
@@ -421,8 +432,7 @@ class GradientEngine:
         if attempt.gradient_context.is_first:
             check_first_shards(attempt, prepared, self.replicas.model)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
-        left_out = context.interrupts.check()
-        left_out |= self._is_refuted(attempt)
+        left_out = context.interrupts.check() or attempt.refuted
         self.watch.phase = "reduce"
         if self.ranks is not None:
             self.ranks.reduce(
@@ -455,16 +465,15 @@ class GradientEngine:
             context.settings,
         )
 
-    def _is_refuted(self, attempt: Attempt, reports: Sequence[Any] = (), exchange: Exchange | None = None) -> bool:
-        """Return whether the audit has found a wrong result, and the attempt is to be made once more."""
-        audit, request, update = attempt.audit, attempt.request, self.training.iteration
-        if audit is None or (self.ranks is not None and exchange is None):
-            return False
+    def _is_refuted(
+        self, audit: Audit, computation: int, reports: Sequence[Any] = (), exchange: Exchange | None = None
+    ) -> bool:
+        """Return whether an audit has found a wrong result, and the attempt is to be made once more."""
         # A detector that names the tensor or the generator says more than the audit.
         self._auditor.has_warned |= self.first_updates.has_warned
         verdict = None if self._auditor.has_warned else audit.verdict(reports, exchange)
         self._auditor.warn_of_buffers(audit.left)
-        return self._auditor.must_repeat(verdict, update, request.computation, self.replicas.devices)
+        return self._auditor.must_repeat(verdict, self.training.iteration, computation, self.replicas.devices)
 
     def check(self, attempt: Attempt) -> None:
         """Check whether the gradient of a complete attempt is finite, or leave the check on the device.

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter
 from typing import Any, Final
 
 import torch
@@ -33,9 +32,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from lockstep.errors import LockstepError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import ChangesOnlyGradients, MasterWeights, skipped_if
+from lockstep.updaters.step.checks import VERSION_OF
 from lockstep.updaters.step.fused import match_state_layout
-
-VERSION_OF: Final = attrgetter("_version")
 
 PER_PARAMETER: Final = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
 """Optimizers whose step of one parameter reads nothing of another."""
