@@ -109,11 +109,11 @@ def places(agent: subprocess.Popen[bytes]) -> set[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("launcher", "ranks", "options"),
     [
-        pytest.param([], 1, [], id="python"),
+        pytest.param([], 1, [], id="python", marks=pytest.mark.slow),
         pytest.param(RUN, 2, [], id="lockstep run"),
         pytest.param([], 2, ["launch"], id="launch"),
         pytest.param([*TORCHRUN, "2"], 2, [], id="torchrun"),
-        pytest.param([*TORCHRUN, "1"], 1, [], id="torchrun of one"),
+        pytest.param([*TORCHRUN, "1"], 1, [], id="torchrun of one", marks=pytest.mark.slow),
     ],
 )
 def test_on_one_machine_nothing_listens_beyond_the_loopback(

@@ -261,6 +261,15 @@ class Communicator(ABC):
         """
 
     @abstractmethod
+    def gather_owned(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Copy to every rank the tensors that each rank owns.
+
+        Args:
+            parts: For each rank the tensors that it owns, contiguous and of the same sizes and dtypes on every rank.
+                Those of the other ranks are overwritten in place.
+        """
+
+    @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks, in order of ranks, on every rank.
 

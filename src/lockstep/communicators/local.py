@@ -79,6 +79,9 @@ class LocalCommunicator(Communicator):
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Leave the tensors unchanged."""
 
+    def gather_owned(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Leave the tensors unchanged: the only rank owns all of them."""
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the object itself."""
         return [value]

@@ -35,7 +35,7 @@ from lockstep.communicators.sums import (
     sum_sparse,
     wire_format,
 )
-from lockstep.communicators.transport import Channel, MessageTable, all_reduce, broadcast, exchange
+from lockstep.communicators.transport import Channel, MessageTable, all_reduce, broadcast, exchange, gather_owned
 from lockstep.tree import PartialSum, Tensors
 
 EARLY_SLICE_DIVISOR: Final = 4
@@ -212,6 +212,10 @@ class ProcessCommunicator(Communicator):
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Copy tensors from one rank to all others; see `Communicator.broadcast`."""
         broadcast(self._channel, tensors, source)
+
+    def gather_owned(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Copy to every rank the tensors that each rank owns; see `Communicator.gather_owned`."""
+        gather_owned(self._channel, parts)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks; see `Communicator.gather_objects`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
+from lockstep.elsewhere import UPDATER, names_ours
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
@@ -19,13 +20,14 @@ from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateC
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
-from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
+from lockstep.updaters.setup import MAIN, Accumulation, Converter, batches_per_update, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
 from lockstep.updaters.step import (
     CopyAhead,
     CustomStep,
     InferenceRunner,
     Schedulers,
+    ShardOptimizer,
     assemble,
     check_run_options,
     needs_custom_step,
@@ -97,18 +99,22 @@ class ParallelUpdater(Updater):
             only device, and both results are compared by their bits before the commit. None audits the first update and
             only warns, 0 none, k every k-th and the first. It is one more call of the loss function.
         on_fault: What follows where one place is wrong: ``"raise"`` a `FaultError`, or ``"repeat"`` the update once.
+        shard_optimizer: Whether each of several processes steps a part of the weights and holds only its optimizer
+            state, with the same bits. ``"auto"`` for large models on one machine. See docs/sharding.md.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, or if arguments do not belong together.
 
     Determinism: weights, buffers and optimizer state depend on the model, the data, `num_shards`, `seed`, the other
-    arguments except `devices`, `workloads`, `timeout` and `copy_ahead`, the torch build and the processor's type.
+    arguments except `devices`, `workloads`, `timeout`, `copy_ahead` and `shard_optimizer`, the torch build and the
+    processor's type.
     With ``num_shards=None`` they also depend on the number of devices and their workloads.
 
     References: Chainer 7.8.1, ``ParallelUpdater``, for the interface; not for the arithmetic.
     """
 
+    @names_ours(UPDATER)
     def __init__(
         self,
         iterator: Iterator | Source | Mapping[str, Iterator | Source],
@@ -143,6 +149,7 @@ class ParallelUpdater(Updater):
         copy_ahead: CopyAhead = "auto",
         audit_every: int | None = None,
         on_fault: OnFault = "raise",
+        shard_optimizer: ShardOptimizer = "auto",
     ) -> None:
         recipe = recipes.Recipe(
             num_shards=num_shards,
@@ -184,11 +191,20 @@ class ParallelUpdater(Updater):
             carried=carried,
             copy_ahead=copy_ahead,
             auditor=Auditor(audit_every, on_fault, seed),
+            shard_optimizer=shard_optimizer,
         )
         self._training, self._engine = parts.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
         self._default_request = GradientRequest(default_loss, summed=is_summed(default_loss))
         self._custom = CustomStep(parts, self._default_request)
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        models = ", ".join(f"{name}: {type(each).__name__}" for name, each in self.get_all_models().items())
+        return (
+            f"{type(self).__name__}({models}; {self.shards_per_batch} shards per batch on {devices}; precision "
+            f"{self._parts.recipe.precision}; {self.epoch_detail:g} epochs, {self.iteration} updates done)"
+        )
 
     def update(self) -> UpdateResult:
         """Run one update with the iterator's next batch.
@@ -318,6 +334,18 @@ class ParallelUpdater(Updater):
         return self._training.applied_updates
 
     @property
+    def updates_per_epoch(self) -> int:
+        """The number of updates per epoch, rounded up: batches of the main iterator over those of one update now.
+
+        Raises:
+            TypeError: If the main iterator does not know its number of batches.
+        """
+        iterator = self.get_iterator()
+        if not isinstance(iterator, Sized):
+            raise TypeError(f"`iterator` must have a length, got a {type(iterator).__name__}.")
+        return -(-len(iterator) // batches_per_update(self._parts.recipe.accumulate, iterator.epoch))
+
+    @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the next attempt."""
         return self._training.loss_scale
@@ -337,6 +365,11 @@ class ParallelUpdater(Updater):
     def get_all_models(self) -> dict[str, nn.Module]:
         """Return all models by name, in a new dict."""
         return dict(self._training.models)
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether optimizers are shared out over the processes; see `Updater.shares_state`."""
+        return bool(self._training.sharded)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -397,7 +430,10 @@ class ParallelUpdater(Updater):
             iterator.finalize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything the next update depends on; a parameter that has no shape yet is None in it."""
+        """Return everything the next update depends on; a parameter that has no shape yet is None in it.
+
+        Where optimizers are shared out over processes, all of them must call this (see `shard_optimizer`).
+        """
         return state_of(self._training, num_shards=self._engine.shards_per_batch, seed=self._parts.recipe.seed)
 
     def live_state(self) -> dict[str, Any]:
@@ -425,4 +461,5 @@ class ParallelUpdater(Updater):
         self._engine.restart_checks()
         self._parts.coordinator.state_loaded()
         self._parts.skips.forget()
+        self._parts.committer.own_steps.forget()
         self._custom.forget_gradients()

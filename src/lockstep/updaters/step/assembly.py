@@ -25,10 +25,17 @@ from lockstep.updaters.setup import (
     parse_networks,
 )
 from lockstep.updaters.state import Carried, CarriedValues, TrainingState
-from lockstep.updaters.step.checks import check_fit, check_reached, choose_loss_scale, fixed_workloads
+from lockstep.updaters.step.checks import (
+    check_fit,
+    check_reached,
+    choose_loss_scale,
+    fixed_workloads,
+    warn_of_idle_devices,
+)
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
+from lockstep.updaters.step.placement import ShardOptimizer, check_shardable, share_out
 from lockstep.updaters.step.retry import OverflowRetry
 from lockstep.updaters.step.skips import SkippedUpdates
 
@@ -79,6 +86,7 @@ def assemble(
     carried: Carried | None,
     copy_ahead: CopyAhead,
     auditor: Auditor,
+    shard_optimizer: ShardOptimizer,
 ) -> Parts:
     """Check the arguments of an updater that are not in its recipe, and create its parts.
 
@@ -96,6 +104,7 @@ def assemble(
         carried: What is carried from batch to batch; None for nothing.
         copy_ahead: Whether batches are copied to accelerators one update ahead.
         auditor: Chooses the shards that are computed twice.
+        shard_optimizer: Whether ranks share out the steps and the state of optimizers.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -111,6 +120,7 @@ def assemble(
     networks = parse_networks(model)
     # Before replicas are created: nothing of the user's is touched until its arguments are known to fit.
     check_fit(recipe, networks, optimizers, carried, custom_step=custom_step)
+    check_shardable(shard_optimizer, optimizers, networks.module)
     fixed = fixed_workloads(recipe, workloads)
     replicas = ReplicaSet(networks.module, devices, workloads=fixed, timeout=timeout)
     training = TrainingState(
@@ -151,9 +161,14 @@ def assemble(
             f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
             "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
             "results that do not.",
-            stacklevel=3,
+            stacklevel=4,
         )
+    if communicator.rank == 0:
+        warn_of_idle_devices(recipe, training.iterator, devices=len(replicas.devices) * communicator.size)
     coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
+    shared = share_out(
+        training, communicator, shard_optimizer, coordinator, one_machine=ranks is None or ranks.one_machine
+    )
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
     skips = SkippedUpdates(training, recipe.max_skipped)
     return Parts(
@@ -164,7 +179,15 @@ def assemble(
         coordinator,
         engine,
         OverflowRetry(engine, training, recipe, deferral, coordinator),
-        Committer(engine, training, deferral, skips, auto_new_epoch=recipe.auto_new_epoch, clip=recipe.clip_grad_norm),
+        Committer(
+            engine,
+            training,
+            deferral,
+            skips,
+            auto_new_epoch=recipe.auto_new_epoch,
+            clip=recipe.clip_grad_norm,
+            shared=shared,
+        ),
         deferral,
         skips,
     )

@@ -185,9 +185,8 @@ class GradientEngine:
         attempt.device_shards = copied or self.conversion.shards(
             attempt.batches, share.shards_by_device, self.replicas.devices, first
         )
-        attempt.audit, attempt.refuted = None, False
-        if self.training.iteration >= self._auditor.next:
-            self._choose_audit(attempt, context)
+        attempt.refuted, is_due = False, self.training.iteration >= self._auditor.next
+        attempt.audit = self._choose_audit(attempt, context) if is_due else None
         is_first = self.training.iteration < self.first_updates.end
         copies = self.kept.has_changes or is_first or attempt.audit is not None
         self.kept.unsettled.append(ShardData(attempt.batches, attempt.device_shards, copied=copies))
@@ -211,15 +210,15 @@ class GradientEngine:
             reads_buffers=self.training.iteration == self.first_updates.start,
         )
 
-    def _choose_audit(self, attempt: Attempt, context: UpdateContext) -> None:
-        """Choose the shard that is computed twice, if the update is audited."""
+    def _choose_audit(self, attempt: Attempt, context: UpdateContext) -> Audit | None:
+        """Choose the shard that is computed twice, or None if the update is not audited."""
         request, update = attempt.request, self.training.iteration
         # The outputs that a `BatchLoss` gathers are computed once more for its gradient.
         if not self._auditor.is_due(update) or request.gathers or request.inspect_shard is not None:
-            return
+            return None
         rank = 0 if self.ranks is None else len(self.ranks.assignment.lower)
         everywhere = attempt.share.everywhere
-        attempt.audit = audit = self._auditor.choose(everywhere, rank, update, movable=not _draws(attempt.batches))
+        audit = self._auditor.choose(everywhere, rank, update, movable=not _draws(attempt.batches))
         buffers = [ref.path for ref in self.prepared.buffer_refs]
         carried = () if self.training.carried is None else self.training.carried.names
         audit.names = [
@@ -228,6 +227,7 @@ class GradientEngine:
             *(f"{name!r}" for name in (*buffers, *carried)),
         ]
         audit.compute = partial(self._compute_again, attempt, context)
+        return audit
 
     def _record(self, attempt: Attempt, shard: Shard, gradients: Tensors, report: ShardReport) -> None:
         """Keep the checksums of the shard that is audited, and of buffers that shards may disagree on."""
