@@ -23,6 +23,7 @@ PUBLIC = [
     "DisagreementError",
     "DynamicLossScale",
     "EndOfDataError",
+    "FaultError",
     "Extension",
     "IterableBatches",
     "LRFinderResult",

@@ -244,7 +244,7 @@ def check_buffers(sums: Sequence[AnyBufferSum], refs: Sequence[BufferRef], sizes
 
 
 def is_averaged_silently(ref: BufferRef, buffer: torch.Tensor, rules: BufferRules) -> bool:
-    """Return whether a buffer is averaged over shards though nobody has said so.
+    """Return whether a buffer is averaged over shards without a rule that you have given.
 
     Args:
         ref: The buffer.

@@ -80,7 +80,7 @@ class Audit:
         """Return what this rank has computed, to be sent to the other ranks."""
         return [None if each is None else f"{crc32(repr(each).encode()):08x}" for each in (self.first, self.again)]
 
-    def verdict(self, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None) -> Verdict | None:
+    def finding(self, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None) -> Finding | None:
         """Compare both computations; if they differ, compute the shard again until it is known which is wrong.
 
         Args:
@@ -88,7 +88,7 @@ class Audit:
             exchange: Exchanges messages between the ranks; None in a single process.
 
         Returns:
-            The verdict; None if both are equal, or if one was left out after an interrupt.
+            The finding; None if both are equal, or if one was left out after an interrupt.
         """
         pair = [[each for report in reports or [self.to_plain()] if (each := report[turn])] for turn in range(2)]
         if not all(pair) or pair[0][0] == pair[1][0]:
@@ -99,7 +99,7 @@ class Audit:
         for place in [self.spare, self.other] if self.spare == self.place != self.other else [self.spare]:
             found = self.compute(place[1]) if place[0] == self.rank else None
             votes.append((place, self._gather(found, exchange)))
-        return Verdict.of(self, votes)
+        return Finding.of(self, votes)
 
     def _gather(self, own: Seals | None, exchange: Exchange | None) -> Seals | None:
         """Return the checksums that one of the ranks has."""
@@ -110,7 +110,7 @@ class Audit:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Finding:
     """What several computations of a shard say.
 
     Attributes:
@@ -128,7 +128,7 @@ class Verdict:
     computations: int
 
     @classmethod
-    def of(cls, audit: Audit, votes: Sequence[tuple[Place, Seals | None]]) -> Verdict:
+    def of(cls, audit: Audit, votes: Sequence[tuple[Place, Seals | None]]) -> Finding:
         """Count the results.
 
         Args:
@@ -262,11 +262,11 @@ class Auditor:
         shard = shards[crc32(f"{self._seed} {update}".encode()) % len(shards)]
         return Audit(shard, place, other, spares[turn % len(spares)], rank)
 
-    def must_repeat(self, verdict: Verdict | None, update: int, computation: int, devices: Any) -> bool:
+    def must_repeat(self, finding: Finding | None, update: int, computation: int, devices: Any) -> bool:
         """Raise, warn or log if an audit has found a difference; return whether the attempt is made once more.
 
         Args:
-            verdict: What was found; None for nothing.
+            finding: What was found; None for nothing.
             update: The number of updates that are done.
             computation: The number of gradients that the update has computed before.
             devices: The devices of this process.
@@ -274,18 +274,18 @@ class Auditor:
         Raises:
             FaultError: If a place is wrong.
         """
-        if verdict is None:
+        if finding is None:
             return False
-        if self._every is None or not verdict.is_repeatable:
+        if self._every is None or not finding.is_repeatable:
             self.has_warned = True
-            warnings.warn(f"{verdict.text(update, devices)} {CAUSES}", DeterminismWarning, stacklevel=2)
+            warnings.warn(f"{finding.text(update, devices)} {CAUSES}", DeterminismWarning, stacklevel=2)
             return False
-        error = verdict.error(update, devices)
-        if self._on_fault == "raise" or not verdict.wrong or self._repeated == (update, computation):
+        error = finding.error(update, devices)
+        if self._on_fault == "raise" or not finding.wrong or self._repeated == (update, computation):
             raise error
         # A place that is wrong twice in one update is not used any further.
         self._repeated = update, computation
-        LOG.warning("%s The update is repeated.", verdict.text(update, devices))
+        LOG.warning("%s The update is repeated.", finding.text(update, devices))
         return True
 
     def warn_of_buffers(self, left: dict[str, set[int]]) -> None:

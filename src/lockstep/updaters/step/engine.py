@@ -471,9 +471,9 @@ class GradientEngine:
         """Return whether an audit has found a wrong result, and the attempt is to be made once more."""
         # A detector that names the tensor or the generator says more than the audit.
         self._auditor.has_warned |= self.first_updates.has_warned
-        verdict = None if self._auditor.has_warned else audit.verdict(reports, exchange)
+        finding = None if self._auditor.has_warned else audit.finding(reports, exchange)
         self._auditor.warn_of_buffers(audit.left)
-        return self._auditor.must_repeat(verdict, self.training.iteration, computation, self.replicas.devices)
+        return self._auditor.must_repeat(finding, self.training.iteration, computation, self.replicas.devices)
 
     def check(self, attempt: Attempt) -> None:
         """Check whether the gradient of a complete attempt is finite, or leave the check on the device.
