@@ -34,6 +34,10 @@ class EndOfDataError(LockstepError, RuntimeError):
     """The iterator ended before the run; the state is that after the last update."""
 
 
+class PortableKernelsError(LockstepError, RuntimeError):
+    """This machine, this build of torch or an operation has no portable kernels, or they were chosen too late."""
+
+
 class ReplicaError(LockstepError, RuntimeError):
     """The computation of a shard raised an error, which is the ``__cause__``, or its thread did not end in time.
 

@@ -88,7 +88,6 @@ class ParallelUpdater(Updater):
             The first one is named in a `NonFiniteWarning`. The log reads checks that are still on the device.
         buffers: ``"mean"`` over shards by samples, ``"sum"`` of changes, ``"min"``, ``"max"``, ``"first"``, or a dict.
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
-        epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
         timeout: Seconds, above 0, after which a device counts as hung; None for never. ``"auto"`` is half an hour for
             all but the first device.
@@ -142,7 +141,6 @@ class ParallelUpdater(Updater):
         max_skipped: int | None = 100,
         buffers: BufferRules = "mean",
         scheduler: Schedulers | None = None,
-        epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
@@ -183,7 +181,7 @@ class ParallelUpdater(Updater):
             optimizer=optimizer,
             model=model,
             placement=(devices, workloads),
-            schedulers=(scheduler, epoch_scheduler),
+            scheduler=scheduler,
             loss_scale=loss_scale,
             timeout=timeout,
             communicator=joined,

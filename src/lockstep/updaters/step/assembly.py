@@ -78,7 +78,7 @@ def assemble(
     optimizer: Any,
     model: Any,
     placement: tuple[Any, Any],
-    schedulers: tuple[Any, Any],
+    scheduler: Any,
     loss_scale: LossScale | float | None,
     timeout: Timeout,
     communicator: Communicator,
@@ -96,7 +96,7 @@ def assemble(
         optimizer: The argument `optimizer`.
         model: The argument `model`.
         placement: The arguments `devices` and `workloads`.
-        schedulers: The arguments `scheduler` and `epoch_scheduler`.
+        scheduler: The argument `scheduler`.
         loss_scale: The argument `loss_scale`; None for the loss scale of the optimizers.
         timeout: The number of seconds after which a device counts as hung.
         communicator: The communicator of the run.
@@ -128,8 +128,7 @@ def assemble(
         models=networks.modules,
         optimizers=optimizers,
         iterators=iterators_by_name(iterator),
-        schedulers=named_schedulers("scheduler", schedulers[0], optimizers),
-        epoch_schedulers=named_schedulers("epoch_scheduler", schedulers[1], optimizers),
+        schedulers=named_schedulers(scheduler, optimizers),
         scale=CurrentScale(choose_loss_scale(loss_scale, optimizers)),
         carried=None if carried is None else CarriedValues(carried, replicas.devices[0]),
     )
