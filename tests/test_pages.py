@@ -23,6 +23,7 @@ PAGES = {
     "how-to/buffers.md": 1,
     "how-to/clipping-and-schedules.md": 6,
     "how-to/data.md": 8,
+    "how-to/streams.md": 2,
     "how-to/debugging-nan.md": 3,
     "how-to/evaluation.md": 4,
     "how-to/logging.md": 2,

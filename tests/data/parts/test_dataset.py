@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -247,3 +248,25 @@ def test_arguments_are_checked() -> None:
         some_parts()[265]
     with pytest.raises(ValueError, match="`dataset` must hold at least one sample"):
         ls.BatchIterator(Parts([Numbers("a", [])]), 4)
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_200_000_samples(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(f"{number:0100}\n" for number in range(100_000)))
+    parts = Parts([TextLines(path, block=200)], num_sections=8)
+    batches = ls.BatchIterator(parts, 400, shuffle=True, sample_streams=False)
+    found = []
+    tracemalloc.start()
+    try:
+        for count in range(500):
+            batch = list(next(batches))
+            assert len(batch) == 400
+            if count % 100 == 99:
+                del batch
+                found.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert batches.epoch == 2
+    # 40,000 samples of 100 bytes would be 4 MB more each time.
+    assert max(found[1:]) < found[0] + 500_000
