@@ -11,7 +11,9 @@ python3 dev.py test [options]     the checks and all tests but the slow ones; wi
 """
 
 import hashlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +34,9 @@ PYTHON = ENVIRONMENT / ("Scripts/python.exe" if os.name == "nt" else "bin/python
 # As many processes as CI has cores. The tests of a file share fixtures, so one process runs them all. The files
 # keep their order: the longest, which start processes, come early, and neither process waits for the other's last.
 TWO_PROCESSES = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+
+MOST_SECOND_CHANCES = 5
+"""The number of failed tests above which none is run again: what breaks more is no accident."""
 
 
 def prepare(extra: str) -> None:
@@ -59,6 +64,8 @@ def prepare(extra: str) -> None:
 
 def run(*arguments: str) -> None:
     """Run the environment's Python from the project's root; end with its exit status if that is not 0."""
+    # Tests start Python often; without stored bytecode, each start would compile all modules again.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     status = subprocess.run([str(PYTHON), *arguments], cwd=ROOT, check=False).returncode
     if status != 0:
         sys.exit(status)
@@ -123,7 +130,34 @@ def slow(options: list[str]) -> None:
 def test(options: list[str]) -> None:
     """Run all checks and tests, cheapest first; two processes share the tests unless there are options."""
     check([])
-    run("-m", "pytest", *(options or TWO_PROCESSES))
+    if options:
+        run("-m", "pytest", *options)
+    else:
+        sys.exit(run_with_second_chance(PYTHON, ROOT, ENVIRONMENT / "pytest_cache", [*TWO_PROCESSES, "--some-slow=3"]))
+
+
+def run_with_second_chance(python: Path, folder: Path, cache: Path, options: list[str]) -> int:
+    """Run the tests of a folder, and run those that failed once more, alone, if they are few; return the exit status.
+
+    Args:
+        python: The interpreter.
+        folder: The folder.
+        cache: Where pytest is to write which tests have failed. What is there is removed.
+        options: The options of pytest in the first run.
+    """
+    shutil.rmtree(cache, ignore_errors=True)
+    command = [str(python), "-m", "pytest", "-o", f"cache_dir={cache}"]
+    status = subprocess.run([*command, *options], cwd=folder, check=False).returncode
+    noted = cache / "v" / "cache" / "lastfailed"
+    failed = list(json.loads(noted.read_text())) if status == 1 and noted.exists() else []
+    if not 0 < len(failed) <= MOST_SECOND_CHANCES:
+        return status
+    print("\nFAILED in the shared run, and run once more alone:", *failed, sep="\n  ", flush=True)
+    # All markers are chosen, because a slow test may be among them.
+    status = subprocess.run([*command, "-m", "", *failed], cwd=folder, check=False).returncode
+    if status == 0:
+        print("\nFAILED first and PASSED alone; find out why, and mend it:", *failed, sep="\n  ", flush=True)
+    return status
 
 
 TASKS = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -16,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from tests.support import zygote
 from tests.support.emulated.pool import POOL as EMULATED_POOL
 from tests.support.rank_pool import POOL
+from tests.support.selection import leave_repeated_values_to_slow, sample_of_slow, seed_of_samples
 from tests.support.settings import differences, environment, new_threads, process_settings, random_kernels_are_ours
 from tests.support.tiers import has_no_unit_tests, sort_into_tiers
 from tests.support.waiting import LONG
@@ -23,14 +26,31 @@ from tests.support.waiting import LONG
 # A commit passes or fails whenever and wherever it is tested: no clock judges an example, and the examples
 # are the same each time. `--hypothesis-profile=search` draws others.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", settings.get_profile("search"), derandomize=True, database=None)
+settings.register_profile("same", settings.get_profile("search"), derandomize=True, database=None, max_examples=25)
 settings.load_profile("same")
 
 
-@pytest.hookimpl(tryfirst=True)  # before the option -m chooses among the tests
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its tiers."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run include some of the slow tests."""
+    parser.addoption("--some-slow", type=int, default=0, metavar="N", help="run N of the slow tests, too")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around the option -m, which chooses among the tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark each test with its tiers, and keep a sample of the slow ones."""
     sort_into_tiers(items)
+    leave_repeated_values_to_slow(items)
+    sample = sample_of_slow(items, config.getoption("--some-slow"))
+    positions = {item: index for index, item in enumerate(items)}
+    items[:] = [item for item in items if item not in sample]
+    yield
+    items[:] = sorted([*items, *sample], key=positions.__getitem__)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Say what the sample of slow tests depends on."""
+    number = config.getoption("--some-slow")
+    return [f"{number} slow tests, drawn with seed {seed_of_samples()}"] if number else []
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -66,6 +86,14 @@ def pooled_ranks() -> Iterator[None]:
     POOL.close()
     EMULATED_POOL.close()
     zygote.ZYGOTE.close()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Let a test draw the same numbers wherever it runs, alone or after others."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -126,6 +126,7 @@ def imported() -> dict[str, Any]:
 def test_the_public_names(imported: dict[str, Any]) -> None:
     parts = {
         "communicators",
+        "elsewhere",
         "errors",
         "integers",
         "nest",

@@ -178,7 +178,6 @@ RECIPES: Mapping[str, Recipe] = {
     "weightless shards": Recipe(trained(perceptron, loss_fn=partly_weightless, num_shards=6)),
     "layers reached in some shards": Recipe(trained(perceptron, adamw, loss_fn=partly_reached)),
     "a watched first device": Recipe(trained(images, data=pixels, timeout=120.0)),
-    "everything compared at every update": Recipe(trained(images, adamw, data=pixels, check_every=1)),
     "resumed": Recipe(resumed),
     "batches of a list": Recipe(from_a_list, ONE_RANK),
     "standard": Recipe(standard, ONE_DEVICE),

@@ -5,6 +5,9 @@
 The names below are the public interface. `docs/` explains how they fit together.
 """
 
+import sys as _sys
+import typing as _typing
+
 from lockstep import (
     data as data,
     extensions as extensions,
@@ -27,6 +30,7 @@ from lockstep.data import (
     collate as collate,
 )
 from lockstep.digest import digest as digest
+from lockstep.elsewhere import missing_name as _missing_name
 from lockstep.errors import (
     DeterminismWarning as DeterminismWarning,
     DisagreementError as DisagreementError,
@@ -92,3 +96,9 @@ from lockstep.updaters import (
     supervised as supervised,
     token_mean as token_mean,
 )
+
+if not _typing.TYPE_CHECKING:  # checkers of types know which names there are
+
+    def __getattr__(name: str) -> object:
+        """Raise an error that says where the name is, or what it is called here."""
+        raise _missing_name(_sys.modules[__name__], name, [extensions, metrics, triggers, optim, data])

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
+from os import PathLike
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -189,6 +190,12 @@ def entries(*states: Any) -> Iterator[Entry]:
         TypeError: If a state holds something whose bits do not mean the same on every machine.
     """
     for index, state in enumerate(states):
+        if isinstance(state, str | PathLike | type):
+            what = f"the class {state.__name__}" if isinstance(state, type) else repr(state)
+            raise TypeError(
+                f"`states` must be modules, optimizers, tensors or containers of these, got {what}. Pass the object "
+                "itself. For the digests of a run's snapshots, call `lockstep snapshots PATH`."
+            )
         yield from _walk(state.state_dict() if isinstance(state, _Stateful) else state, (index,))
 
 

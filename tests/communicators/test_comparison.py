@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import time
@@ -155,8 +156,13 @@ def test_float32_precisions_of_either_api_are_told_apart() -> None:
 
 def test_variables_that_choose_kernels_are_fields_and_those_about_places_are_not() -> None:
     plain = kernel_class([CPU], {})
-    chosen = kernel_class([CPU], {"MKL_CBWR": "AVX2", "OMP_NUM_THREADS": "7", "HOME": "/root"})
-    assert chosen == {**plain, "$MKL_CBWR": "AVX2"}
+    named = {"MKL_CBWR": "AVX2", "FBGEMM_NO_JIT": "1", "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX2"}
+    chosen = kernel_class([CPU], {**named, "OMP_NUM_THREADS": "7", "HOME": "/root"})
+    assert chosen == {**plain, **{f"${name}": value for name, value in named.items()}}
+
+
+def test_the_c_library_is_a_field() -> None:
+    assert kernel_class([CPU], {})["C library"] == " ".join(platform.libc_ver())
 
 
 def test_the_first_differing_fields_are_named() -> None:

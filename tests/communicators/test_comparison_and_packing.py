@@ -48,7 +48,8 @@ def models(communicator: ProcessCommunicator, tensors: dict[str, torch.Tensor]) 
     model = MLP.model()
     with torch.no_grad():
         dict(model.named_parameters())["0.bias"][:2] += tensors["b"]
-    options = {"num_shards": SIZE, "differing_models": "refuse", "communicator": communicator}
+    communicator.differing_models = "refuse"
+    options = {"num_shards": SIZE, "communicator": communicator}
     with finalized(updater_for(MLP, model=model, **options)) as updater:
         updater.update()
 

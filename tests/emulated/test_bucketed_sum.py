@@ -60,6 +60,7 @@ def on_ranks(function: Any, size: int, *arguments: Any) -> list[Any]:
     return run_on_ranks(function, size, *arguments, pool=POOL)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("num_devices", [1, 2])
 @pytest.mark.parametrize("num_shards", [8, 11])

@@ -54,7 +54,7 @@ class Payload:
 
 # What torch's c10d rendezvous has under its key, and what whoever unpickles any other value would be given.
 pickled = pickle.dumps(Payload())
-store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=timedelta(seconds=30))
+store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=timedelta(seconds=240))
 for key in store.list_keys():
     store.set(key, base64.b64encode(pickled) if "torch.rendezvous" in key else pickled)
 """
@@ -109,11 +109,11 @@ def places(agent: subprocess.Popen[bytes]) -> set[tuple[str, int]]:
 @pytest.mark.parametrize(
     ("launcher", "ranks", "options"),
     [
-        pytest.param([], 1, [], id="python"),
+        pytest.param([], 1, [], id="python", marks=pytest.mark.slow),
         pytest.param(RUN, 2, [], id="lockstep run"),
         pytest.param([], 2, ["launch"], id="launch"),
         pytest.param([*TORCHRUN, "2"], 2, [], id="torchrun"),
-        pytest.param([*TORCHRUN, "1"], 1, [], id="torchrun of one"),
+        pytest.param([*TORCHRUN, "1"], 1, [], id="torchrun of one", marks=pytest.mark.slow),
     ],
 )
 def test_on_one_machine_nothing_listens_beyond_the_loopback(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import lockstep as ls
@@ -96,7 +96,6 @@ class Model(nn.Module):
 OUTPUT_DIM = {"others[0]": 1}
 
 
-@settings(max_examples=60, deadline=None)
 @given(BATCHES, LOADS, st.integers(1, 9), st.none() | st.integers(1, 7))
 def test_gradients_are_those_of_one_device(
     spec: tuple[Leaf, Any], loads: list[float], num_samples: int, num_shards: int | None
@@ -169,7 +168,6 @@ def bits(loads: list[float], num_shards: int | None, num_samples: int) -> str:
     return ls.digest(model, seen, torch.get_rng_state())
 
 
-@settings(max_examples=25, deadline=None)
 @given(LOADS, st.integers(2, 6), st.integers(12, 20))
 def test_with_a_number_of_shards_devices_and_loads_do_not_matter(
     loads: list[float], num_shards: int, num_samples: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 
 import lockstep as ls
@@ -111,7 +111,6 @@ def results(module: nn.Module, call: Call) -> list[torch.Tensor]:
     return [each.detach() for each in [*outputs, *gradients]]
 
 
-@settings(max_examples=80, deadline=None)
 @given(calls())
 def test_any_split_of_any_nest_gives_what_one_device_gives(call: Call) -> None:
     num_inputs = len(nest.tensors(inputs_of(call)[0]))
@@ -133,7 +132,6 @@ def test_any_split_of_any_nest_gives_what_one_device_gives(call: Call) -> None:
         assert (own - other).norm() <= CLOSE * max(other.norm(), 1.0)
 
 
-@settings(max_examples=30, deadline=None)
 @given(calls(), st.integers(1, 6), st.integers(0, 2**32 - 1))
 def test_with_a_number_of_shards_devices_and_workloads_change_no_bit(call: Call, num_shards: int, seed: int) -> None:
     num_inputs = len(nest.tensors(inputs_of(call)[0]))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD
 
@@ -46,7 +46,6 @@ def start() -> list[torch.nn.Parameter]:
     return [torch.nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rates=RATES,
     momentum=st.sampled_from([0.0, 0.5, 0.9, 0.99]),
@@ -63,7 +62,6 @@ def test_corrected_velocity_follows_the_free_one_under_any_schedule(
     torch.testing.assert_close(inside, free, rtol=0, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(rates=RATES, momentum=st.sampled_from([0.0, 0.5, 0.9]))
 def test_without_correction_the_forms_part_as_the_equations_say(rates: list[float], momentum: float) -> None:
     free = run(CorrectedMomentumSGD(start(), momentum=momentum), rates, [])

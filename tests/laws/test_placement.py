@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.runs import EQUAL, ONE, PLACEMENTS, Placement, digests, train
+from tests.support.runs import DAILY, EQUAL, ONE, Placement, digests, train
 from tests.support.workloads import CONVNET, MLP, TRANSFORMER, WIDE, Workload
 
 RECIPES = [
@@ -25,11 +25,15 @@ def two_intra_op_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("work", [MLP, CONVNET, TRANSFORMER], ids=repr)
-def test_devices_are_only_places(work: Workload, precision: str, recipe: dict[str, object]) -> None:
-    found = digests(work, PLACEMENTS, precision=precision, **recipe)
+@DAILY
+def test_devices_are_only_places(
+    placements: list[Placement], work: Workload, precision: str, recipe: dict[str, object]
+) -> None:
+    found = digests(work, placements, precision=precision, **recipe)
     assert len(set(found.values())) == 1, found
 
 
@@ -39,8 +43,9 @@ def test_the_law_is_not_empty_the_number_of_shards_changes_the_result(work: Work
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "corrected"])
-def test_summing_and_stepping_side_by_side_changes_no_bit(optimizer: str) -> None:
-    found = digests(WIDE, PLACEMENTS, num_shards=5, optimizer=optimizer, updates=10)
+@DAILY
+def test_summing_and_stepping_side_by_side_changes_no_bit(placements: list[Placement], optimizer: str) -> None:
+    found = digests(WIDE, placements, num_shards=5, optimizer=optimizer, updates=10)
     assert len(set(found.values())) == 1, found
 
 
@@ -55,14 +60,16 @@ def test_the_ambient_number_of_intra_op_threads_changes_no_bit(work: Workload) -
 
 
 @pytest.mark.parametrize("accumulate", [2, 3])
-def test_the_law_holds_for_accumulated_batches(accumulate: int) -> None:
-    found = digests(CONVNET, PLACEMENTS, num_shards=3, accumulate=accumulate, updates=10)
+@DAILY
+def test_the_law_holds_for_accumulated_batches(placements: list[Placement], accumulate: int) -> None:
+    found = digests(CONVNET, placements, num_shards=3, accumulate=accumulate, updates=10)
     assert len(set(found.values())) == 1, found
 
 
 @pytest.mark.parametrize("buffers", ["mean", "first"])
-def test_the_law_holds_for_both_rules_of_buffers(buffers: str) -> None:
-    found = digests(CONVNET, PLACEMENTS, num_shards=5, buffers=buffers, updates=10)
+@DAILY
+def test_the_law_holds_for_both_rules_of_buffers(placements: list[Placement], buffers: str) -> None:
+    found = digests(CONVNET, placements, num_shards=5, buffers=buffers, updates=10)
     assert len(set(found.values())) == 1, found
 
 

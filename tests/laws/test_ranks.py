@@ -27,7 +27,7 @@ def alone() -> dict[str, str]:
     return in_one_process(list(RUNS))
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, 4])
+@pytest.mark.parametrize("size", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 4))])
 def test_processes_are_only_places(size: int, alone: dict[str, str]) -> None:
     for rank, found in enumerate(run_on_ranks(all_runs, size, list(RUNS), [1, 2])):
         differing = [key for key, digest in found.items() if digest != alone[key[0]]]

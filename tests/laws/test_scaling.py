@@ -50,6 +50,7 @@ def gradients(seed: int, num_updates: int = NUM_UPDATES) -> list[torch.Tensor]:
     return drawn
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -84,6 +85,7 @@ class Spoiled(nn.Module):
         return (self.weight * x).sum()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("on_overflow", ["retry", "next", "skip"])
 @pytest.mark.parametrize("fused", [False, True])
 def test_whatever_comes_the_weights_of_an_updater_stay_finite(on_overflow: str, fused: bool) -> None:

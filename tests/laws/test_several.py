@@ -14,7 +14,7 @@ from torch.nn import functional
 import lockstep as ls
 from tests.support.faults import fail, interrupt
 from tests.support.gan import PHASES, GanStep, gan, generator_loss, run, snapshot
-from tests.support.runs import PLACEMENTS, Placement, digests
+from tests.support.runs import DAILY, UNEVEN, Placement, digests
 from tests.support.workloads import Workload
 
 UPDATES = 7
@@ -22,15 +22,16 @@ UPDATES = 7
 FAULT_AT = 3
 
 
-def test_devices_are_only_places_for_a_gan() -> None:
-    found = {placement: run(gan(placement=placement), UPDATES) for placement in PLACEMENTS}
+@DAILY
+def test_devices_are_only_places_for_a_gan(placements: list[Placement]) -> None:
+    found = {placement: run(gan(placement=placement), UPDATES) for placement in placements}
     assert len(set(found.values())) == 1, found
     assert run(gan(num_shards=6), UPDATES) not in found.values()
 
 
 def test_devices_are_only_places_for_a_gan_in_low_precision_with_a_loss_scale() -> None:
     recipe: dict[str, Any] = {"precision": "bf16", "loss_scale": ls.DynamicLossScale(interval=3)}
-    found = {placement: run(gan(placement=placement, **recipe), UPDATES) for placement in PLACEMENTS[:3]}
+    found = {placement: run(gan(placement=placement, **recipe), UPDATES) for placement in UNEVEN}
     assert len(set(found.values())) == 1, found
 
 
@@ -61,9 +62,10 @@ def contrast(model: nn.Module, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor
     return functional.cross_entropy(first @ second.T / 0.2, torch.arange(len(x)))
 
 
-def test_devices_are_only_places_for_a_contrastive_model() -> None:
+@DAILY
+def test_devices_are_only_places_for_a_contrastive_model(placements: list[Placement]) -> None:
     views = Workload("two views", TwoViews, (6,))
-    found = digests(views, PLACEMENTS, num_shards=2, loss_fn=contrast, batch_size=8)
+    found = digests(views, placements, num_shards=2, loss_fn=contrast, batch_size=8)
     assert len(set(found.values())) == 1, found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from lockstep.compat.nnabla import LAMB
 from lockstep.optim import CorrectedMomentumSGD, HookedOptimizer, MomentumSGD, hooks
@@ -69,7 +69,6 @@ def bits(optimizer: HookedOptimizer) -> list[bytes]:
     return [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors]
 
 
-@settings(max_examples=50, deadline=None)
 @given(cls=CLASSES, groups=GROUPS, missing=MISSING)
 def test_any_way_of_taking_parts_gives_the_same_bits(
     cls: type[HookedOptimizer], groups: list[dict[str, Any]], missing: list[set[int]]
@@ -90,7 +89,6 @@ def test_any_way_of_taking_parts_gives_the_same_bits(
     assert whole.t == parted.t == len(missing)
 
 
-@settings(max_examples=50, deadline=None)
 @given(cls=CLASSES, groups=GROUPS, missing=MISSING, cut=st.integers(0, 5))
 def test_save_and_load_in_the_middle_changes_no_bit(
     cls: type[HookedOptimizer], groups: list[dict[str, Any]], missing: list[set[int]], cut: int
@@ -117,7 +115,6 @@ def test_save_and_load_in_the_middle_changes_no_bit(
     assert straight.t == resumed.t
 
 
-@settings(max_examples=50, deadline=None)
 @given(cls=CLASSES, groups=GROUPS, missing=MISSING)
 def test_frozen_and_skipped_parameters_stay(
     cls: type[HookedOptimizer], groups: list[dict[str, Any]], missing: list[set[int]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 import lockstep as ls
 from lockstep.digest import TensorDigest, tensor_digest
@@ -47,7 +47,6 @@ def through_json(tree: Any) -> Any:
     return decode(json.loads(json.dumps(encode(tree, ("tree",), []))), str, depth=200)
 
 
-@settings(max_examples=50)
 @given(TREES)
 def test_trees_of_plain_values_are_read_as_they_were(tree: Any) -> None:
     assert described(through_json(tree)) == described(tree)

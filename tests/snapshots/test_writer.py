@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -214,6 +215,26 @@ def test_learning_rates_of_0_explain_an_unchanged_state(tmp_path: Path, rates: l
         else:  # nothing says why the weights did not change
             with pytest.warns(SnapshotWarning, match="No tensor"):
                 writer.wait()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_folder_that_is_gone_comes_back_locked(tmp_path: Path, moved: bool) -> None:
+    out, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    with SnapshotWriter(out, run_id=RUN, keep=2) as writer:
+        for update in (1, 2):
+            writer.save(small_content(update), must=True)
+        writer.wait()
+        out.rename(elsewhere) if moved else shutil.rmtree(out)
+        writer.save(small_content(3), must=True)
+        with pytest.warns(SnapshotWarning, match=r"run/snapshots was removed or moved\. A new one is there") as caught:
+            writer.wait()
+        assert len(caught) == 1
+        with pytest.raises(SnapshotError, match="in use by process"):
+            SnapshotWriter(out, run_id=RUN)
+        for update in (4, 5):
+            writer.save(small_content(update), must=True)
+    assert updates(out) == [4, 5]
+    assert updates(elsewhere) == ([1, 2] if moved else [])
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:

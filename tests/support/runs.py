@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -33,6 +34,12 @@ class Placement:
 ONE = Placement(1)
 EQUAL = [ONE, Placement(2), Placement(3), Placement(4)]
 PLACEMENTS = [*EQUAL, Placement(2, (3, 1)), Placement(3, (1, 2, 5)), Placement(4, (4, 1, 1, 2))]
+UNEVEN = [ONE, *PLACEMENTS[-2:]]
+"""One device, and several of unequal speed, whose shards are no whole subtrees."""
+DAILY = pytest.mark.parametrize(
+    "placements", [pytest.param(UNEVEN, id="uneven"), pytest.param(PLACEMENTS, id="all", marks=pytest.mark.slow)]
+)
+"""Compares two placements daily, and all of them in the slow tests."""
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3),

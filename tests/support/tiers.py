@@ -27,14 +27,15 @@ USES = {
         "num_workers",
         "run_on_ranks",
         "run_verify",
+        "run_with_second_chance",
         "spawn",
         "spawned_by_forks",
         "subprocess",
     },
-    "laws": {"EQUAL", "PLACEMENTS", "digests"},
+    "laws": {"DAILY", "EQUAL", "PLACEMENTS", "UNEVEN", "digests"},
     "programs": {"runpy"},
     "compiled": {"fresh_compiler"},
-    "deadlines": {"PeerWatch", "hanging_ends", "here_it_hangs"},
+    "deadlines": {"PeerWatch", "here_it_hangs", "wait_patiently"},
 }
 """The names that whatever belongs to a tier cannot do without."""
 MANY_CASES = 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -262,6 +263,23 @@ def test_a_model_that_writes_its_parameters_in_forward_is_refused() -> None:
     ):
         updater.update()
     assert ls.digest(model) == before
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_a_gradient_that_counts_indices_in_the_batch_needs_one_shard(num_shards: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 2, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(2, 1)).double()
+    plain, tokens = copy.deepcopy(model), torch.tensor([[0], [1], [0], [3]])
+    with updater_of(model, tokens, num_shards=num_shards, loss_fn=lambda net, x: net(x).mean()) as updater:
+        if num_shards > 1:
+            before = ls.digest(model)
+            with pytest.raises(ValueError, match=r"scale_grad_by_freq=True at '0'.*num_shards=1"):
+                updater.update()
+            assert ls.digest(model) == before
+        else:
+            updater.compute_gradients(tokens)
+            plain(tokens).mean().backward()
+            assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
 
 
 def test_halves_out_of_order_are_refused() -> None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import lockstep as ls
 from lockstep.compat.nnabla import LAMB
-from lockstep.updaters.step.optimizer_step import PER_PARAMETER, StepProgress, step_whole
+from lockstep.updaters.step.stepping import PER_PARAMETER, StepProgress, step_whole
 from tests.support.small_updater import mean_of_output, updater_of
 
 pytestmark = pytest.mark.usefixtures("one_intra_op_thread")

@@ -19,7 +19,7 @@ import lockstep as ls
 from lockstep.updaters.compute.measured_speeds import TIMED_COMPUTATIONS, UNTIMED_COMPUTATIONS
 from tests.support.faults import fail, interrupt
 from tests.support.gan import run, snapshot
-from tests.support.runs import PLACEMENTS, Placement, cross_entropy, digests, finalized, train, updater_for
+from tests.support.runs import DAILY, Placement, cross_entropy, digests, finalized, train, updater_for
 from tests.support.small_updater import updater_of
 from tests.support.workloads import CONVNET, MLP
 
@@ -50,8 +50,9 @@ def test_shards_may_be_dealt_round_robin() -> None:
 
 
 @pytest.mark.parametrize("options", [{"split": "strided"}, {"reduction": "sum"}], ids=repr)
-def test_devices_are_only_places(options: dict[str, Any]) -> None:
-    found = digests(CONVNET, PLACEMENTS, num_shards=5, **options)
+@DAILY
+def test_devices_are_only_places(placements: list[Placement], options: dict[str, Any]) -> None:
+    found = digests(CONVNET, placements, num_shards=5, **options)
     assert len(set(found.values())) == 1, found
     assert train(CONVNET, num_shards=5) not in found.values()
 
@@ -67,7 +68,7 @@ def test_the_place_of_dealt_samples_is_told() -> None:
 
     with (
         updater_of(nn.Linear(1, 1), num_shards=2, split="strided", loss_fn=loss_fn) as updater,
-        pytest.raises(ls.ReplicaError, match=r"shard 0 \(samples 0\.\.2 in steps of 2 of batch 0\)"),
+        pytest.raises(ls.ReplicaError, match=r"shard 0 \(samples 0\.\.2 in steps of 2 of batch 1 of this update\)"),
     ):
         updater.update()
 

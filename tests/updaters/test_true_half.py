@@ -14,7 +14,7 @@ import lockstep as ls
 from lockstep.errors import NonFiniteError
 from lockstep.precision import LossScaler, MasterWeights
 from tests.support.half import DTYPES, TOO_HIGH, half, loss_of
-from tests.support.runs import OPTIMIZERS, PLACEMENTS, Placement, finalized, updater_for
+from tests.support.runs import DAILY, ONE, OPTIMIZERS, Placement, finalized, updater_for
 from tests.support.small_updater import updater_of
 from tests.support.workloads import MLP, TRANSFORMER, Workload
 
@@ -35,18 +35,22 @@ def digest_of(updater: ls.ParallelUpdater) -> str:
     return ls.digest({"models": state["models"], "optimizers": state["optimizers"]})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("work", [MLP, TRANSFORMER], ids=repr)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_placement_is_free_with_forced_overflows(work: Workload, precision: str, optimizer: str) -> None:
-    found = {placement: run(work, precision, placement, optimizer=optimizer) for placement in PLACEMENTS}
+@DAILY
+def test_placement_is_free_with_forced_overflows(
+    placements: list[Placement], work: Workload, precision: str, optimizer: str
+) -> None:
+    found = {placement: run(work, precision, placement, optimizer=optimizer) for placement in placements}
     assert len(set(found.values())) == 1, found
     assert all(overflows > 0 for _, overflows in found.values())
 
 
 @pytest.mark.parametrize("precision", DTYPES)
 def test_the_law_is_not_empty_the_number_of_shards_changes_the_result(precision: str) -> None:
-    assert run(MLP, precision, PLACEMENTS[0]) != run(MLP, precision, PLACEMENTS[0], num_shards=4)
+    assert run(MLP, precision, ONE) != run(MLP, precision, ONE, num_shards=4)
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -64,9 +68,7 @@ def test_retrying_is_to_have_begun_at_the_lower_scale(precision: str) -> None:
     ) as updater:
         lower = high.restored({**high.state_dict(), "factor": updater.update().loss_scale})
         assert lower.factor < high.factor
-    digests = {
-        run(MLP, precision, PLACEMENTS[0], updates=1, num_shards=3, loss_scale=scale)[0] for scale in (high, lower)
-    }
+    digests = {run(MLP, precision, ONE, updates=1, num_shards=3, loss_scale=scale)[0] for scale in (high, lower)}
     assert len(digests) == 1
 
 

@@ -12,7 +12,7 @@ from lockstep.verify.driver import Host, Verifier, hosts
 
 SCRIPT = Path(__file__).parents[1] / "support" / "programs" / "sins.py"
 UPDATES = 3
-PLACEMENTS = ("three-devices", "reverse", "workers", "memory", "later")
+CHOSEN = ("three-devices", "reverse", "workers", "memory", "later")
 FOUND = {
     "clock": ("reverse", 1, "shard", "loss"),
     "attribute-counter": ("reverse", 1, "shard", "loss"),
@@ -61,9 +61,9 @@ def test_a_harmful_dependency_is_found(started: dict[str, Host], tmp_path: Path,
 
 @pytest.mark.parametrize("sin", HARMLESS)
 def test_a_harmless_one_raises_no_alarm(started: dict[str, Host], tmp_path: Path, sin: str) -> None:
-    found = difference(started, tmp_path, sin, *PLACEMENTS)
+    found = difference(started, tmp_path, sin, *CHOSEN)
     assert found == dict.fromkeys(found)
-    assert len(found) == len(PLACEMENTS)
+    assert len(found) == len(CHOSEN)
 
 
 def test_state_of_a_hook_that_runs_once_is_lost_in_a_resume(started: dict[str, Host], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from lockstep.communicators.communicator import (
     Communicator as Communicator,
     Contribution as Contribution,
+    OnMismatch as OnMismatch,
     PendingSum as PendingSum,
 )
 from lockstep.communicators.comparison import (

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -16,7 +16,11 @@ from torch import nn
 from lockstep.communicators.failures import Watch
 from lockstep.communicators.transport import MessageTable
 from lockstep.errors import OrderError
+from lockstep.integers import check_integer
 from lockstep.tree import PartialSum, Tensors
+
+OnMismatch = Literal["broadcast", "refuse"]
+"""What happens where models differ between ranks when a run begins: they take the values of rank 0, or the run ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,24 @@ class Communicator(ABC):
     """The connection between the processes of a run.
 
     Every method except the properties is collective: all ranks must call it, in the same order.
+
+    Args:
+        check_every: The number of updates, at least 1, within which an updater compares all bits of its state between
+            the ranks.
+        differing_models: Whether models that differ when a run begins are those of rank 0 (``"broadcast"``) or an error
+            (``"refuse"``).
+
+    Raises:
+        TypeError: If `check_every` is no integer.
+        ValueError: If an argument is out of range.
     """
+
+    def __init__(self, *, check_every: int = 100, differing_models: OnMismatch = "broadcast") -> None:
+        check_integer("check_every", check_every, minimum=1)
+        if differing_models not in get_args(OnMismatch):
+            raise ValueError(f"`differing_models` must be 'broadcast' or 'refuse', got {differing_models!r}.")
+        self.check_every = check_every
+        self.differing_models: OnMismatch = differing_models
 
     @property
     @abstractmethod
@@ -237,6 +258,15 @@ class Communicator(ABC):
         Args:
             tensors: The tensors, of the same shapes and dtypes on every rank. Changed in place except on `source`.
             source: The rank that the tensors are copied from, in 0..`size`-1.
+        """
+
+    @abstractmethod
+    def gather_owned(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Copy to every rank the tensors that each rank owns.
+
+        Args:
+            parts: For each rank the tensors that it owns, contiguous and of the same sizes and dtypes on every rank.
+                Those of the other ranks are overwritten in place.
         """
 
     @abstractmethod

@@ -24,6 +24,8 @@ KERNEL_PREFIXES: Final = (
     "ATEN_",
     "CUBLAS_",
     "DNNL_",
+    "FBGEMM_",
+    "GLIBC_TUNABLES",
     "KMP_",
     "MKL_",
     "NVIDIA_TF32",
@@ -76,6 +78,8 @@ def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] |
         "vector width": torch.backends.cpu.get_cpu_capability(),
         "processor": _describe_processor(),
         "caches": _describe_caches(),
+        # Its mathematical functions compute what vector kernels leave over, and differ between versions.
+        "C library": " ".join(platform.libc_ver()),
         # The text is hashed, because it is long and an error prints the values.
         "torch build": hashlib.sha256(torch.__config__.show().encode()).hexdigest()[:16],
         "kinds of devices": ", ".join(kinds),
@@ -224,12 +228,27 @@ def _test_input(device: torch.device) -> torch.Tensor:
     return (mixed.to(torch.float32) / 29_999).reshape(3, 257, 131).to(device)
 
 
+def _convolve_many_channels(x: torch.Tensor) -> torch.Tensor:
+    """Convolve so many channels with so large a kernel that oneDNN cuts the sum to fit into the cache."""
+    channels, size = 512, 48
+    flat = x.reshape(-1)
+    wide = flat.repeat(channels * size**2 // len(flat) + 1)[: channels * size**2]
+    images = wide.reshape(1, channels, size, size).contiguous(memory_format=torch.channels_last)
+    return functional.conv2d(images, wide[: 8 * channels * 5**2].reshape(8, channels, 5, 5), stride=4)
+
+
 KERNELS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "a matrix product": lambda x: x @ x.transpose(1, 2),
     "a convolution": lambda x: functional.conv2d(x.unsqueeze(1), x.reshape(-1)[: 4 * 9].reshape(4, 1, 3, 3)),
     "a sum": lambda x: x.reshape(-1).sum(),
     "a normalisation": lambda x: functional.layer_norm(x, (131,)),
+    "a convolution of many channels": _convolve_many_channels,
     "activations": lambda x: functional.mish(torch.sigmoid(x)) + functional.gelu(x),
+    # An odd number of elements, of which a vector kernel leaves the last ones to a scalar loop.
+    "elu": lambda x: functional.elu(-x.abs()),
+    "square roots": lambda x: (x.abs() + 0.1).sqrt(),
+    "exponentials": torch.exp,
     "a softmax": lambda x: functional.log_softmax(x, -1),
+    "a bfloat16 product": lambda x: (x[0, :64].bfloat16() @ x[1, :64].bfloat16().t()).float(),
 }
 """The kernels of the self-test, by the name that an error uses for them."""

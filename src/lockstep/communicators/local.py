@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
+from lockstep.communicators.communicator import Communicator, Contribution, OnMismatch, PendingSum
 from lockstep.communicators.failures import Watch
 from lockstep.communicators.transport import MessageTable
 from lockstep.errors import OrderError
@@ -18,12 +18,17 @@ from lockstep.tree import PartialSum, Tensors, divide, total
 class LocalCommunicator(Communicator):
     """The communicator of rank 0 of 1, which sends nothing and waits for nothing.
 
+    Args:
+        check_every: As for a `ProcessCommunicator`; without effect, because there is no other rank.
+        differing_models: As for a `ProcessCommunicator`; without effect.
+
     >>> communicator = LocalCommunicator()
     >>> communicator.rank, communicator.size, communicator.exchange(b"alone")
     (0, 1, [b'alone'])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, check_every: int = 100, differing_models: OnMismatch = "broadcast") -> None:
+        super().__init__(check_every=check_every, differing_models=differing_models)
         self._watch = Watch()
 
     @property
@@ -73,6 +78,9 @@ class LocalCommunicator(Communicator):
 
     def broadcast(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Leave the tensors unchanged."""
+
+    def gather_owned(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Leave the tensors unchanged: the only rank owns all of them."""
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the object itself."""

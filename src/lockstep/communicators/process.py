@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.communicators.communicator import Communicator, Contribution, PendingSum
+from lockstep.communicators.communicator import Communicator, Contribution, OnMismatch, PendingSum
 from lockstep.communicators.comparison import check_same
 from lockstep.communicators.environment import read_environment, timeout_for
 from lockstep.communicators.failures import Watch, end_with_agent, watch_group
@@ -35,7 +35,7 @@ from lockstep.communicators.sums import (
     sum_sparse,
     wire_format,
 )
-from lockstep.communicators.transport import Channel, MessageTable, all_reduce, broadcast, exchange
+from lockstep.communicators.transport import Channel, MessageTable, all_reduce, broadcast, exchange, gather_owned
 from lockstep.tree import PartialSum, Tensors
 
 EARLY_SLICE_DIVISOR: Final = 4
@@ -58,12 +58,17 @@ class ProcessCommunicator(Communicator):
             shards are distributed over ranks.
         timeout: Seconds that a rank waits for another before it raises, more than 0; None for the number in the
             environment variable ``LOCKSTEP_TIMEOUT``, or 60 if it is not set.
+        check_every: The number of updates, at least 1, within which an updater compares all bits of its state between
+            the ranks.
+        differing_models: Whether models that differ when a run begins are those of rank 0 (``"broadcast"``) or an error
+            (``"refuse"``).
         watch: The watch that knows which rank has failed; by default one over the store of the group.
 
     Raises:
         RuntimeError: If there is no such group and the environment describes no run.
         PeerError: If a rank has not joined in time.
-        ValueError: If there is no such compression, or `timeout` is out of range.
+        TypeError: If `check_every` is no integer.
+        ValueError: If there is no such compression, or another argument is out of range.
     """
 
     def __init__(
@@ -72,8 +77,11 @@ class ProcessCommunicator(Communicator):
         *,
         compression: Literal["bf16", "fp16"] | None = None,
         timeout: float | None = None,
+        check_every: int = 100,
+        differing_models: OnMismatch = "broadcast",
         watch: Watch | None = None,
     ) -> None:
+        super().__init__(check_every=check_every, differing_models=differing_models)
         end_with_agent(os.environ)
         seconds = timeout_for(timeout, os.environ)
         if group is None and not dist.is_initialized():
@@ -205,6 +213,10 @@ class ProcessCommunicator(Communicator):
         """Copy tensors from one rank to all others; see `Communicator.broadcast`."""
         broadcast(self._channel, tensors, source)
 
+    def gather_owned(self, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Copy to every rank the tensors that each rank owns; see `Communicator.gather_owned`."""
+        gather_owned(self._channel, parts)
+
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the objects of all ranks; see `Communicator.gather_objects`."""
         gathered: list[Any] = [None] * self.size
@@ -225,7 +237,9 @@ class ProcessCommunicator(Communicator):
         self.watch.close()
 
 
-def find_communicator(*, timeout: float | None = None) -> Communicator:
+def find_communicator(
+    *, timeout: float | None = None, check_every: int = 100, differing_models: OnMismatch = "broadcast"
+) -> Communicator:
     """Return a communicator with the other processes of this run, or a local one if this process runs alone.
 
     A process group that is initialized already is used as it is. Otherwise the environment that torchrun,
@@ -235,9 +249,14 @@ def find_communicator(*, timeout: float | None = None) -> Communicator:
     Args:
         timeout: Seconds that a rank waits for another before it raises, more than 0; None for the number in the
             environment variable ``LOCKSTEP_TIMEOUT`` (which `lockstep run --timeout` sets), or 60 if it is not set.
+        check_every: The number of updates, at least 1, within which an updater compares all bits of its state between
+            the ranks.
+        differing_models: Whether models that differ when a run begins are those of rank 0 (``"broadcast"``) or an error
+            (``"refuse"``).
 
     Raises:
-        ValueError: If `timeout` is out of range, or the environment is incomplete or contradicts itself.
+        TypeError: If `check_every` is no integer.
+        ValueError: If an argument is out of range, or the environment is incomplete or contradicts itself.
         PeerError: If a rank has not joined in time.
         OrderError: If the launcher has restarted the ranks with a store that still holds the addresses of dead
             processes; the message names the remedy. Also if the launcher has ended.
@@ -249,4 +268,6 @@ def find_communicator(*, timeout: float | None = None) -> Communicator:
     else:
         found = read_environment(os.environ)
         alone = found is None or found.size == 1
-    return LocalCommunicator() if alone else ProcessCommunicator(timeout=seconds)
+    if alone:
+        return LocalCommunicator(check_every=check_every, differing_models=differing_models)
+    return ProcessCommunicator(timeout=seconds, check_every=check_every, differing_models=differing_models)

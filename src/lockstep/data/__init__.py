@@ -5,6 +5,13 @@ from lockstep.data.batch_iterator import BatchIterator as BatchIterator, OrderSa
 from lockstep.data.collate import collate as collate
 from lockstep.data.iterable_batches import IterableBatches as IterableBatches, as_iterator as as_iterator
 from lockstep.data.iterator import Iterator as Iterator
+from lockstep.data.parts import (
+    Part as Part,
+    PartError as PartError,
+    Parts as Parts,
+    SectionOrder as SectionOrder,
+    TextLines as TextLines,
+)
 from lockstep.data.samples import MapDataset as MapDataset, Samples as Samples
 from lockstep.data.source import Source as Source
 from lockstep.data.split_by_rank import check_not_split_by_rank as check_not_split_by_rank

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 
 LastBatch: TypeAlias = Literal["wrap", "short", "drop"]
-Order: TypeAlias = "range | torch.Tensor"
+
+
+class ComputedOrder(Protocol):
+    """The order of an epoch whose indices are computed when they are read."""
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    def __getitem__(self, part: slice, /) -> tuple[int, ...]:
+        """Return the indices at some positions."""
+
+
+Order: TypeAlias = "range | torch.Tensor | ComputedOrder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +33,7 @@ class Cursor:
     Args:
         epoch: The number of epochs that have ended before it.
         position: The number of samples of this epoch that come before it.
-        order: The indices of this epoch's samples, as a range or as a 1-d int64 tensor.
+        order: The indices of this epoch's samples, as a range, as a 1-d int64 tensor, or computed.
     """
 
     epoch: int
@@ -36,7 +48,7 @@ class Cursor:
     def upcoming(self, num_samples: int) -> Sequence[int]:
         """Return the next indices of this epoch; fewer if the epoch ends before."""
         indices = self.order[self.position : self.position + num_samples]
-        return indices if isinstance(indices, range) else tuple(indices.tolist())
+        return tuple(indices.tolist()) if isinstance(indices, torch.Tensor) else indices
 
 
 def take_batch(
@@ -71,7 +83,7 @@ def take_batch(
         cursor = Cursor(cursor.epoch + 1, 0, next_order(cursor))
     if missing:
         parts.append(cursor.upcoming(missing))
-        cursor = replace(cursor, position=cursor.position + missing)
+        cursor = Cursor(cursor.epoch, cursor.position + missing, cursor.order)
     return parts[0] if len(parts) == 1 else tuple(chain.from_iterable(parts)), cursor
 
 
@@ -82,7 +94,7 @@ def _take_within_epoch(
     indices = cursor.upcoming(batch_size)
     position = cursor.position + len(indices)
     if len(cursor.order) - position >= (batch_size if drop else 1):
-        return indices, replace(cursor, position=position)
+        return indices, Cursor(cursor.epoch, position, cursor.order)
     return indices, Cursor(cursor.epoch + 1, 0, next_order(cursor))
 
 

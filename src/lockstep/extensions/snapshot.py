@@ -14,11 +14,20 @@ from typing import Any, Final, Literal
 
 from lockstep import snapshots
 from lockstep.communicators import AgentDeadline
-from lockstep.errors import DeterminismWarning, DisagreementError, OrderError, PeerError, SignalExit, SnapshotWarning
+from lockstep.elsewhere import SNAPSHOT, names_ours
+from lockstep.errors import (
+    DeterminismWarning,
+    DisagreementError,
+    OrderError,
+    PeerError,
+    SignalExit,
+    SnapshotWarning,
+    WorkerError,
+)
 from lockstep.integers import check_integer
 from lockstep.metrics import as_mean, read_means
 from lockstep.stopping import STOP
-from lockstep.trainer import Extension, Trainer, reason_of, wait_for_writers, write_emergency
+from lockstep.trainer import Extension, Trainer, any_rank, reason_of, wait_for_writers, write_emergency
 from lockstep.triggers import TriggerSpec
 
 LAST: Final = -1_000_000
@@ -62,6 +71,7 @@ class Snapshot(Extension):
 
     priority = LAST
 
+    @names_ours(SNAPSHOT)
     def __init__(
         self,
         keep: int = 3,
@@ -139,13 +149,18 @@ class Snapshot(Extension):
             about=_about(trainer),
         )
         # While no other run can write to it.
-        self._log = self._open_log(trainer, found)
+        self._log = self._open_log(trainer, found, self._collector)
 
     def collect(self, trainer: Trainer) -> None:
         """Log the digests of what was written meanwhile, and one of this update if it is due."""
         self._log_written()
-        if self._log is not None and self.digest_every and trainer.updater.iteration % self.digest_every == 0:
+        if not self.digest_every or trainer.updater.iteration % self.digest_every:
+            return
+        if self._log is not None:
             self._log_record(snapshots.record_of(self._content(trainer)))
+        elif trainer.updater.shares_state:
+            # The rank with the log needs the part of every rank.
+            trainer.updater.live_state()
 
     def __call__(self, trainer: Trainer) -> None:
         """Copy the state, and write it in the background."""
@@ -204,15 +219,17 @@ class Snapshot(Extension):
 
     def _write_last(self, trainer: Trainer) -> None:
         """Write the last state if the way in which the run has ended allows it."""
-        writer, reason = self._writer, reason_of(self._error, trainer.updater.communicator.rank)
+        writer, reason = self._writer, reason_of(self._error, trainer.updater)
         if writer is None:
             return
         writer.wait()
         self._log_written()
         if isinstance(self._error, PeerError) and not self._writes:
             return
+        if reason is None and isinstance(self._error, PeerError | WorkerError):
+            _warn_of_lost_state(trainer, writer.newest_update)
         # The last one may have failed, or have been dropped because two others were being written.
-        if reason is not None and writer.newest_update != trainer.updater.iteration:
+        if reason is not None and any_rank(trainer.updater, writer.newest_update != trainer.updater.iteration):
             self._save(trainer, reason, must=True)
             writer.wait()
             self._log_written()
@@ -332,13 +349,15 @@ class Snapshot(Extension):
             )
         return leaders[communicator.rank] == communicator.rank if self.per_machine else trainer.is_main
 
-    def _open_log(self, trainer: Trainer, found: list[snapshots.Found]) -> snapshots.DigestLog:
+    def _open_log(
+        self, trainer: Trainer, found: list[snapshots.Found], collector: snapshots.Collector
+    ) -> snapshots.DigestLog:
         """Open the log of digests, with what is known of updates that will be repeated."""
         source = trainer.resumption
-        content = self._content(trainer)
+        fields, kernels = collector.conditions()
         # Without the tensors of models, which lazy modules do not have at the start; the log names them anyway.
-        recipe = {name: value for name, value in content.recipe.items() if ".model." not in f".{name}"}
-        conditions = _digest_of([recipe, content.kernel_class])
+        recipe = {name: value for name, value in fields.items() if ".model." not in f".{name}"}
+        conditions = _digest_of([recipe, kernels])
         # A run that was interrupted in this process continues its log, too.
         resumed_at = trainer.updater.iteration or None
         log = snapshots.DigestLog(trainer.out, conditions=conditions, resumed_at=resumed_at, required=self.required)
@@ -346,6 +365,21 @@ class Snapshot(Extension):
             # The digests of snapshots whose tensors are damaged are as good as those of others.
             log.expect(_records(trainer.out, found, self._run_id))
         return log
+
+
+def _warn_of_lost_state(trainer: Trainer, newest: int | None) -> None:
+    """Warn that the state of the last update is lost with a rank that held a part of it."""
+    done = trainer.updater.iteration
+    if newest == done:
+        return
+    kept = "from the beginning" if newest is None else f"from its newest snapshot, that of update {newest}"
+    warnings.warn(
+        f"No snapshot of update {done} is written, because a part of the optimizer's state was on a rank that is lost. "
+        f"The run goes on {kept}, and repeats {done - (newest or 0)} updates. To keep the whole state on every rank, "
+        "pass `shard_optimizer=False`.",
+        SnapshotWarning,
+        stacklevel=4,
+    )
 
 
 def _run_id(trainer: Trainer, current: str) -> str:

@@ -25,6 +25,8 @@ class MomentumOptimizer(HookedOptimizer):
     A subclass implements the arithmetic in `_advance_rows`, and `_velocity` if its velocity is not torch's.
     """
 
+    is_elementwise = True
+
     # Set before the velocities of a step exist: the first gradient enters a velocity undampened, as in torch.
     _fresh: frozenset[int] = frozenset()
 

@@ -90,7 +90,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / LOCK
+        self._path = path = folder / LOCK
         kind = kind_of(path)
         # Opening a device may already do something, and what is written into a second name changes the file elsewhere.
         if kind not in {"", "a file"} or (kind and path.lstat().st_nlink > 1):
@@ -116,6 +116,14 @@ class FolderLock:
         # A forked process, such as a worker that loads data, shares the lock and may outlive this process.
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (method := forget()) and method())
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the folder has still the file that is locked, and was neither removed nor moved."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Release the lock. Further calls do nothing."""

@@ -156,7 +156,13 @@ class SnapshotWriter(BackgroundWriter):
 
     def process(self, staged: Staged, copies: Sequence[torch.Tensor]) -> list[str]:
         """Write one snapshot and remove old ones. Return what went wrong."""
+        problems: list[str] = []
         try:
+            if not self._lock.is_in_place:
+                self._come_back()
+                problems.append(
+                    f"{self._folder} was removed or moved. A new one is there, with this and later snapshots."
+                )
             path, manifest = write_snapshot(self._disk, self._folder, staged, copies, self._about)
         except (OSError, SnapshotError) as error:
             self._failures += 1
@@ -164,9 +170,9 @@ class SnapshotWriter(BackgroundWriter):
                 f"The snapshot of update {staged.update} could not be written to {self._folder}, and the earlier ones "
                 f"are kept: {error} It needs about {staged.bytes} bytes, and {_free_bytes(self._folder)} are free."
             )
-            return [message]
+            return [*problems, message]
         self._failures = 0
-        problems = [] if self._previous is None else self._unchanged(self._previous, manifest)
+        problems += [] if self._previous is None else self._unchanged(self._previous, manifest)
         self._previous, self.newest = manifest, path
         newest = _kept(path, manifest)
         self._kept = [each for each in self._kept if each.path != path] + [newest]
@@ -182,6 +188,14 @@ class SnapshotWriter(BackgroundWriter):
                     break
             self._kept.remove(each)
         return problems
+
+    def _come_back(self) -> None:
+        """Create the folder again, and lock it."""
+        _create(self._disk, self._folder)
+        lock = FolderLock(self._folder)
+        self._lock.close()
+        self._lock = lock
+        self._kept = [each for each in self._kept if each.path.is_dir()]
 
     def _mark(self, update: int, mark: bytes, ranks: int) -> None:
         for index, each in enumerate(self._kept):

@@ -8,17 +8,19 @@ from typing import Any
 from lockstep import snapshots
 from lockstep.errors import PeerError, SignalExit, SnapshotError, SnapshotWarning, WorkerError
 from lockstep.trainer.trainer import Trainer
+from lockstep.updaters import Updater
 
 
-def reason_of(error: BaseException | None, rank: int) -> str | None:
+def reason_of(error: BaseException | None, updater: Updater) -> str | None:
     """Return why a snapshot is written at the end of a run.
 
     Args:
         error: The exception that ends the run, if there is one.
-        rank: The rank of this process.
+        updater: The updater of the run.
 
     Returns:
-        The reason for the manifest; None if the state may be in the middle of something, so that it is not written.
+        The reason for the manifest; None if the state may be in the middle of something, or partly on a rank that is
+        lost, so that it is not written.
     """
     if error is None:
         return "end of the run"
@@ -26,7 +28,21 @@ def reason_of(error: BaseException | None, rank: int) -> str | None:
         return f"signal {error.name}"
     # The exchange that failed comes before anything changes, and so does a wait for data, so that the state is that of
     # the last finished update.
-    return f"emergency snapshot of rank {rank}" if isinstance(error, PeerError | WorkerError) else None
+    if updater.shares_state or not isinstance(error, PeerError | WorkerError):
+        return None
+    return f"emergency snapshot of rank {updater.communicator.rank}"
+
+
+def any_rank(updater: Updater, holds: bool) -> bool:
+    """Return whether something holds on any rank, where all of them must then collect the state together.
+
+    Args:
+        updater: The updater of the run.
+        holds: Whether it holds on this rank.
+    """
+    if not updater.shares_state:
+        return holds
+    return b"1" in updater.communicator.exchange(b"1" if holds else b"0")
 
 
 def write_emergency(trainer: Trainer, run_id: str, about: dict[str, Any]) -> None:
@@ -38,7 +54,7 @@ def write_emergency(trainer: Trainer, run_id: str, about: dict[str, Any]) -> Non
         about: JSON values about the machine.
     """
     updater, source = trainer.updater, trainer.resumption
-    if updater.iteration == 0:
+    if updater.iteration == 0 or updater.shares_state:
         return
     # Also after no update of its own: the machine that had the snapshot and sent it may be the one that is lost.
     parent = None if source is None else source.source

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -12,21 +12,22 @@ from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
+from lockstep.elsewhere import UPDATER, names_ours
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
 from lockstep.updaters.attempt import GradientRequest, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
-from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
-from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
+from lockstep.updaters.setup import MAIN, Accumulation, Converter, batches_per_update, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
 from lockstep.updaters.step import (
     CopyAhead,
     CustomStep,
     InferenceRunner,
     Schedulers,
+    ShardOptimizer,
     assemble,
     check_run_options,
     needs_custom_step,
@@ -92,22 +93,24 @@ class ParallelUpdater(Updater):
         timeout: Seconds, above 0, after which a device counts as hung; None for never. ``"auto"`` is half an hour for
             all but the first device.
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
-        check_every: The number of updates, at least 1, within which processes compare all bits of their states.
-        differing_models: Whether models that differ at the start are those of rank 0 (``"broadcast"``) or an error.
         copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
             batches of worker processes; True if batches depend on nothing that happens between two updates.
+        shard_optimizer: Whether each of several processes steps a part of the weights and holds only its optimizer
+            state, with the same bits. ``"auto"`` for large models on one machine. See docs/sharding.md.
 
     Raises:
         TypeError: If an argument has the wrong type.
         ValueError: If an argument is out of range, or if arguments do not belong together.
 
     Determinism: weights, buffers and optimizer state depend on the model, the data, `num_shards`, `seed`, the other
-    arguments except `devices`, `workloads`, `timeout` and `copy_ahead`, the torch build and the processor's type.
+    arguments except `devices`, `workloads`, `timeout`, `copy_ahead` and `shard_optimizer`, the torch build and the
+    processor's type.
     With ``num_shards=None`` they also depend on the number of devices and their workloads.
 
     References: Chainer 7.8.1, ``ParallelUpdater``, for the interface; not for the arithmetic.
     """
 
+    @names_ours(UPDATER)
     def __init__(
         self,
         iterator: Iterator | Source | Mapping[str, Iterator | Source],
@@ -139,9 +142,8 @@ class ParallelUpdater(Updater):
         auto_new_epoch: bool = True,
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
-        check_every: int = 100,
-        differing_models: OnMismatch = "broadcast",
         copy_ahead: CopyAhead = "auto",
+        shard_optimizer: ShardOptimizer = "auto",
     ) -> None:
         recipe = recipes.Recipe(
             num_shards=num_shards,
@@ -162,7 +164,7 @@ class ParallelUpdater(Updater):
             batch_dim=batch_dim,
             clip_grad_norm=clip_grad_norm,
         )
-        check_run_options(communicator, check_every, differing_models, copy_ahead)
+        check_run_options(communicator, copy_ahead)
         overridden = type(self).update_core is not ParallelUpdater.update_core
         self._has_custom_step = step_fn is not None or overridden or needs_custom_step(loss_fn, optimizer)
         joined = find_communicator() if communicator is None else communicator
@@ -179,16 +181,23 @@ class ParallelUpdater(Updater):
             loss_scale=loss_scale,
             timeout=timeout,
             communicator=joined,
-            check_every=check_every,
-            differing_models=differing_models,
             custom_step=self._has_custom_step,
             carried=carried,
             copy_ahead=copy_ahead,
+            shard_optimizer=shard_optimizer,
         )
         self._training, self._engine = parts.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
         self._default_request = GradientRequest(default_loss, summed=is_summed(default_loss))
         self._custom = CustomStep(parts, self._default_request)
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        models = ", ".join(f"{name}: {type(each).__name__}" for name, each in self.get_all_models().items())
+        return (
+            f"{type(self).__name__}({models}; {self.shards_per_batch} shards per batch on {devices}; precision "
+            f"{self._parts.recipe.precision}; {self.epoch_detail:g} epochs, {self.iteration} updates done)"
+        )
 
     def update(self) -> UpdateResult:
         """Run one update with the iterator's next batch.
@@ -318,6 +327,18 @@ class ParallelUpdater(Updater):
         return self._training.applied_updates
 
     @property
+    def updates_per_epoch(self) -> int:
+        """The number of updates per epoch, rounded up: batches of the main iterator over those of one update now.
+
+        Raises:
+            TypeError: If the main iterator does not know its number of batches.
+        """
+        iterator = self.get_iterator()
+        if not isinstance(iterator, Sized):
+            raise TypeError(f"`iterator` must have a length, got a {type(iterator).__name__}.")
+        return -(-len(iterator) // batches_per_update(self._parts.recipe.accumulate, iterator.epoch))
+
+    @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the next attempt."""
         return self._training.loss_scale
@@ -337,6 +358,11 @@ class ParallelUpdater(Updater):
     def get_all_models(self) -> dict[str, nn.Module]:
         """Return all models by name, in a new dict."""
         return dict(self._training.models)
+
+    @property
+    def shares_state(self) -> bool:
+        """Whether optimizers are shared out over the processes; see `Updater.shares_state`."""
+        return bool(self._training.sharded)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -397,7 +423,10 @@ class ParallelUpdater(Updater):
             iterator.finalize()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything the next update depends on; a parameter that has no shape yet is None in it."""
+        """Return everything the next update depends on; a parameter that has no shape yet is None in it.
+
+        Where optimizers are shared out over processes, all of them must call this (see `shard_optimizer`).
+        """
         return state_of(self._training, num_shards=self._engine.shards_per_batch, seed=self._parts.recipe.seed)
 
     def live_state(self) -> dict[str, Any]:
@@ -425,4 +454,5 @@ class ParallelUpdater(Updater):
         self._engine.restart_checks()
         self._parts.coordinator.state_loaded()
         self._parts.skips.forget()
+        self._parts.committer.own_steps.forget()
         self._custom.forget_gradients()

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 import lockstep as ls
@@ -77,7 +77,6 @@ def combined(
 changes = st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=5, max_size=5)
 
 
-@settings(deadline=None, max_examples=40)  # the first one imports what torch needs
 @given(changes=changes, cut=st.integers(1, 4), rule=st.sampled_from(get_args(BufferRule)))
 def test_packed_or_known_or_read_they_are_the_same(changes: list[list[bool]], cut: int, rule: BufferRule) -> None:
     known, _ = combined("known", changes, cut, rule=rule)

@@ -257,8 +257,8 @@ def refused_switch() -> list[str]:
 def other_models(differing: str) -> dict[str, Any]:
     """Build the model from another seed on each rank."""
     torch.manual_seed(rank())
-    model = CONVNET.build()
-    with finalized(updater_for(CONVNET, model=model, num_shards=5, differing_models=differing)) as updater:
+    model, chosen = CONVNET.build(), ls.find_communicator(differing_models=differing)
+    with finalized(updater_for(CONVNET, model=model, num_shards=5, communicator=chosen)) as updater:
         raised = outcome(updater.update)
         return {"raised": raised, "end": state_digest(updater)}
 
@@ -274,7 +274,8 @@ def from_rank_0() -> str:
 
 def flipped(what: str, every: int) -> dict[str, Any]:
     """Flip one bit of the state of one rank after three updates, and count the updates until it is seen."""
-    with finalized(updater_for(CONVNET, num_shards=5, check_every=every)) as updater:
+    communicator = ls.find_communicator(check_every=every)
+    with finalized(updater_for(CONVNET, num_shards=5, communicator=communicator)) as updater:
         for _ in range(3):
             updater.update()
         model = updater.get_all_models()["main"]

@@ -204,6 +204,7 @@ def test_nothing_is_read_in_any_thread() -> None:
             assert (every_thread_reads(updater) > 0) == reads
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("side_by_side", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-true", "fp16-true"])
 def test_placement_is_free(precision: str, side_by_side: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def test_or_they_are_refused(outcomes: Outcomes) -> None:
         kind, message, subject = found["raised"]
         assert (kind, subject) == ("DisagreementError", "0.bias")
         assert message.endswith(
-            "Build the model from the same seed on every rank, or pass `differing_models='broadcast'`."
+            "Build the model from the same seed on every rank, or leave out `differing_models='refuse'`."
         )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import lockstep as ls
 from tests.support.gan import run
-from tests.support.runs import PLACEMENTS, cross_entropy, digests, finalized, state_digest, updater_for
+from tests.support.runs import DAILY, Placement, cross_entropy, digests, finalized, state_digest, updater_for
 from tests.support.workloads import MLP, Workload
 
 
@@ -33,9 +33,10 @@ LAZY = Workload("lazy", Lazy, (6,))
 SIZES: dict[str, Any] = {"batch_size": 10, "num_samples": 40}
 
 
-def test_devices_are_only_places_for_a_lazy_model() -> None:
+@DAILY
+def test_devices_are_only_places_for_a_lazy_model(placements: list[Placement]) -> None:
     for optimizer in ("sgd", "adamw", "corrected"):
-        found = digests(LAZY, PLACEMENTS, num_shards=4, optimizer=optimizer, **SIZES)
+        found = digests(LAZY, placements, num_shards=4, optimizer=optimizer, **SIZES)
         assert len(set(found.values())) == 1, found
 
 

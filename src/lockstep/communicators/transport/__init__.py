@@ -13,6 +13,7 @@ from lockstep.communicators.transport.packing import (
     all_reduce as all_reduce,
     begin_all_reduce as begin_all_reduce,
     broadcast as broadcast,
+    gather_owned as gather_owned,
     pack as pack,
     plan_packets as plan_packets,
     unpack as unpack,

@@ -1,4 +1,4 @@
-"""Collectives of torch.distributed over lists of tensors: broadcast, and sums in the order of the transport."""
+"""Transfers of lists of tensors: broadcast, a gather from owners, and sums in the order of the transport."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from lockstep.communicators.transport.channel import Channel, Works
 
+OWNED_TAG: Final = 3
+"""The tag of tensors that their owners send."""
 PACKET_BYTES: Final = 2**25
 """Bytes. Tensors are sent together up to this total length."""
 LONG_TENSOR_BYTES: Final = 2**18
@@ -98,6 +100,39 @@ def begin_all_reduce(channel: Channel, flats: Sequence[torch.Tensor]) -> Works:
         # This is the count of a ring all-reduce, which backends use for long tensors.
         channel.bytes_sent += sum(2 * (channel.size - 1) * flat.nbytes // channel.size for flat in flats)
         return [(dist.all_reduce(flat, group=channel.group, async_op=True), None) for flat in flats]
+
+
+@torch.no_grad()
+def gather_owned(channel: Channel, parts: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Copy to every rank the tensors that each rank owns; long tensors without a copy.
+
+    Args:
+        channel: The connection to the other ranks.
+        parts: For each rank the contiguous tensors that it owns, of the same sizes and dtypes on every rank.
+    """
+    plans = [plan_packets(each, range(len(each)), limit=LONG_TENSOR_BYTES, alone=LONG_TENSOR_BYTES) for each in parts]
+    packets = [
+        [[parts[rank][index].detach() for index in indices] for indices in plan] for rank, plan in enumerate(plans)
+    ]
+    own = [pack(packet) for packet in packets[channel.rank]]
+    others = [rank for rank in range(channel.size) if rank != channel.rank]
+    arriving = [(pack_into(packet), rank, packet) for rank in others for packet in packets[rank]]
+    for device in {tensor.device for each in parts for tensor in each}:
+        channel.connect(device)
+    posted = channel.post(
+        [(flat, rank) for rank in others for flat in own], [(flat, rank) for flat, rank, _ in arriving], OWNED_TAG
+    )
+    channel.wait(posted.incoming)
+    for flat, _, packet in arriving:
+        unpack(flat, packet)
+    channel.wait(posted.outgoing)
+
+
+def pack_into(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return memory for the elements of a packet that arrives: that of its only tensor, or new memory."""
+    if len(tensors) == 1:
+        return tensors[0].view(-1)
+    return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
 
 
 @torch.no_grad()

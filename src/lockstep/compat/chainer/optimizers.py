@@ -37,6 +37,7 @@ class GradientMethod(optim.HookedOptimizer):
         rules: The update rules of the parameters that have groups of their own.
     """
 
+    is_elementwise = False  # rules belong to whole parameters
     target: nn.Module | None = None
     rules: Sequence[UpdateRule] = ()
 

@@ -7,6 +7,7 @@ import pickle
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -24,8 +25,8 @@ _Packed: TypeAlias = "tuple[bytes, torch.Tensor, list[_TensorSpec]]"
 _BATCHES_PER_WORKER = 2
 _TENSOR_ALIGNMENT = 64  # bytes; a cache line, and a multiple of every dtype's size
 
-LoadRequest: TypeAlias = "tuple[Samples, Sequence[int]]"
-"""A batch, and the positions in it of the samples to load, in ascending order."""
+LoadRequest: TypeAlias = "tuple[Samples, Sequence[Sequence[int]]]"
+"""A batch, and the positions in it of the samples to load, in ascending order, as one list or as one per worker."""
 
 
 def load_ahead(
@@ -46,21 +47,25 @@ def load_ahead(
     # The queue of the workers reads requests before their batches are yielded, so the requests must be kept.
     pending: deque[LoadRequest] = deque()
     loader = StreamedDataset(dataset) if in_streams else dataset
-    for fetched in fetch_ahead(loader, _sample_keys(requests, pending), num_workers=num_workers, seed=seed):
+    lists = fetch_ahead(loader, _sample_keys(requests, pending), num_workers=num_workers, seed=seed)
+    for first in lists:
         batch, positions = pending.popleft()
-        yield replace(batch, fetched=_spread(fetched, positions, len(batch)))
+        fetched = list(chain(first, *(next(lists) for _ in positions[1:])))
+        yield replace(batch, fetched=_spread(fetched, list(chain(*positions)), len(batch)))
 
 
 def _sample_keys(requests: Iterable[LoadRequest], pending: deque[LoadRequest]) -> Generator[Sequence[Any]]:
-    """Yield the keys of the samples that workers load for each batch, and append the request to ``pending``."""
+    """Yield the keys of the samples that workers load for each batch, and append the request to ``pending``.
+
+    PyTorch gives lists to workers in turn. With a list for each worker, each gets the same one in all batches.
+    """
     for batch, positions in requests:
         pending.append((batch, positions))
-        indices = batch.indices
-        if batch.streams is None:
-            yield [indices[position] for position in positions]
-        else:
-            seeds = batch.streams.seeds(indices)
-            yield [(indices[position], seeds[position]) for position in positions]
+        keys: Sequence[Any] = batch.indices
+        if batch.streams is not None:
+            keys = list(zip(keys, batch.streams.seeds(batch.indices), strict=True))
+        for each in positions:
+            yield [keys[position] for position in each]
 
 
 def _spread(fetched: Sequence[Any], positions: Sequence[int], size: int) -> Sequence[Any]:

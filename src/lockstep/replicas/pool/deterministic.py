@@ -30,11 +30,11 @@ NOTICE: Final = KernelNotice()
 def use_deterministic_kernels(mode: bool | Literal["warn"] = True) -> AbstractContextManager[object]:
     """Choose whether operations run on kernels that give the same bits in every run.
 
-    On CPUs all kernels do, apart from a few operations such as ``Tensor.put_``. On CUDA devices the determinism
-    guarantee holds for deterministic kernels only. This function calls `torch.use_deterministic_algorithms`, turns off
-    `torch.backends.cudnn.benchmark`, by which cuDNN would choose kernels by the clock, and sets the environment
-    variable ``CUBLAS_WORKSPACE_CONFIG`` to ``:4096:8`` if it is not set. Call it before anything runs on a GPU: cuBLAS
-    and torch read the variable once.
+    On CPUs most kernels do; ``Tensor.put_`` and ``torch.linalg.lstsq`` with its default driver do not. On CUDA devices
+    the determinism guarantee holds for deterministic kernels only. This function calls
+    `torch.use_deterministic_algorithms`, turns off `torch.backends.cudnn.benchmark`, by which cuDNN would choose
+    kernels by the clock, and sets the environment variable ``CUBLAS_WORKSPACE_CONFIG`` to ``:4096:8`` if it is not set.
+    Call it before anything runs on a GPU: cuBLAS and torch read the variable once.
 
     The settings belong to the process and apply to all of torch. Set them on every rank. Call the function on its own,
     or in a ``with`` statement, at whose end the settings are those from before, as with `torch.set_grad_enabled`.

@@ -37,6 +37,13 @@ class Collector:
         self._kernel_class = kernel_class(updater.devices)
         self._recipe: dict[str, Any] | None = None
 
+    def conditions(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the fields of the recipe and the kernel class of the run."""
+        # After the first update, because lazy parameters have no shape before it.
+        if self._recipe is None or self._updater.iteration == 0:
+            self._recipe = self._updater.recipe_fields()
+        return self._recipe, self._kernel_class
+
     def collect(self, *, surroundings: Any = None, metrics: Mapping[str, float] | None = None) -> Content:
         """Return the content of a snapshot of now, whose tensors are those that are being trained.
 
@@ -44,16 +51,14 @@ class Collector:
             surroundings: The state of what belongs to the run but not to its result.
             metrics: Numbers that describe the snapshot.
         """
-        # After the first update, because lazy parameters have no shape before it.
-        if self._recipe is None or self._updater.iteration == 0:
-            self._recipe = self._updater.recipe_fields()
+        recipe, kernels = self.conditions()
         models, state = _split(self._updater.live_state())
         return Content(
             progress=_progress(self._updater, state),
             run_id=self._run_id,
             parent=self._parent,
-            recipe=self._recipe,
-            kernel_class=self._kernel_class,
+            recipe=recipe,
+            kernel_class=kernels,
             models=models,
             state=state,
             surroundings=surroundings,

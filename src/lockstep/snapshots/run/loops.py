@@ -36,6 +36,9 @@ def save(updater: Updater, path: str | Path) -> None:
     try:
         if communicator.rank == 0:
             _save(updater, Path(path))
+        elif updater.shares_state:
+            # Rank 0 needs the part of every rank.
+            updater.live_state()
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
         raise
@@ -47,10 +50,12 @@ def save(updater: Updater, path: str | Path) -> None:
 
 
 def _save(updater: Updater, target: Path) -> None:
+    # First, because other ranks may wait to take part in it.
+    content = Collector(updater, run_id=secrets.token_hex(8)).collect()
     if target.exists():
         raise FileExistsError(f"`path` must not exist, got {target}.")
     target.parent.mkdir(parents=True, exist_ok=True)
-    staged = stage(Collector(updater, run_id=secrets.token_hex(8)).collect(), ["saved by a call"])
+    staged = stage(content, ["saved by a call"])
     disk, temporary = Disk(), target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         write_folder(disk, temporary, staged, Buffers().copy(staged.tensors), {})

@@ -22,7 +22,7 @@ from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import AnyBufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import PartialSum, ShardSum, Tensors
-from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight, metric_pairs
+from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.state import CarriedAttempt
 
@@ -204,7 +204,7 @@ class DeviceGradientTask:
             ):
                 returned = loss_fn(runner.replica, *args, **kwargs)
         except Exception as error:
-            raise runner.error(FORWARD, shard, error) from error
+            raise runner.error(FORWARD, shard, explained(error, loss_fn, args, kwargs)) from error
         if list(map(GRADIENT, runner.parameters)).count(None) < len(runner.parameters):
             check_no_inner_backward(runner.replica)
         loss = check_loss(returned)

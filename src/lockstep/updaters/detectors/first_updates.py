@@ -12,6 +12,7 @@ from lockstep.plan import Shard
 from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors.outside_state import StateDetector
 from lockstep.updaters.detectors.random_detector import IN_SHARDS, IN_STEPS, RandomDetector
+from lockstep.updaters.detectors.unrepeatable import UnrepeatableDetector
 
 CHECKED_UPDATES: Final = 3
 """The number of updates that are checked after an updater was built or a state was loaded."""
@@ -23,6 +24,7 @@ class FirstUpdates:
     def __init__(self) -> None:
         self._random = RandomDetector()
         self._state = StateDetector()
+        self._unrepeatable = UnrepeatableDetector()
         self.start = self.end = 0
         """The number of done updates from which on nothing is checked."""
 
@@ -60,6 +62,8 @@ class FirstUpdates:
                 stack.enter_context(self._random.watching(IN_SHARDS, [loss_fn], replicas))
             if not self._state.has_warned:
                 stack.enter_context(self._state.watching(loss_fn, [model, *replicas], sizes))
+            if not self._unrepeatable.has_warned:
+                stack.enter_context(self._unrepeatable.watching())
             stack.enter_context(prepared.writes.watching())
             yield
 

@@ -1,7 +1,6 @@
 """Combine the partial sums of this process with those of the other ranks."""
 
 from lockstep.updaters.ranks.consistency import (
-    OnMismatch as OnMismatch,
     RankConsistency as RankConsistency,
 )
 from lockstep.updaters.ranks.coordinator import Coordinator as Coordinator, LocalCoordinator as LocalCoordinator

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep._version import __version__
 from lockstep.communicators import Communicator, StateComparer, check_fields, compare, kernel_class, self_test
-from lockstep.data import BatchIterator, Iterator as BatchSource
+from lockstep.data import BatchIterator, Iterator as BatchSource, Parts
 from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
 from lockstep.replicas import SINGLE_THREAD, ComputeMode, held_tensors
@@ -25,12 +25,9 @@ from lockstep.updaters.state import TrainingState, code_text, module_text
 
 LOG = logging.getLogger("lockstep")
 
-OnMismatch = Literal["broadcast", "refuse"]
-"""What happens where models differ between ranks when a run begins: they take the values of rank 0, or the run ends."""
-
 KERNELS_REMEDY: Final = "Kernels that differ round differently. Run all ranks on one type of machine and installation."
 CODE_REMEDY: Final = "Run the same script with the same arguments and seeds on every rank."
-MODELS_REMEDY: Final = "Build the model from the same seed on every rank, or pass `differing_models='broadcast'`."
+MODELS_REMEDY: Final = "Build the model from the same seed on every rank, or leave out `differing_models='refuse'`."
 OUTSIDE_REMEDY: Final = (
     "Create it from the same seed on every rank, by torch.manual_seed before; or make it a buffer or a module of the "
     "model, or pass its module as one of several models, which begin with the values of rank 0."
@@ -44,24 +41,13 @@ class RankConsistency:
         communicator: The communicator of the run.
         training: The training state.
         recipe: The arguments of the updater.
-        every: The number of updates within which all tensors of the state are compared, at least 1.
-        differing: What to do with models that differ when a run begins from its first update.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        training: TrainingState,
-        recipe: Recipe,
-        *,
-        every: int,
-        differing: OnMismatch,
-    ) -> None:
+    def __init__(self, communicator: Communicator, training: TrainingState, recipe: Recipe) -> None:
         self._communicator = communicator
         self._training = training
         self._recipe = recipe
-        self._differing: OnMismatch = differing
-        self._comparer = StateComparer(training.tensors, every)
+        self._comparer = StateComparer(training.tensors, communicator.check_every)
         self._is_checked = False
 
     def check_start(self) -> None:
@@ -121,7 +107,7 @@ class RankConsistency:
             return
         # Models differ by their seeds only before the first update. Later, a difference means that the ranks computed
         # different things, and copying one of them would hide that.
-        if self._training.iteration or self._differing == "refuse":
+        if self._training.iteration or self._communicator.differing_models == "refuse":
             raise difference
         LOG.info("The models of the ranks differ (%s). All ranks now use the models of rank 0.", difference.subject)
         self._broadcast_models()
@@ -222,6 +208,8 @@ def _iterator_fields(iterator: BatchSource) -> Iterator[tuple[str, str]]:
         yield "number of samples", f"{len(iterator.dataset)}"
         for name in ("batch_size", "shuffle", "repeat", "last_batch", "seed", "sample_streams"):
             yield f"`{name}`", f"{vars(iterator)[name]!r}"
+        if isinstance(iterator.dataset, Parts):
+            yield "blocks and sections of `data.Parts`", iterator.dataset.fingerprint()
 
 
 def _kind_field(thing: object) -> Iterable[tuple[str, str]]:

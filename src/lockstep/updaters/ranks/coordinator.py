@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 from lockstep.communicators import Communicator, first_difference
-from lockstep.errors import DisagreementError
+from lockstep.errors import DisagreementError, OrderError
 from lockstep.replicas import fork_error
 from lockstep.stopping import STOP
 from lockstep.updaters.attempt import Described, UpdateSigint
@@ -27,6 +27,9 @@ Position = Mapping[str, Any]
 """What ranks must agree on in an exchange, by the names that errors use."""
 
 NO_CONTEXT: Final[AbstractContextManager[None]] = nullcontext()
+
+GATHERS: Final = "gathers state"
+"""The key of a message of a rank that is about to gather state."""
 
 
 class Coordinator(ABC):
@@ -76,6 +79,15 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
+    def start_gather(self) -> None:
+        """Check that every rank is about to gather state.
+
+        Raises:
+            OrderError: If a rank does something else.
+            PeerError: If a rank failed.
+        """
+
+    @abstractmethod
     def hold_interrupts(self, interrupts: UpdateSigint) -> None:
         """Hold all interrupts until the update ends, because all ranks complete it after they have agreed to.
 
@@ -106,6 +118,9 @@ class LocalCoordinator(Coordinator):
     ) -> None:
         """Deliver pending interrupts, then hold later ones."""
         interrupts.check_and_hold()
+
+    def start_gather(self) -> None:
+        """Return at once; this process has the whole state."""
 
     def hold_interrupts(self, interrupts: UpdateSigint) -> None:
         """Deliver pending interrupts, then hold later ones."""
@@ -193,6 +208,8 @@ class RankCoordinator(Coordinator):
             if each.get("ended"):
                 _raise_ended(rank)
             raise_error(rank, each)
+            if GATHERS in each:
+                raise _gathers_alone(rank)
         _check_positions([each["position"] for each in messages], batches, self._communicator)
         for each in messages:
             repeat |= each["repeat"]
@@ -217,6 +234,16 @@ class RankCoordinator(Coordinator):
         self.end_exchange()
         interrupts.hold()
 
+    def start_gather(self) -> None:
+        """Exchange messages that say so; see `Coordinator.start_gather`."""
+        messages = self._sum.exchange({GATHERS: True})
+        self._sum.reset_prediction()
+        for rank, each in enumerate(messages):
+            raise_error(rank, each)
+        for each in messages:
+            if GATHERS not in each:
+                raise _gathers_alone(self._communicator.rank)
+
     def hold_interrupts(self, interrupts: UpdateSigint) -> None:
         """Hold all interrupts: the other ranks would not learn of one that is delivered now."""
         interrupts.hold()
@@ -229,6 +256,14 @@ class RankCoordinator(Coordinator):
         # Where the iterators of all ranks end in the same update, every rank keeps its own StopIteration.
         if ended and not all(each.get("ended") for each in messages):
             _raise_ended(self._communicator.rank)
+
+
+def _gathers_alone(rank: int) -> OrderError:
+    return OrderError(
+        "`state_dict` must be called on every rank where an optimizer is shared out over them, because no rank has its "
+        f"whole state, got a call on rank {rank} while others train. Call it on all ranks, and write the file on one, "
+        "or pass `shard_optimizer=False`."
+    )
 
 
 def _raise_ended(rank: int) -> None:

@@ -36,6 +36,7 @@ class RankReduction:
         rank_sum: Sums the gradients.
         workloads: The relative speeds of the devices of every rank.
         may_move: Whether shards may move to other devices during the run, because that changes no bit.
+        one_machine: Whether all ranks are on one machine.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class RankReduction:
         workloads: Sequence[Sequence[float]],
         *,
         may_move: bool,
+        one_machine: bool,
     ) -> None:
+        self.one_machine = one_machine
+        """Whether all ranks are on one machine."""
         self._communicator = communicator
         self.coordinator = coordinator
         self._sum = rank_sum
@@ -218,10 +222,13 @@ def join_ranks(
                 f"and not on rank {0 if each else rank}. Ranks can only be timed together: pass "
                 '"auto" on all of them, or numbers on each.'
             )
-    total = RankSum(communicator, rank_sum.DEFAULTS, one_machine=len(set(machines)) == 1)
+    one_machine = len(set(machines)) == 1
+    total = RankSum(communicator, rank_sum.DEFAULTS, one_machine=one_machine)
     coordinator = RankCoordinator(communicator, consistency, total)
     # A single rank whose shards cannot move is enough to keep all shards where they are.
-    return RankReduction(communicator, coordinator, total, all_workloads, may_move=all(all_movable))
+    return RankReduction(
+        communicator, coordinator, total, all_workloads, may_move=all(all_movable), one_machine=one_machine
+    )
 
 
 def machine_name() -> str:

@@ -7,7 +7,6 @@ import sys
 import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Final, TypeAlias
 from zlib import crc32
@@ -228,6 +227,7 @@ class Conversion:
         shards_by_device: Sequence[Sequence[Shard]],
         devices: Sequence[torch.device],
         first: int,
+        stream: DefaultStream | None = None,
     ) -> DeviceShards:
         """Return the shards of each device with their tensors, which are on the device.
 
@@ -236,25 +236,23 @@ class Conversion:
             shards_by_device: The shards of each device.
             devices: The devices.
             first: The position of the random stream of shard 0.
+            stream: Where a converter draws, if that is open already.
 
         Determinism: While a converter of yours is called, the default generators of torch, Python and NumPy, and that
         of an accelerator, are at the start of a stream keyed by the seed, the position, the shard, and the indices of
         its samples. They are restored afterwards.
         """
-        with ExitStack() as stack:
-            stream = None
-            if self.is_own and any(type(batch) is Samples for batch in batches):
-                # Other updaters seed the default generator for their shards while they hold this lock.
-                stack.enter_context(DEFAULT_GENERATOR_LOCK)
-                stack.enter_context(restored_generators())
-                stream = stack.enter_context(DefaultStream(*devices))
-            device_shards: DeviceShards = []
-            for run, device in zip(shards_by_device, devices, strict=True):
-                device_shards.append([])
-                for shard in run:
-                    given = self._cut(batches[shard.batch], shard, device, first, stream)
-                    device_shards[-1].append((shard, given))
-            return device_shards
+        if stream is None and self.is_own and any(type(batch) is Samples for batch in batches):
+            # Other updaters seed the default generator for their shards while they hold this lock.
+            with DEFAULT_GENERATOR_LOCK, restored_generators(), DefaultStream(*devices) as opened:
+                return self.shards(batches, shards_by_device, devices, first, opened)
+        device_shards: DeviceShards = []
+        for run, device in zip(shards_by_device, devices, strict=True):
+            device_shards.append([])
+            for shard in run:
+                given = self._cut(batches[shard.batch], shard, device, first, stream)
+                device_shards[-1].append((shard, given))
+        return device_shards
 
     def _cut(self, batch: Any, shard: Shard, device: torch.device, first: int, stream: DefaultStream | None) -> Any:
         """Return the tensors of one shard: views of a batch of tensors, or copies if its samples are not adjacent."""

@@ -20,4 +20,9 @@ from lockstep.updaters.state.recipe_fields import (
     recipe_fields as recipe_fields,
 )
 from lockstep.updaters.state.savepoint import Savepoint as Savepoint, copy_state as copy_state
+from lockstep.updaters.state.sharding import (
+    ShardedState as ShardedState,
+    SharedOutState as SharedOutState,
+    moving as moving,
+)
 from lockstep.updaters.state.training import TrainingState as TrainingState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from lockstep.errors import StateError
@@ -32,11 +33,21 @@ def state_of(training: TrainingState, *, num_shards: int, seed: int) -> dict[str
 def live_state_of(training: TrainingState, *, num_shards: int, seed: int) -> dict[str, Any]:
     """Return what `state_of` returns, with the tensors that are being trained instead of copies.
 
+    Collective where optimizers are shared out over ranks: their state is gathered, on every rank.
+
     Args:
         training: The training state.
         num_shards: The number of shards per batch.
         seed: The seed of the random streams.
     """
+    with ExitStack() as gathered:
+        for each in training.sharded.values():
+            gathered.enter_context(each.whole())
+        return _state(training, num_shards=num_shards, seed=seed)
+
+
+def _state(training: TrainingState, *, num_shards: int, seed: int) -> dict[str, Any]:
+    """Return the state, with what optimizers hold now."""
     frozen = frozen_names(training.models)
     hooks = {name: each.state_dict() for name, each in training.step_hooks().items()}
     return {
@@ -72,7 +83,10 @@ def load_state(training: TrainingState, state: Mapping[str, Any], *, num_shards:
     checked against the names and shapes of their owner, so they can migrate an older one.
     """
     # Everything that can be checked is checked first. What only fails while loading is undone below.
-    _check_state(state, live_state_of(training, num_shards=num_shards, seed=seed))
+    with ExitStack() as hidden:
+        for each in training.sharded.values():
+            hidden.enter_context(each.without_state())
+        _check_state(state, _state(training, num_shards=num_shards, seed=seed))
     check_frozen(state.get("frozen", {}), training.models)
     if training.carried is not None:
         training.carried.check_state(state["carried"])

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep._version import __version__
-from lockstep.data import BatchIterator, IterableBatches, Iterator as BatchSource
+from lockstep.data import BatchIterator, IterableBatches, Iterator as BatchSource, Parts
 from lockstep.digest import digest
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale
@@ -162,6 +162,8 @@ def _iterator_fields(iterator: BatchSource) -> Iterator[tuple[str, Any]]:
         yield "sampler", iterator.order_sampler is not None
         for name in _ITERATOR_ARGUMENTS:
             yield name, getattr(iterator, name)
+        if isinstance(iterator.dataset, Parts):
+            yield "blocks_and_sections", iterator.dataset.fingerprint()
     if isinstance(iterator, IterableBatches):
         yield "batches_of", iterator.batches_of
         yield "repeat", iterator.repeat

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.optim import StatefulHook, without_pre_hooks
 from lockstep.precision import MasterWeights
+from lockstep.updaters.state.sharding import ShardedState
 
 
 class Savepoint:
@@ -25,6 +27,7 @@ class Savepoint:
         optimizers: The optimizers, of which the state, options and counters are copied.
         stateful: The learning rate schedulers, and the hooks of steps with a state.
         masters: The float32 master weights of parameters in half precision.
+        sharded: The state of optimizers that is shared out over ranks, of which this rank copies its part.
     """
 
     def __init__(
@@ -33,10 +36,15 @@ class Savepoint:
         optimizers: Iterable[Optimizer],
         stateful: Iterable[LRScheduler | StatefulHook],
         masters: Iterable[MasterWeights] = (),
+        sharded: Iterable[ShardedState] = (),
     ) -> None:
         self._tensors: dict[torch.Tensor, torch.Tensor] = {}
         self.include(model)
-        self._optimizers = [(optimizer, copy_state(optimizer.state_dict())) for optimizer in optimizers]
+        self._sharded = [(each, copy_state(each.own_state())) for each in sharded]
+        with ExitStack() as hidden:
+            for each, _ in self._sharded:
+                hidden.enter_context(each.without_state())
+            self._optimizers = [(optimizer, copy_state(optimizer.state_dict())) for optimizer in optimizers]
         self._stateful = [(each, copy_state(each.state_dict())) for each in stateful]
         self._masters = [(each, copy_state(each.saved_masters())) for each in masters]
 
@@ -58,6 +66,8 @@ class Savepoint:
             tensor.copy_(before)
         for optimizer, state in self._optimizers:
             _restore(optimizer, state)
+        for sharded, own in self._sharded:
+            sharded.restore(own)
         for each, state in self._stateful:
             each.load_state_dict(state)
         for masters, values in self._masters:

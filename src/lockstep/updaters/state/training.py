@@ -20,6 +20,7 @@ from lockstep.updaters.setup import MAIN, Names, look_up
 from lockstep.updaters.state.carried import CarriedValues
 from lockstep.updaters.state.recipe_fields import RecipeFields, settings_of
 from lockstep.updaters.state.savepoint import Savepoint
+from lockstep.updaters.state.sharding import ShardedState
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class TrainingState:
         iteration: The number of complete updates.
         num_applied: The number of updates that moved the weights; a tensor where only the device knows.
         carried: The values that are carried from batch to batch, if there are any.
+        sharded: The parts of the state of optimizers that this rank holds where the ranks share it out, by name.
         mode_was_changed: Whether `ensure_training_mode` has warned.
         settings: The settings of the parts as they were when the run was set up.
     """
@@ -53,6 +55,7 @@ class TrainingState:
     iteration: int = 0
     num_applied: int | torch.Tensor = 0
     carried: CarriedValues | None = None
+    sharded: dict[str, ShardedState] = field(default_factory=dict)
     mode_was_changed: bool = False
     settings: RecipeFields = field(init=False)
 
@@ -176,7 +179,10 @@ class TrainingState:
         return {name: value for each in self.masters.values() for name, value in each.named(network).items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of the state by name: parameters, buffers, master weights and optimizer state."""
+        """Return all tensors of the state by name: parameters, buffers, master weights and optimizer state.
+
+        State that is shared out over the ranks is left out, because no two ranks hold the same part.
+        """
         found: dict[str, torch.Tensor] = {} if self.carried is None else self.carried.state_dict()
         names: dict[torch.Tensor, str] = {}
         for model, network in self.models.items():
@@ -207,7 +213,8 @@ class TrainingState:
         """Copy everything that steps may change."""
         schedulers = [*self.schedulers.values(), *self.epoch_schedulers.values()]
         stateful = [*schedulers, *self.step_hooks().values()]
-        return Savepoint(self.replicas.model, self.optimizers.values(), stateful, self._all_masters())
+        masters, sharded = self._all_masters(), self.sharded.values()
+        return Savepoint(self.replicas.model, self.optimizers.values(), stateful, masters, sharded)
 
 
 def _masters_for(optimizer: Optimizer) -> MasterWeights:

@@ -8,3 +8,4 @@ from lockstep.updaters.step.checks import (
 from lockstep.updaters.step.custom_step import CustomStep as CustomStep
 from lockstep.updaters.step.inference import InferenceRunner as InferenceRunner
 from lockstep.updaters.step.next_batches import CopyAhead as CopyAhead
+from lockstep.updaters.step.placement import ShardOptimizer as ShardOptimizer

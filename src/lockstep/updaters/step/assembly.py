@@ -14,7 +14,7 @@ from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
 from lockstep.updaters.attempt import Deferral
-from lockstep.updaters.ranks import Coordinator, LocalCoordinator, OnMismatch, RankConsistency, join_ranks
+from lockstep.updaters.ranks import Coordinator, LocalCoordinator, RankConsistency, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
     Recipe,
@@ -25,10 +25,17 @@ from lockstep.updaters.setup import (
     parse_networks,
 )
 from lockstep.updaters.state import Carried, CarriedValues, TrainingState
-from lockstep.updaters.step.checks import check_fit, check_reached, choose_loss_scale, fixed_workloads
+from lockstep.updaters.step.checks import (
+    check_fit,
+    check_reached,
+    choose_loss_scale,
+    fixed_workloads,
+    warn_of_idle_devices,
+)
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
+from lockstep.updaters.step.placement import ShardOptimizer, check_shardable, share_out
 from lockstep.updaters.step.retry import OverflowRetry
 from lockstep.updaters.step.skips import SkippedUpdates
 
@@ -75,11 +82,10 @@ def assemble(
     loss_scale: LossScale | float | None,
     timeout: Timeout,
     communicator: Communicator,
-    check_every: int,
-    differing_models: OnMismatch,
     custom_step: bool,
     carried: Carried | None,
     copy_ahead: CopyAhead,
+    shard_optimizer: ShardOptimizer,
 ) -> Parts:
     """Check the arguments of an updater that are not in its recipe, and create its parts.
 
@@ -93,11 +99,10 @@ def assemble(
         loss_scale: The argument `loss_scale`; None for the loss scale of the optimizers.
         timeout: The number of seconds after which a device counts as hung.
         communicator: The communicator of the run.
-        check_every: The number of updates within which processes compare their states.
-        differing_models: What to do with models that differ between processes.
         custom_step: Whether a step function defines the update.
         carried: What is carried from batch to batch; None for nothing.
         copy_ahead: Whether batches are copied to accelerators one update ahead.
+        shard_optimizer: Whether ranks share out the steps and the state of optimizers.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -113,6 +118,7 @@ def assemble(
     networks = parse_networks(model)
     # Before replicas are created: nothing of the user's is touched until its arguments are known to fit.
     check_fit(recipe, networks, optimizers, carried, custom_step=custom_step)
+    check_shardable(shard_optimizer, optimizers, networks.module)
     fixed = fixed_workloads(recipe, workloads)
     replicas = ReplicaSet(networks.module, devices, workloads=fixed, timeout=timeout)
     training = TrainingState(
@@ -129,7 +135,7 @@ def assemble(
     ranks = join_ranks(
         communicator,
         replicas.workloads,
-        RankConsistency(communicator, training, recipe, every=check_every, differing=differing_models),
+        RankConsistency(communicator, training, recipe),
         movable=recipe.num_shards is not None,
         measure=workloads == "auto",
     )
@@ -153,9 +159,14 @@ def assemble(
             f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
             "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
             "results that do not.",
-            stacklevel=3,
+            stacklevel=4,
         )
+    if communicator.rank == 0:
+        warn_of_idle_devices(recipe, training.iterator, devices=len(replicas.devices) * communicator.size)
     coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
+    shared = share_out(
+        training, communicator, shard_optimizer, coordinator, one_machine=ranks is None or ranks.one_machine
+    )
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
     skips = SkippedUpdates(training, recipe.max_skipped)
     return Parts(
@@ -166,7 +177,15 @@ def assemble(
         coordinator,
         engine,
         OverflowRetry(engine, training, recipe, deferral, coordinator),
-        Committer(engine, training, deferral, skips, auto_new_epoch=recipe.auto_new_epoch, clip=recipe.clip_grad_norm),
+        Committer(
+            engine,
+            training,
+            deferral,
+            skips,
+            auto_new_epoch=recipe.auto_new_epoch,
+            clip=recipe.clip_grad_norm,
+            shared=shared,
+        ),
         deferral,
         skips,
     )

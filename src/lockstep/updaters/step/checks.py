@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from types import FunctionType, MethodType
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal
 
 import torch
 from torch import nn
@@ -13,8 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
+from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
-from lockstep.integers import check_integer
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
 from lockstep.replicas import check_buffers, check_leaves, check_no_lookups, check_no_trained_buffers
@@ -22,7 +24,6 @@ from lockstep.updaters.attempt import Attempt
 from lockstep.updaters.batch_loss import BatchLoss
 from lockstep.updaters.compute import PreparedModel
 from lockstep.updaters.detectors import LOSSES, attributes, compares_objects, names_in, references
-from lockstep.updaters.ranks import OnMismatch
 from lockstep.updaters.setup import NetworkSet, Recipe, check_choice
 from lockstep.updaters.state import Carried
 from lockstep.updaters.step.fused import check_dense
@@ -66,21 +67,17 @@ def check_fit(
         raise ValueError("`loss_fn` must be given for several networks, got None.")
 
 
-def check_run_options(communicator: object, check_every: object, differing_models: str, copy_ahead: object) -> None:
+def check_run_options(communicator: object, copy_ahead: object) -> None:
     """Check the arguments of an updater that only concern several processes or accelerators.
 
     Args:
         communicator: The communicator, or None for one that is found.
-        check_every: The number of updates within which processes compare their states.
-        differing_models: What happens with models that differ between processes.
         copy_ahead: Whether batches are copied one update ahead.
 
     Raises:
         TypeError: If one of them has another type.
         ValueError: If one of them is out of range.
     """
-    check_integer("check_every", check_every, minimum=1)
-    check_choice("differing_models", differing_models, get_args(OnMismatch))
     if not isinstance(copy_ahead, bool) and copy_ahead != "auto":
         raise ValueError(f"`copy_ahead` must be True, False or 'auto', got {copy_ahead!r}.")
     if not isinstance(communicator, Communicator | None):
@@ -139,6 +136,32 @@ def fixed_workloads(recipe: Recipe, workloads: Sequence[float] | Literal["auto"]
             f"{workloads}. Pass `num_shards`."
         )
     return workloads
+
+
+def warn_of_idle_devices(recipe: Recipe, iterator: Iterator, *, devices: int) -> None:
+    """Warn if some devices, or some shards, have nothing to compute in any update.
+
+    Args:
+        recipe: The recipe of the update.
+        iterator: The main iterator.
+        devices: The number of devices of all ranks.
+    """
+    shards = recipe.num_shards
+    if shards is None:
+        return
+    batches = recipe.accumulate if isinstance(recipe.accumulate, int) else 1
+    if shards * batches < devices:
+        warnings.warn(
+            f"`num_shards` is {shards}, but there are {devices} devices, of which some will have nothing to compute. "
+            "Use fewer devices, or more shards, which is another result.",
+            stacklevel=5,
+        )
+    if isinstance(iterator, BatchIterator) and shards > iterator.batch_size:
+        warnings.warn(
+            f"`num_shards` is {shards}, but a batch has only {iterator.batch_size} samples: each of them is a shard, "
+            "and the others are empty. Use fewer shards or larger batches.",
+            stacklevel=5,
+        )
 
 
 def needs_custom_step(loss_fn: object, optimizer: object) -> bool:
@@ -261,16 +284,37 @@ def check_first_shards(attempt: Attempt, prepared: PreparedModel, model: nn.Modu
         model: The original model.
 
     Raises:
-        ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit.
+        ValueError: If a loss function uses what the replicas do not have, or the rule of a buffer does not fit, or if a
+            gradient of several shards would not be that of the batch.
     """
     context = attempt.gradient_context
     loss_fn, shards = attempt.request.loss_fn, [part for run in attempt.device_shards for part in run]
     check_lookups(loss_fn, model)
+    if attempt.share.num_shards > 1:
+        check_no_counts(model)
     used_by = loss_fn, [runner.replica for runner in prepared.runners]
     check_leaves(context.foreign_leaves, "loss_fn", used_by, (shards, [*model.parameters()]))
     counted = {report.shard for task in attempt.device_tasks for report in task.reports}
     sizes = [len(shard.samples) for shard, _ in shards if shard.index in counted and context.reads_buffers]
     check_buffers([task.buffer_sum for task in attempt.device_tasks], prepared.buffer_refs, sizes)
+
+
+def check_no_counts(model: nn.Module) -> None:
+    """Check that no embedding divides its gradient by how often an index occurs in the batch.
+
+    Args:
+        model: The original model.
+
+    Raises:
+        ValueError: If one does, because it would count in each shard apart.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.scale_grad_by_freq:
+            raise ValueError(
+                "`model` must not scale gradients by how often an index occurs in a batch of several shards, because "
+                f"each shard counts its own, got an {type(module).__name__} with scale_grad_by_freq=True at {name!r}. "
+                "Leave it out, or pass num_shards=1."
+            )
 
 
 def check_lookups(loss_fn: Any, model: nn.Module) -> None:
@@ -351,6 +395,8 @@ def check_ownership(optimizers: Mapping[str, Optimizer], networks: Mapping[str, 
                     )
 
 
+GRADIENT_OF: Final = attrgetter("grad")
+VERSION_OF: Final = attrgetter("_version")
 USED_VERSION: Final = "_lockstep_used_version"
 """The attribute of a gradient with the version in which an update has used it. It belongs to the gradient and not to an
 updater, because several may train one model in turn."""

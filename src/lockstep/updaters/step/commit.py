@@ -17,9 +17,17 @@ from lockstep.updaters.attempt import FINITE, Attempt, Deferral, StepStream
 from lockstep.updaters.result import UpdateResult
 from lockstep.updaters.setup import MAIN, Names
 from lockstep.updaters.state import TrainingState
-from lockstep.updaters.step.checks import USED_VERSION, check_no_unused_gradients, clipping_norms
+from lockstep.updaters.step.checks import (
+    GRADIENT_OF,
+    USED_VERSION,
+    VERSION_OF,
+    check_no_unused_gradients,
+    clipping_norms,
+)
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.optimizer_step import NO_STREAM, OptimizerStep
+from lockstep.updaters.step.own_steps import OwnSteps
+from lockstep.updaters.step.sharing import SharedStep
 from lockstep.updaters.step.skips import SkippedUpdates
 
 BACKWARD_HOOKS_OF: Final = attrgetter("_backward_hooks")
@@ -35,6 +43,7 @@ class Committer:
         skips: Notices updates that are skipped.
         auto_new_epoch: Whether to notify optimizers that count epochs.
         clip: The argument `clip_grad_norm` of the updater.
+        shared: The steps of optimizers that the ranks share out, by name.
 
     Attributes:
         stream: The stream of what an update draws after its shards.
@@ -49,6 +58,7 @@ class Committer:
         *,
         auto_new_epoch: bool,
         clip: float | Mapping[str, float] | None,
+        shared: Mapping[str, SharedStep],
     ) -> None:
         norms = clipping_norms(clip, training.optimizers)
         self._clips = bool(norms)
@@ -57,7 +67,7 @@ class Committer:
         self._engine = engine
         self._training = training
         self._steps = {
-            name: OptimizerStep(each, training.masters.get(name), norms.get(name))
+            name: OptimizerStep(each, training.masters.get(name), norms.get(name), shared.get(name))
             for name, each in training.optimizers.items()
         }
         self.stream = StepStream(
@@ -66,6 +76,7 @@ class Committer:
             engine.first_stream,
             lambda functions: engine.first_updates.watching_steps(training.iteration, functions),
         )
+        self.own_steps = OwnSteps()
         self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
 
     def assign_gradients(self, attempt: Attempt) -> None:
@@ -169,14 +180,14 @@ class Committer:
 
     def mark_gradients_used(self) -> None:
         """Note that the gradients need not be kept; a later change, as by another backward, ends this."""
-        used_at = self._engine.used_at = {}
-        for parameter in self._engine.prepared.parameters:
-            used_at[id(parameter)] = parameter._version
-            gradient = parameter.grad
+        parameters = self._engine.prepared.parameters
+        self._engine.used_at = dict(zip(map(id, parameters), map(VERSION_OF, parameters), strict=True))
+        for gradient in map(GRADIENT_OF, parameters):
             if gradient is not None:
                 gradient.__dict__[USED_VERSION] = gradient._version
         for masters in self._training.masters.values():
             masters.drop_gradients()
+        self.own_steps.begin(self._training.optimizers.values())
 
     def _commit_several(
         self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
@@ -244,6 +255,7 @@ class Committer:
         """
         engine, found_inf = self._engine, attempt.overflow_check.found_inf
         engine.watch.phase = "optimizer"
+        self.own_steps.end()
         prepared, replicas = engine.prepared, engine.replicas
         num_devices = len(replicas.devices) if prepared.tree_sum.is_parallel else 1
         run = partial(replicas.run, settings=settings)
@@ -261,11 +273,13 @@ class Committer:
             self.store_buffers(attempt)
         if attempt.carried is not None:
             self._training.keep_carried(attempt.carried, unless=found_inf)
+        self.own_steps.check("scheduler", self._training.schedulers)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 is_known = type(scheduler).__module__.startswith(("torch.", "lockstep."))
                 with NO_STREAM if is_known else draws([scheduler]):
                     late_errors += collect_error(scheduler.step)
+        self.own_steps.note(self._training.schedulers)
         return late_errors
 
     def step_with_closure(self, name: str, closure: Callable[[], torch.Tensor]) -> None:
@@ -279,6 +293,7 @@ class Committer:
         """
         optimizer = self._training.optimizers[name]
         self._engine.watch.phase = "optimizer"
+        self.own_steps.end()
         optimizer.step(closure)  # type: ignore[arg-type]  # typed as returning a float, which a tensor can be
         for scheduler in self._training.schedulers.values():
             if scheduler.optimizer is optimizer:
@@ -317,7 +332,11 @@ class Committer:
         new_epochs = iterator.epoch - previous_epoch
         if new_epochs and training.carried is not None:
             training.carried.start_epoch()
-        return late_errors + self._epoch_listeners.notify(new_epochs) if new_epochs else late_errors
+        if new_epochs:
+            self.own_steps.check("epoch_scheduler", training.epoch_schedulers)
+            late_errors += self._epoch_listeners.notify(new_epochs)
+            self.own_steps.note(training.epoch_schedulers)
+        return late_errors
 
     def count_or_undo(self, applied: bool | torch.Tensor, consumed: Mapping[str, int]) -> None:
         """Count an update, or count nothing and raise what user code raised.

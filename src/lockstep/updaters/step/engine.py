@@ -48,7 +48,13 @@ from lockstep.updaters.setup import (
     read_batches,
 )
 from lockstep.updaters.state import CarriedAttempt, TrainingState, lazy
-from lockstep.updaters.step.checks import USED_VERSION, check_first_shards, check_no_unused_gradients, check_reached
+from lockstep.updaters.step.checks import (
+    GRADIENT_OF,
+    USED_VERSION,
+    check_first_shards,
+    check_no_unused_gradients,
+    check_reached,
+)
 from lockstep.updaters.step.next_batches import NextBatches
 
 LOCAL_ASSIGNMENT: Final = ShardAssignment()
@@ -289,13 +295,14 @@ class GradientEngine:
 
     def _remove_gradients(self, wanted: Collection[int] | None) -> None:
         """Free the memory of the last gradients for new ones, and let `reduce` detect gradients of the original."""
-        for parameter in self.prepared.parameters:
-            if (gradient := parameter.grad) is not None and gradient.__dict__.get(USED_VERSION) != gradient._version:
+        parameters = self.prepared.parameters
+        for gradient in map(GRADIENT_OF, parameters):
+            if gradient is not None and gradient.__dict__.get(USED_VERSION) != gradient._version:
                 named, optimizers = self.prepared.named_parameters, self.training.optimizers.values()
                 check_no_unused_gradients(named, wanted, self.used_at, optimizers)
-        for parameter in self.prepared.parameters:
-            if wanted is None or id(parameter) in wanted:
-                parameter.grad = None
+                break
+        for parameter in parameters if wanted is None else [each for each in parameters if id(each) in wanted]:
+            parameter.grad = None
 
     def reduce(self, attempt: Attempt, context: UpdateContext) -> None:
         """Sum over the devices of all processes in the tree's order, and divide once by the total weight.

@@ -1,0 +1,247 @@
+"""Step what this rank owns of an optimizer that is shared out, and gather the weights of all ranks."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.communicators import Communicator
+from lockstep.digest import digest
+from lockstep.errors import LockstepError
+from lockstep.optim import HookedOptimizer
+from lockstep.updaters.ranks import describe_error, raise_error
+from lockstep.updaters.state import ShardedState, copy_state, moving
+from lockstep.updaters.step.stepping import (
+    PER_PARAMETER,
+    Part,
+    RunOnDevices,
+    StepProgress,
+    balance,
+    bare_step,
+    step_in_parts,
+)
+
+NUM_CHECKED: Final = 2
+"""The number of steps of an unknown optimizer that are compared with whole ones. The second one shows state that is
+kept where no rank gathers it."""
+
+
+def steps_elements(optimizer: Optimizer) -> bool:
+    """Return whether the step of an optimizer is known to be elementwise, with the same bits on pieces of parameters.
+
+    Args:
+        optimizer: The optimizer.
+    """
+    if isinstance(optimizer, HookedOptimizer):
+        return optimizer.is_elementwise and type(optimizer).__module__.startswith("lockstep.")
+    return type(optimizer) in PER_PARAMETER
+
+
+class SharedStep:
+    """Steps an optimizer that the ranks share out.
+
+    Args:
+        sharded: What this rank owns, and its state.
+        communicator: The communicator of the run.
+    """
+
+    def __init__(self, sharded: ShardedState, communicator: Communicator) -> None:
+        self._sharded = sharded
+        self._communicator = communicator
+        self._parameters: list[torch.Tensor] = []
+        self._num_unchecked = 0 if steps_elements(sharded.optimizer) else NUM_CHECKED
+
+    def prepare(self) -> None:
+        """Share out new parameters, and cut loaded state, while the groups hold the parameters of the model."""
+        self._sharded.share_out()
+        self._parameters = self._sharded.parameters
+
+    def step(
+        self, current: Sequence[torch.Tensor], num_devices: int, run: RunOnDevices, progress: StepProgress
+    ) -> None:
+        """Step what this rank owns, and copy the weights of all ranks to each. Collective.
+
+        Args:
+            current: What the groups hold: the parameters, or their master weights.
+            num_devices: The number of threads that the step is split over.
+            run: Runs a function of an index on all threads at once.
+            progress: Records how far the step has come.
+
+        Raises:
+            ValueError: If a gradient is sparse, or pieces of a parameter cannot be stepped alone; nothing has changed.
+            PeerError: If another rank raised before the first weight moved.
+            LockstepError: If another rank raised afterwards.
+        """
+        whole = WholeStep(self._sharded, self._parameters, current) if self._num_unchecked else None
+        turn = _Turn(self._sharded, self._communicator, (self._parameters, current), num_devices, whole)
+        try:
+            step_in_parts(self._sharded.optimizer, turn.parts, run, progress, turn.end)
+            self._num_unchecked -= self._num_unchecked > 0
+        except BaseException as error:
+            turn.report(error)
+            # A step that was taken back has moved nothing.
+            progress.has_begun = progress.has_begun and not turn.is_undone
+            raise
+
+
+class _Turn:
+    """One step of all ranks.
+
+    Args:
+        sharded: What this rank owns, and its state.
+        communicator: The communicator of the run.
+        tensors: The parameters of the model, and what the groups hold: the same, or their master weights.
+        num_devices: The number of threads that the step is split over.
+        whole: What the step is compared with; None for nothing.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedState,
+        communicator: Communicator,
+        tensors: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+        num_devices: int,
+        whole: WholeStep | None,
+    ) -> None:
+        self._sharded, self._communicator = sharded, communicator
+        self._parameters, self._current = tensors
+        self._num_devices, self._whole = num_devices, whole
+        self._pieces: list[torch.Tensor | None] = []
+        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        self._moving: list[bool] = []
+        self._owes_message = True
+        self.is_undone = False
+        """Whether the step was taken back."""
+
+    def parts(self) -> list[Part]:
+        """Return what the threads of this rank step, once every rank is about to."""
+        self._moving = moving(self._sharded.optimizer)
+        for tensor in self._current:
+            if tensor.grad is not None and tensor.grad.is_sparse:
+                raise ValueError(
+                    "`shard_optimizer` must be False for sparse gradients, which cannot be cut, got one of shape "
+                    f"{tuple(tensor.shape)}."
+                )
+        self._pieces = self._sharded.pieces(self._parameters, self._current)
+        self._state = self._sharded.state_of(self._parameters, self._pieces)
+        # The last point at which a rank that raises leaves everything as it was on all ranks.
+        for rank, message in enumerate(self._exchange(None)):
+            raise_error(rank, message)
+        self._owes_message = True
+        if self._whole is not None:
+            self._whole.step()
+        pairs = zip(self._current, self._pieces, strict=True)
+        stepped = {id(each): piece for each, piece in pairs if piece is not None}
+        return balance(stepped, self._num_devices, self._state)
+
+    def end(self) -> None:
+        """Gather the weights that all ranks have stepped."""
+        for rank, message in enumerate(self._exchange(None)):
+            if "error" in message:
+                raise LockstepError(
+                    f"Rank {rank} raised {message['error']} between the first weight that moved and the last. Load a "
+                    "saved state."
+                )
+        chosen = [index for index, moves in enumerate(self._moving) if moves]
+        moved = [self._current[index] for index in chosen]
+        self._sharded.gather([self._parameters[index] for index in chosen], moved)
+        torch.autograd.graph.increment_version(moved)
+        self._sharded.keep(self._parameters, self._pieces, self._state)
+        if self._whole is not None and not self._whole.agrees():
+            self._whole.undo()
+            self.is_undone = True
+            kind = type(self._sharded.optimizer).__name__
+            raise ValueError(
+                f"`shard_optimizer` must be False for {kind}: its step of pieces of parameters has other bits than its "
+                "step of whole ones. Nothing has changed."
+            )
+
+    def report(self, error: BaseException) -> None:
+        """Send an error of this rank to the others, if they wait for a message."""
+        if self._owes_message:
+            self._exchange(error)
+
+    def _exchange(self, error: BaseException | None) -> list[dict[str, Any]]:
+        """Send an error to every rank, or that there is none, and return what all ranks have sent."""
+        self._owes_message = False
+        own = {} if error is None else describe_error(error, phase="optimizer")
+        return [json.loads(each) for each in self._communicator.exchange(json.dumps(own).encode())]
+
+
+class WholeStep:
+    """The step of whole parameters on copies, with which that of the pieces is compared.
+
+    Args:
+        sharded: What this rank owns, and its state.
+        parameters: The parameters of the model.
+        current: What the groups hold: the parameters, or their master weights.
+    """
+
+    def __init__(
+        self, sharded: ShardedState, parameters: Sequence[torch.Tensor], current: Sequence[torch.Tensor]
+    ) -> None:
+        self._sharded, self._parameters, self._current = sharded, parameters, current
+        self._before: list[torch.Tensor] = []
+        self._own: dict[torch.Tensor, dict[str, Any]] | None = None
+        self._options: list[dict[str, Any]] = []
+        self._result = ""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Step copies of all parameters and of their state. Collective."""
+        sharded, optimizer = self._sharded, self._sharded.optimizer
+        self._before = [each.detach().clone() for each in self._current]
+        self._own = copy_state(sharded.own_state())
+        self._options = [_options_of(group) for group in optimizer.param_groups]
+        copies = {id(each): torch.nn.Parameter(each.detach().clone(), each.requires_grad) for each in self._current}
+        for each in self._current:
+            copies[id(each)].grad = None if each.grad is None else each.grad.clone()
+        gathered = sharded.gathered(self._parameters)
+        twin: Optimizer = object.__new__(type(optimizer))
+        twin.__dict__.update(vars(optimizer))
+        twin.param_groups = [
+            {**options, "params": [copies[id(each)] for each in group["params"]]}
+            for options, group in zip(copy.deepcopy(self._options), optimizer.param_groups, strict=True)
+        ]
+        pairs = zip(self._parameters, self._current, strict=True)
+        known = {
+            copies[id(each)]: copy_state(gathered[parameter]) for parameter, each in pairs if parameter in gathered
+        }
+        twin.state = defaultdict(dict, cast("dict[torch.Tensor, Any]", known))
+        # What the step draws is drawn again by the step of the pieces.
+        random = torch.get_rng_state()
+        bare_step(twin)
+        torch.set_rng_state(random)
+        whole = [copies[id(each)] for each in self._current]
+        self._result = digest([each.detach() for each in whole], [_plain(twin.state, each) for each in whole])
+        self._result += repr([_options_of(group) for group in twin.param_groups])
+
+    def agrees(self) -> bool:
+        """Return whether the step of the pieces has led to the same bits. Collective."""
+        gathered = self._sharded.gathered(self._parameters)
+        state = [_plain(gathered, each) for each in self._parameters]
+        options = repr([_options_of(group) for group in self._sharded.optimizer.param_groups])
+        return self._result == digest([each.detach() for each in self._current], state) + options
+
+    @torch.no_grad()
+    def undo(self) -> None:
+        """Restore weights, state and options from before the step."""
+        for each, before in zip(self._current, self._before, strict=True):
+            each.copy_(before)
+        self._sharded.restore(self._own)
+        for group, options in zip(self._sharded.optimizer.param_groups, self._options, strict=True):
+            group.update(options)
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _plain(state: Mapping[torch.Tensor, dict[str, Any]], parameter: torch.Tensor) -> dict[str, Any]:
+    return dict(state[parameter]) if parameter in state else {}

@@ -1,0 +1,287 @@
+"""Run the arithmetic of an optimizer's step: whole, or in parts where every parameter is stepped independently.
+
+PyTorch runs the hooks of a step only inside `step()`, so a step in parts has to run them itself, once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from lockstep.optim import HookedOptimizer
+from lockstep.precision import ChangesOnlyGradients
+
+RunOnDevices: TypeAlias = Callable[[Callable[[int], None]], None]
+"""Runs a function of a device's index on all devices at once."""
+
+PER_PARAMETER: Final = frozenset({ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop})
+"""Optimizers whose step of one parameter reads nothing of another."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one thread steps.
+
+    Attributes:
+        stepped: The tensors by the ``id`` of the parameter that each stands for: itself, or a piece of it.
+        state: Their state; None for that of the optimizer.
+    """
+
+    stepped: Mapping[int, torch.Tensor]
+    state: defaultdict[torch.Tensor, Any] | None = None
+
+
+@dataclass(slots=True)
+class StepProgress:
+    """How far a step has come.
+
+    Attributes:
+        has_begun: Whether its arithmetic has begun.
+        is_done: Whether it has moved all weights.
+    """
+
+    has_begun: bool = False
+    is_done: bool = False
+
+
+def can_step_in_parts(optimizer: Optimizer) -> bool:
+    """Check whether some parameters can be stepped without the others, with the same bits.
+
+    This holds for lockstep's own optimizers, and for PyTorch's that step parameter by parameter. They are recognized by
+    their exact class, because a subclass may do something else, such as draw noise.
+    """
+    if isinstance(optimizer, HookedOptimizer):
+        return type(optimizer).__module__.startswith("lockstep.")
+    return type(optimizer) in PER_PARAMETER
+
+
+def drawing_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """List the hooks that are called in a step, without those that are known to draw nothing."""
+    hooks = [
+        *_global_optimizer_pre_hooks.values(),
+        *optimizer._optimizer_step_pre_hooks.values(),
+        *(optimizer.hooks if isinstance(optimizer, HookedOptimizer) else ()),
+        *optimizer._optimizer_step_post_hooks.values(),
+        *_global_optimizer_post_hooks.values(),
+    ]
+    return [hook for hook in hooks if not isinstance(hook, ChangesOnlyGradients)] if hooks else hooks
+
+
+def step_whole(optimizer: Optimizer, progress: StepProgress) -> None:
+    """Run the whole step in the calling thread.
+
+    PyTorch opens a profiler range around each step, which takes a third of the time of stepping a small model. If there
+    are no hooks and no profiler is active, the step function of the class is called directly.
+
+    Args:
+        optimizer: The optimizer to step.
+        progress: Records how far the step has come.
+    """
+    if type(optimizer) in PER_PARAMETER and not _needs_full_step(optimizer):
+        progress.has_begun = True
+        bare_step(optimizer)
+        progress.is_done = True
+    elif isinstance(optimizer, HookedOptimizer):
+
+        def advance() -> None:
+            progress.has_begun = True
+            optimizer.advance()
+            progress.is_done = True
+
+        optimizer.step(advance=advance)
+    else:
+        with _progress_hooks(optimizer, progress):
+            optimizer.step()
+
+
+@contextmanager
+def _progress_hooks(optimizer: Optimizer, progress: StepProgress) -> Iterator[None]:
+    """Record the arithmetic of a step by hooks that run after all other pre-hooks and before all other post-hooks."""
+
+    def begin(*_: Any) -> None:
+        progress.has_begun = True
+
+    def end(*_: Any) -> None:
+        progress.is_done = True
+
+    before = optimizer.register_step_pre_hook(begin)
+    after = optimizer.register_step_post_hook(end)
+    # A post-hook of the user that raises does so after the weights have moved; ours must have recorded that.
+    optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)  # type: ignore[attr-defined]  # an OrderedDict
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+def _needs_full_step(optimizer: Optimizer) -> bool:
+    """Check whether hooks, a scheduler or a profiler need the wrappers of PyTorch around the step."""
+    return bool(
+        "step" in vars(optimizer)
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        # The first knows of a profiler of this thread, and the second of one that records all threads.
+        or torch._C._autograd._profiler_enabled()  # noqa: SLF001 - no public way
+        or torch.autograd.profiler._is_profiler_enabled  # noqa: SLF001 - as above
+    )
+
+
+def step_in_parts(
+    optimizer: Optimizer,
+    parts: Callable[[], Sequence[Part]],
+    run: RunOnDevices,
+    progress: StepProgress,
+    end: Callable[[], None] | None = None,
+) -> None:
+    """Run one step in concurrent parts; hooks and schedulers observe one whole step.
+
+    Args:
+        optimizer: An optimizer for which `can_step_in_parts` returns True. Any other gets a single part.
+        parts: Returns for each thread what it steps. Called after the pre-hooks, which may replace gradients.
+        run: Runs a function of an index on all threads at once.
+        progress: Records how far the step has come.
+        end: Called when all parts have been stepped, before the post-hooks.
+
+    Determinism: the bits are those of `step_whole`, because parameters are split at most where elementwise kernels
+    round the same.
+    """
+
+    def move(stepper: Callable[[Optimizer, Part], Callable[[], None]]) -> None:
+        steps = [stepper(optimizer, part) for part in parts()]
+        progress.has_begun = True
+        if len(steps) == 1:
+            steps[0]()
+        else:
+            run(lambda place: steps[place]())
+        if end is not None:
+            end()
+        progress.is_done = True
+
+    if isinstance(optimizer, HookedOptimizer):
+        optimizer.step(advance=lambda: move(lambda _, part: _own_part(optimizer, part).advance))
+        return
+    args: tuple[Any, ...] = (optimizer,)
+    kwargs: dict[str, Any] = {}
+    for hook in chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()):
+        hook(optimizer, args, kwargs)
+    # Views are created after the pre-hooks, which may change options such as the learning rate.
+    move(_view_stepper if type(optimizer) in PER_PARAMETER else _own_stepper)
+    for hook in chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values()):
+        hook(optimizer, args, kwargs)
+    if "step" in vars(optimizer):
+        # A scheduler has wrapped `step()` of this object to check that it is called before the scheduler's own.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def _groups_of(optimizer: Optimizer, part: Part) -> list[dict[str, Any]]:
+    """Return the parameter groups with their current options and what a part has of the parameters."""
+    stepped = part.stepped
+    return [
+        {**group, "params": [stepped[id(parameter)] for parameter in group["params"] if id(parameter) in stepped]}
+        for group in optimizer.param_groups
+    ]
+
+
+def _own_part(optimizer: HookedOptimizer, part: Part) -> HookedOptimizer:
+    own = optimizer.part(_groups_of(optimizer, part))
+    if part.state is not None:
+        own.state = part.state
+    return own
+
+
+def _partial_view(optimizer: Optimizer, part: Part) -> Optimizer:
+    """Create a view of an optimizer that has only some of its parameters, and shares its state."""
+    # Not by the constructor, which would register the parameters again and discard the state.
+    view: Optimizer = object.__new__(type(optimizer))
+    view.__dict__.update(vars(optimizer))
+    view.param_groups = _groups_of(optimizer, part)
+    if part.state is not None:
+        view.state = part.state
+    return view
+
+
+def _view_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
+    return partial(bare_step, _partial_view(optimizer, part))
+
+
+def _own_stepper(optimizer: Optimizer, part: Part) -> Callable[[], None]:
+    """Return the step of an optimizer of others, which may keep anything in its groups and attributes."""
+
+    def step() -> None:
+        before, held = optimizer.state, [group["params"] for group in optimizer.param_groups]
+        for group, own in zip(optimizer.param_groups, _groups_of(optimizer, part), strict=True):
+            group["params"] = own["params"]
+        optimizer.state = before if part.state is None else part.state
+        try:
+            bare_step(optimizer)
+        finally:
+            optimizer.state = before
+            for group, params in zip(optimizer.param_groups, held, strict=True):
+                group["params"] = params
+
+    return step
+
+
+def bare_step(optimizer: Optimizer) -> None:
+    """Run the step function of the class without the wrappers that call hooks and toggle gradient mode.
+
+    Args:
+        optimizer: An optimizer that is not one of lockstep's.
+    """
+    step = type(optimizer).step
+    if type(optimizer) not in PER_PARAMETER:
+        # PyTorch wraps the function of every class once, to call hooks.
+        getattr(step, "__wrapped__", step)(optimizer)
+        return
+    bare: Callable[[Optimizer], Any] = step.__wrapped__.__wrapped__  # type: ignore[attr-defined]  # set by PyTorch
+    before = torch.is_grad_enabled()
+    # This is what the outer wrapper does, so `differentiable` keeps its meaning.
+    torch._C._set_grad_enabled(optimizer.defaults["differentiable"])
+    try:
+        bare(optimizer)
+    finally:
+        torch._C._set_grad_enabled(before)
+
+
+def balance(
+    stepped: Mapping[int, torch.Tensor], num_parts: int, state: defaultdict[torch.Tensor, Any] | None = None
+) -> list[Part]:
+    """Distribute tensors over parts: each, from the largest on, to the part with the fewest elements.
+
+    Args:
+        stepped: The tensors to distribute, by the ``id`` of the parameter that each stands for.
+        num_parts: The number of parts.
+        state: The state of the tensors; None for that of the optimizer.
+    """
+    parts: list[dict[int, torch.Tensor]] = [{} for _ in range(num_parts)]
+    sizes = [0] * num_parts
+    for parameter, tensor in sorted(stepped.items(), key=lambda item: item[1].numel(), reverse=True):
+        emptiest = sizes.index(min(sizes))
+        parts[emptiest][parameter] = tensor
+        sizes[emptiest] += tensor.numel()
+    return [Part(part, state) for part in parts]

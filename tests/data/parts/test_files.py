@@ -1,0 +1,89 @@
+"""Files as parts of a dataset: what they hold, how they are found again, and what is read of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+
+import lockstep as ls
+from lockstep.data import Part, Parts, TextLines
+
+
+def everything(part: Part) -> list[Any]:
+    return [sample for block in range(len(part.lengths)) for sample in part.read(block)]
+
+
+@pytest.mark.parametrize("text", ["", "\n", "a", "a\n", "a\nb", "a\r\nb\r\n\n", "é\n" * 7, "\n\n\n", "a\n\n"])
+@pytest.mark.parametrize("block", [1, 3, 100])
+def test_lines_are_those_of_the_file(tmp_path: Path, text: str, block: int) -> None:
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    part = TextLines(tmp_path / "a.txt", block=block)
+    lines = [line.rstrip("\r\n") for line in text.splitlines(keepends=True)]
+    assert everything(part) == lines
+    assert sum(part.lengths) == len(lines)
+    assert part.name == str(tmp_path / "a.txt")
+
+
+def test_an_index_replaces_the_first_pass(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(1000)))
+    num_read = []
+
+    class Counting:
+        def __init__(self, path: str) -> None:
+            self._file = Path(path).open("rb")  # noqa: SIM115 - closed by `__exit__`
+
+        def __enter__(self) -> BinaryIO:
+            return self  # type: ignore[return-value]  # what is used of a file
+
+        def __exit__(self, *error: object) -> None:
+            self._file.close()
+
+        def seek(self, position: int, whence: int = 0) -> int:
+            return self._file.seek(position, whence)
+
+        def read(self, size: int) -> bytes:
+            num_read.append(size)
+            return self._file.read(size)
+
+        def __iter__(self) -> Any:
+            for line in self._file:
+                num_read.append(len(line))
+                yield line
+
+    options: dict[str, Any] = {"block": 10, "index": tmp_path / "index" / "a.json", "open_file": Counting}
+    size = (tmp_path / "a.txt").stat().st_size
+    first = TextLines(tmp_path / "a.txt", **options)
+    assert sum(first.lengths) == 1000
+    assert sum(num_read) == size
+    num_read.clear()
+    second = TextLines(tmp_path / "a.txt", **options)
+    assert second.lengths == first.lengths
+    assert not num_read
+    assert second.read(99)[9] == "line 999"
+    assert num_read == [90]
+    assert [path.name for path in (tmp_path / "index").iterdir()] == ["a.json"]
+
+
+def test_an_index_of_another_file_is_refused(tmp_path: Path) -> None:
+    path, index = tmp_path / "a.txt", tmp_path / "index.json"
+    path.write_text("a\nb\n")
+    assert TextLines(path, index=index).lengths == [2]
+    path.write_text("a\nb\nc\n")
+    with pytest.raises(ls.StateError, match=r"`index` must be the index of .*'bytes': 6.* got .*index.json, the index"):
+        TextLines(path, index=index).lengths  # noqa: B018 - what raises
+    with pytest.raises(ls.StateError, match=r"'block': 5"):
+        TextLines(path, index=index, block=5).lengths  # noqa: B018
+    index.write_text(json.dumps([1]))
+    with pytest.raises(ls.StateError, match="which holds something else"):
+        TextLines(path, index=index).lengths  # noqa: B018
+
+
+def test_a_line_that_cannot_be_decoded_is_a_bad_record(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a\n\xff\nc\n")
+    parts = Parts([TextLines(tmp_path / "a.txt")], on_bad_record="skip", num_sections=1)
+    batches = ls.BatchIterator(parts, 3)
+    assert list(batches.peek()) == ["a", "c", "c"]
+    assert parts.num_skipped == 1
