@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.subparsers import Subparsers
-from lockstep.verify import WAYS, Report, Row, check_arguments, chosen, verify
+from lockstep.verify import CURES, WAYS, Report, Row, check_arguments, chosen, verify
 
 DESCRIPTION = """
 Run a training script, unchanged, for a few updates in several ways: on one device, two and three, in two processes,
@@ -70,6 +70,8 @@ def _table(report: Report) -> str:
         return report.error
     width = max(len(row.way.name) for row in report.rows)
     lines = [f"{row.way.name:{width}}  {row.status:8} {_about(row)}" for row in report.rows]
+    causes = dict.fromkeys(row.cause.describe() for row in report.rows if row.cause is not None)
+    lines += ["", *causes] if causes else []
     equal = sum(row.status == "equal" for row in report.rows)
     run = sum(row.status != "skipped" for row in report.rows)
     end = f"{equal} of {run} ways have the bits of the first one, {report.seconds:.0f} s."
@@ -89,6 +91,7 @@ def _as_json(report: Report) -> dict[str, Any]:
             "status": row.status,
             "updates": row.updates,
             "skipped": row.skipped,
+            "cause": None if row.cause is None else {**asdict(row.cause), "cure": CURES[row.cause.kind]},
             "difference": None if row.difference is None else asdict(row.difference),
         }
         for row in report.rows

@@ -10,12 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from lockstep.verify.causes import Cause, cause_of
 from lockstep.verify.comparison import Difference, Run, first_difference, read_run
-from lockstep.verify.job import Job
+from lockstep.verify.job import Job, Target
 from lockstep.verify.ways import REFERENCE, Way
 
 AT_ONCE: Final = 2
@@ -35,12 +36,14 @@ class Row:
         difference: Where it differs from the first way; None if it does not.
         skipped: Why it was not run; empty if it was.
         updates: The number of updates that were compared.
+        cause: What makes it differ; None if it does not, or if nothing was found.
     """
 
     way: Way
     difference: Difference | None = None
     skipped: str = ""
     updates: int = 0
+    cause: Cause | None = None
 
     @property
     def status(self) -> str:
@@ -224,8 +227,40 @@ class Verifier:
             if way is not None:
                 rows[way.name] = row = self.compare(reference, way)
                 self.say(f"{way.name}: {row.status}")
-        ordered = [rows.get(way.name) or self.compare(reference, way) for way in ways]
+        ordered = self.with_causes([rows.get(way.name) or self.compare(reference, way) for way in ways])
         return Report(ordered, updates=len(reference.updates), notes=reference.notes)
+
+    def with_causes(self, rows: Sequence[Row]) -> list[Row]:
+        """Return rows with the cause of each difference; equal differences of several ways are looked at once."""
+        known: dict[Target, Cause] = {}
+        found = []
+        for row in rows:
+            difference = row.difference
+            if difference is None or difference.what == "end":
+                found.append(row)
+                continue
+            if difference.what == "data":
+                found.append(replace(row, cause=Cause("data")))
+                continue
+            target = Target(difference.source, difference.update, difference.computation, difference.shard)
+            if target not in known:
+                self.say(f"{row.way.name}: looking for the cause")
+                known[target] = self.cause(row.way, difference, target)
+            found.append(replace(row, cause=known[target]))
+        return found
+
+    def cause(self, way: Way, difference: Difference, target: Target) -> Cause:
+        """Run the first way and another one up to a difference, and return its cause."""
+        ours = self.job(REFERENCE, f"cause-{REFERENCE.name}", target=target)
+        theirs = self.job(way, f"cause-{way.name}", target=target)
+        ours, theirs = (replace(each, updates=target.update) for each in (ours, theirs))
+        # The state to resume from has been written by the run that was killed.
+        made = max(1, self.updates // 2) if way.resumes else 0
+        stages = [[replace(theirs, resumes_at=made)]] if made else theirs.stages(0)
+        jobs = [replace(theirs, resumes_at=made)] if made else [theirs]
+        for _ in self.run([ours, *jobs]):
+            pass
+        return cause_of(way, difference, [ours.record], [job.record for job in stages[-1]])
 
     def read(self, way: Way) -> list[Run]:
         """Read the records of a way's processes."""

@@ -8,26 +8,32 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lockstep.data import BatchIterator
 from lockstep.extensions import Snapshot
+from lockstep.nest import map_tensors
 from lockstep.plan import Shard
 from lockstep.replicas import DataParallel, ReplicaGroup, ReplicaSet, ShardRunner, ShardStreams, parse_devices
 from lockstep.trainer import Trainer
 from lockstep.updaters import ParallelUpdater
+from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
 from lockstep.verify.job import Job
 from lockstep.verify.local import LOCAL
-from lockstep.verify.modes import FreshMemory
+from lockstep.verify.modes import FreshMemory, OperatorLog
 from lockstep.verify.recorder import Recorder, of_nest, of_parameters
+from lockstep.verify.ways import REFERENCE
 
 Call = Callable[..., Any]
 NO_CONTEXT: Final[AbstractContextManager[object]] = nullcontext()
@@ -74,11 +80,17 @@ class ObservedTask:
         reports = getattr(task, "reports", None)
         before = 0 if reports is None else len(reports)
         LOCAL.shard = (computation, shard.index)
+        is_target = instruments.is_target(computation, shard.index)
+        kept = map_tensors(torch.clone, given) if is_target else None
         try:
-            with instruments.around_shard(runner, shard, given, task, computation):
+            with instruments.modes(log=is_target) as log:
                 task.run(runner, shard, given)
         finally:
             LOCAL.shard = None
+        if is_target:
+            instruments.write_trace(
+                log, partial(kind_of_shard, runner, shard, kept, task) if reports is not None else None
+            )
         if reports is not None and len(reports) > before:
             recorder.shard(computation, shard.index, loss=float(reports[-1].loss).hex())
 
@@ -131,6 +143,10 @@ class Instruments:
             wrap(ReplicaSet, "_work", _work_reversed)
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
+        if self.job.target is not None:
+            pin_clocks()
+            register_module_forward_pre_hook(_enter_module)
+            register_module_forward_hook(_leave_module, always_call=True)
         if self.job.way.threads is not None:
             torch.set_num_threads(self.job.way.threads)
 
@@ -232,7 +248,7 @@ class Instruments:
     def pop_gradients(self, original: Call, runner: ShardRunner) -> Any:
         """Remove the gradients of a replica, and record those of a shard."""
         gradients = original(runner)
-        shard = getattr(LOCAL, "shard", None)
+        shard = LOCAL.shard
         if shard is not None and not LOCAL.experiment and any(gradient is not None for gradient in gradients):
             self.recorder.shard(*shard, gradients=of_parameters(runner.replica, gradients))
         return gradients
@@ -242,26 +258,53 @@ class Instruments:
         self.recorder.computation += 1
         return original(streams, *args, **options)
 
-    def around_shard(
-        self, runner: ShardRunner, shard: Shard, given: Any, task: Any, computation: int
-    ) -> AbstractContextManager[object]:
-        """Return a context manager to enter while a shard is computed."""
-        del runner, shard, given, task, computation
-        return FreshMemory() if self.job.way.fills else NO_CONTEXT
+    def is_target(self, computation: int | None, shard: int | None) -> bool:
+        """Whether a shard, or with None the step, is what to look at more closely."""
+        target = self.job.target
+        if target is None or (target.computation, target.shard) != (computation, shard):
+            return False
+        return self.recorder.updates_of(target.source) + 1 == target.update
+
+    @contextmanager
+    def modes(self, *, log: bool) -> Iterator[OperatorLog | None]:
+        """Fill fresh memory if the way does, and log operators if asked to; yield the log."""
+        with FreshMemory() if self.job.way.fills else NO_CONTEXT:
+            if not log:
+                yield None
+                return
+            with OperatorLog() as made:
+                yield made
+
+    def write_trace(self, log: OperatorLog | None, kind: Callable[[], str] | None) -> None:
+        """Write what a shard or step has called, and with the first way what it depends on.
+
+        Args:
+            log: The operators.
+            kind: The experiments; None where none can be made.
+        """
+        found = kind() if kind is not None and self.job.way == REFERENCE else ""
+        self.recorder.write({"trace": {"calls": [] if log is None else log.calls, "kind": found}})
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Prepare the step of an optimizer."""
-        del optimizer, args, kwargs
-        if self.job.way.fills:
-            LOCAL.filling = FreshMemory()
-            LOCAL.filling.__enter__()
+        del args, kwargs
+        if LOCAL.experiment:
+            return
+        is_target = self.is_target(None, None)
+        kind = kind_of_step(optimizer) if is_target and self.job.way == REFERENCE else ""
+        LOCAL.modes = stack = ExitStack()
+        log = stack.enter_context(self.modes(log=is_target))
+        if is_target:
+            stack.callback(lambda: self.write_trace(log, lambda: kind))
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Record the step of an optimizer that no updater calls."""
         del args, kwargs
-        if (filling := getattr(LOCAL, "filling", None)) is not None:
-            LOCAL.filling = None
-            filling.__exit__(None, None, None)
+        if LOCAL.experiment:
+            return
+        if LOCAL.modes is not None:
+            LOCAL.modes.close()
+            LOCAL.modes = None
         if self.recorder.inside:
             return
         found: dict[str, torch.Tensor] = {}
@@ -272,6 +315,18 @@ class Instruments:
                 state = optimizer.state.get(parameter, {})
                 found |= {f"{key} of {name}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
         self.recorder.update(optimizer, "optimizer", found)
+
+
+def _enter_module(module: nn.Module, inputs: Any) -> None:
+    """Remember which module runs."""
+    del inputs
+    LOCAL.modules = (*LOCAL.modules, f"a {type(module).__name__}")
+
+
+def _leave_module(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Forget the module that has run."""
+    del module, inputs, outputs
+    LOCAL.modules = LOCAL.modules[:-1]
 
 
 def _run_in_turn(original: Call, replicas: ReplicaSet, work: Callable[[int], None], **options: Any) -> None:

@@ -94,7 +94,7 @@ class Job:
         if self.way.ranks > 1:
             ranks = range(self.way.ranks)
             return [[replace(self, name=f"{self.name}-{rank}", rank=rank, port=port) for rank in ranks]]
-        if self.way.resumes:
+        if self.way.resumes and not self.resumes_at:
             middle = max(1, self.updates // 2)
             killed = replace(self, name=f"{self.name}-killed", dies_at=middle)
             return [[killed], [replace(self, resumes_at=middle)]]

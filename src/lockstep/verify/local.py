@@ -15,7 +15,8 @@ class Local(threading.local):
         now: The time that the thread's user code sees; None for the real one.
         streams: The random streams of the shards that the thread computes.
         owner: The updater whose update runs.
-        filling: What fills fresh memory during a step.
+        modes: The dispatch modes of a step.
+        modules: The names of the modules whose forward runs, the innermost last.
     """
 
     shard: tuple[int, int] | None = None
@@ -23,7 +24,8 @@ class Local(threading.local):
     now: float | None = None
     streams: Any = None
     owner: Any = None
-    filling: Any = None
+    modes: Any = None
+    modules: tuple[str, ...] = ()
 
 
 LOCAL = Local()

@@ -71,9 +71,9 @@ class Recorder:
             self._sources[id(owner)] = len(self._sources)
         return self._sources[id(owner)]
 
-    def next_update(self, owner: object) -> int:
-        """Return the number of the update that an updater or optimizer is making, 1 for its first."""
-        return self._made.get(self.source(owner), 0) + 1
+    def updates_of(self, source: int) -> int:
+        """Return how many updates the updater or optimizer of a number has made."""
+        return self._made.get(source, 0)
 
     def count(self, owner: object, made: int) -> None:
         """Set the number of updates that an updater has made, some of them perhaps in an earlier process."""
