@@ -28,7 +28,7 @@ FOUND = {
     "forward-hook": ("reverse", 1, "shard", "loss", "state", "aten.add.Tensor", "in count_calls"),
     "thread-id": ("two-devices", 1, "shard", "loss", "thread", "aten.mul.Tensor", "in loss_of"),
     "set-order": ("hash-seed", 1, "shard", "loss", "process", "aten.mul.Tensor", "in loss_of"),
-    "unwritten-memory": ("memory", 1, "shard", "loss", "memory", "aten.mul.Tensor", "in loss_of"),
+    "unwritten-memory": ("memory", 1, "shard", "loss", "memory", "aten.empty.memory_format", "in scratch"),
     "clock-optimizer": ("later", 1, "step", "0.bias", "clock", "aten.add_.Tensor", "in step"),
     "dataset-writes": ("workers", 2, "data", "batch[0]", "data", "", ""),
     "dataset-counts": ("workers", 2, "data", "batch[0]", "data", "", ""),
