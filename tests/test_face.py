@@ -40,6 +40,7 @@ PUBLIC = [
     "OnDevice",
     "OrderError",
     "ParallelUpdater",
+    "PartError",
     "PeerError",
     "PeerInterrupt",
     "PortableKernelsError",
