@@ -24,6 +24,7 @@ PUBLIC = [
     "DynamicLossScale",
     "EndOfDataError",
     "Extension",
+    "FaultError",
     "IterableBatches",
     "LRFinderResult",
     "LocalCommunicator",

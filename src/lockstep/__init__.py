@@ -35,6 +35,7 @@ from lockstep.errors import (
     DeterminismWarning as DeterminismWarning,
     DisagreementError as DisagreementError,
     EndOfDataError as EndOfDataError,
+    FaultError as FaultError,
     LockstepError as LockstepError,
     NonFiniteError as NonFiniteError,
     NonFiniteWarning as NonFiniteWarning,
