@@ -245,8 +245,7 @@ UPDATERS = [
     row("scheduler class", lambda: build(scheduler=StepLR), "got the class StepLR", "Create one: StepLR(...)"),
     row("other scheduler", lambda: build(scheduler=StepLR(sgd(net()), 1)), "is another object", "Create the scheduler"),
     row("own step", own_optimizer_step, "SGD.step() is called although update() steps", "Leave the call out"),
-    row("own scheduler", lambda: own_scheduler_step("scheduler", 6), "(`scheduler`)", "Leave out your call"),
-    row("own epochs", lambda: own_scheduler_step("epoch_scheduler", 12), "(`epoch_scheduler`)", "Leave out your call"),
+    row("own scheduler", own_scheduler_step, "(`scheduler`)", "Leave out your call"),
     row("scheduled twice", two_ways_to_step, "so that it steps twice", "or the StepScheduler"),
     row("own backward", own_backward, "got one that no optimizer has used", "optimizer.zero_grad()"),
     row("fp8", lambda: build(precision="fp8"), ONE_OF),
@@ -266,6 +265,8 @@ UPDATERS = [
             "criterion": "Pass loss_fn=lockstep.supervised(criterion).",
             "loss": "Pass loss_fn=lockstep.supervised(criterion).",
             "lr_scheduler": "Pass scheduler=",
+            "epoch_scheduler": "StepScheduler",
+            "check_every": "find_communicator(check_every=",
             "batch_size": "Pass it to the BatchIterator",
             "accelerator": "Pass devices=",
             "collate_fn": "Pass converter=",
@@ -425,9 +426,7 @@ TRAINERS = [
 
 EXTENSIONS = [
     row("table without log", lambda: run(ext.PrintReport()), "must name a LogReport", "trainer.extend(LogReport())"),
-    row(
-        "columns", lambda: table("epoch", "loss", "acc"), "must name observed values, got 'acc', 'loss'", "'main/loss'"
-    ),
+    row("columns", lambda: table("epoch", "loss", "acc"), "got 'loss'", "Did you mean 'main/loss'", "got 'acc'"),
     row(
         "column of an evaluation",
         lambda: table("epoch", "validation/accuracy"),

@@ -35,12 +35,15 @@ from lockstep.errors import (
     DeterminismWarning as DeterminismWarning,
     DisagreementError as DisagreementError,
     EndOfDataError as EndOfDataError,
+    FaultError as FaultError,
     LockstepError as LockstepError,
     NonFiniteError as NonFiniteError,
     NonFiniteWarning as NonFiniteWarning,
     OrderError as OrderError,
+    PartError as PartError,
     PeerError as PeerError,
     PeerInterrupt as PeerInterrupt,
+    PortableKernelsError as PortableKernelsError,
     RandomStreamWarning as RandomStreamWarning,
     ReplayWarning as ReplayWarning,
     ReplicaError as ReplicaError,
@@ -56,6 +59,10 @@ from lockstep.errors import (
 from lockstep.launch import launch as launch
 from lockstep.metrics import report as report
 from lockstep.optim import CorrectedMomentumSGD as CorrectedMomentumSGD, MomentumSGD as MomentumSGD
+from lockstep.portable import (
+    use_portable_kernels as use_portable_kernels,
+    use_portable_kernels_if_asked as _use_portable_kernels_if_asked,
+)
 from lockstep.precision import (
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,
@@ -96,6 +103,9 @@ from lockstep.updaters import (
     supervised as supervised,
     token_mean as token_mean,
 )
+
+# Here, because the program may use torch as soon as this module is imported.
+_use_portable_kernels_if_asked()
 
 if not _typing.TYPE_CHECKING:  # checkers of types know which names there are
 

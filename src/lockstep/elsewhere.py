@@ -20,6 +20,13 @@ _EVALUATE: Final = "Add an evaluation: trainer.extend(lockstep.extensions.Evalua
 _SNAPSHOT: Final = 'Snapshots are an extension: trainer.extend(lockstep.extensions.Snapshot(), trigger=(1, "epoch")).'
 _STEPPED: Final = "update() runs forward, backward and the optimizer's step; leave this call out."
 _CRITERION: Final = "Pass loss_fn=lockstep.supervised(criterion)."
+_SCHEDULER: Final = (
+    "Pass scheduler= to step after every update; to step after every epoch, add an extension: "
+    "trainer.extend(lockstep.extensions.StepScheduler(scheduler))."
+)
+_COMMUNICATOR: Final = (
+    "Pass it to the communicator: communicator=lockstep.find_communicator(check_every=10, differing_models='refuse')."
+)
 
 BATCH_ITERATOR: Final = {
     "batch_size": "For tensors of all samples, pass torch.utils.data.TensorDataset(features, labels) as dataset.",
@@ -43,7 +50,10 @@ UPDATER: Final = {
     "criterion": _CRITERION,
     "loss": _CRITERION,
     "loss_func": _CRITERION,
-    "lr_scheduler": "Pass scheduler= to step after every update, or epoch_scheduler= to step after every epoch.",
+    "lr_scheduler": _SCHEDULER,
+    "epoch_scheduler": _SCHEDULER,
+    "check_every": _COMMUNICATOR,
+    "differing_models": _COMMUNICATOR,
     "batch_size": "Pass it to the BatchIterator: it is the size of the whole batch.",
     "collate_fn": "Pass converter=, a function of (samples, device).",
     "accumulate_grad_batches": "Pass accumulate=.",

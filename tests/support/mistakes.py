@@ -138,11 +138,11 @@ def own_optimizer_step() -> None:
         optimizer.step()
 
 
-def own_scheduler_step(argument: str, size: int) -> None:
+def own_scheduler_step() -> None:
     model = net()
     optimizer = sgd(model)
     scheduler = StepLR(optimizer, 1)
-    updater = build(model=model, optimizer=optimizer, iterator=batches(batch_size=size), **{argument: scheduler})
+    updater = build(model=model, optimizer=optimizer, scheduler=scheduler)
     for _ in range(3):
         updater.update()
         scheduler.step()

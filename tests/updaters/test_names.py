@@ -110,9 +110,9 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ),
     ),
     "a scheduler that waits for a value": (
-        lambda pair: {"epoch_scheduler": [ReduceLROnPlateau(pair.optimizers["a"])]},
+        lambda pair: {"scheduler": [ReduceLROnPlateau(pair.optimizers["a"])]},
         TypeError,
-        "`epoch_scheduler` must hold schedulers that step without a measured value, got '0'",
+        "`scheduler` must hold schedulers that step without a measured value, got '0'",
     ),
     "an unknown split": (
         lambda _: {"split": "random"},

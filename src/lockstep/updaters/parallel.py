@@ -16,7 +16,7 @@ from lockstep.elsewhere import UPDATER, names_ours
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
-from lockstep.updaters.attempt import GradientRequest, UpdateContext
+from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
@@ -88,13 +88,16 @@ class ParallelUpdater(Updater):
             The first one is named in a `NonFiniteWarning`. The log reads checks that are still on the device.
         buffers: ``"mean"`` over shards by samples, ``"sum"`` of changes, ``"min"``, ``"max"``, ``"first"``, or a dict.
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
-        epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
         timeout: Seconds, above 0, after which a device counts as hung; None for never. ``"auto"`` is half an hour for
             all but the first device.
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
         copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
             batches of worker processes; True if batches depend on nothing that happens between two updates.
+        audit_every: How often an update is audited: one shard is computed once more in another place, or later on the
+            only device, and both results are compared by their bits before the commit. None audits the first update and
+            only warns, 0 none, k every k-th and the first. It is one more call of the loss function.
+        on_fault: What follows where one place is wrong: ``"raise"`` a `FaultError`, or ``"repeat"`` the update once.
         shard_optimizer: Whether each of several processes steps a part of the weights and holds only its optimizer
             state, with the same bits. ``"auto"`` for large models on one machine. See docs/sharding.md.
 
@@ -138,11 +141,12 @@ class ParallelUpdater(Updater):
         max_skipped: int | None = 100,
         buffers: BufferRules = "mean",
         scheduler: Schedulers | None = None,
-        epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
         copy_ahead: CopyAhead = "auto",
+        audit_every: int | None = None,
+        on_fault: OnFault = "raise",
         shard_optimizer: ShardOptimizer = "auto",
     ) -> None:
         recipe = recipes.Recipe(
@@ -177,13 +181,14 @@ class ParallelUpdater(Updater):
             optimizer=optimizer,
             model=model,
             placement=(devices, workloads),
-            schedulers=(scheduler, epoch_scheduler),
+            scheduler=scheduler,
             loss_scale=loss_scale,
             timeout=timeout,
             communicator=joined,
             custom_step=self._has_custom_step,
             carried=carried,
             copy_ahead=copy_ahead,
+            auditor=Auditor(audit_every, on_fault, seed),
             shard_optimizer=shard_optimizer,
         )
         self._training, self._engine = parts.training, parts.engine

@@ -233,10 +233,9 @@ def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Ch
     for name, optimizer in state.get("optimizers", {}).items():
         groups = optimizer.get("optimizer", optimizer)["param_groups"]
         _keep_own_options(groups, updater.get_optimizer(name), _named(name, "optimizer."), accepted)
-    for kind in ("scheduler", "epoch_scheduler"):
-        for name, scheduler in state.get(f"{kind}s", {}).items():
-            kept = own[f"{kind}s"][name]
-            scheduler.update({key: kept[key] for key in scheduler if _named(name, f"{kind}.{key}") in accepted})
+    for name, scheduler in state.get("schedulers", {}).items():
+        kept = own["schedulers"][name]
+        scheduler.update({key: kept[key] for key in scheduler if _named(name, f"scheduler.{key}") in accepted})
 
 
 def _keep_own_frozen(state: dict[str, Any], own: Mapping[str, Any], accepted: Mapping[str, Change]) -> None:

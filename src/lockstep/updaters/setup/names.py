@@ -65,7 +65,7 @@ def _remedy(argument: str, given: object) -> str:
     if isinstance(given, type):
         return f" Create one: {given.__name__}(...)."
     if argument == "optimizer" and isinstance(given, LRScheduler):
-        return " Pass the optimizer here, and the scheduler as `scheduler` or `epoch_scheduler`."
+        return " Pass the optimizer here, and the scheduler as `scheduler`."
     if argument in ("optimizer", "model") and isinstance(given, nn.Module | Optimizer | Iterator):
         return " The order is (iterator, optimizer, model)."
     return " Create one from model.parameters()." if argument == "optimizer" else ""
@@ -106,11 +106,10 @@ def look_up(name: str, named: Mapping[str, T]) -> T:
     return named[name]
 
 
-def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
+def named_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
     """Return schedulers by name: a single one as "main", those of a sequence by their positions.
 
     Args:
-        argument: The name of the argument in errors.
         given: A scheduler, a sequence or mapping of schedulers, or None.
         optimizers: The optimizers of the updater, by name.
 
@@ -124,18 +123,18 @@ def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimiz
         given = {str(index): scheduler for index, scheduler in enumerate(given)}
         if not given:
             return {}
-    found = by_name(argument, given, LRScheduler, "a torch.optim.lr_scheduler.LRScheduler")
+    found = by_name("scheduler", given, LRScheduler, "a torch.optim.lr_scheduler.LRScheduler")
     own = {id(optimizer) for optimizer in optimizers.values()}
     for name, scheduler in found.items():
         if id(scheduler.optimizer) not in own:
             raise ValueError(
-                f"`{argument}` must hold schedulers of the updater's optimizers, but {name!r} is not one: its "
+                f"`scheduler` must hold schedulers of the updater's optimizers, but {name!r} is not one: its "
                 "optimizer is another object. Create the scheduler from the optimizer that the updater is given."
             )
         # Its `step()` requires a metric, which the updater does not have.
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
-                f"`{argument}` must hold schedulers that step without a measured value, got {name!r}, a "
+                f"`scheduler` must hold schedulers that step without a measured value, got {name!r}, a "
                 "ReduceLROnPlateau. Step it by an extension of the trainer: trainer.extend(lockstep.extensions."
                 'StepScheduler(scheduler, value="validation/main/loss")).'
             )

@@ -9,7 +9,6 @@ from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
@@ -77,7 +76,7 @@ class Committer:
             lambda functions: engine.first_updates.watching_steps(training.iteration, functions),
         )
         self.own_steps = OwnSteps()
-        self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
+        self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {})
 
     def assign_gradients(self, attempt: Attempt) -> None:
         """Store the gradients of an attempt where optimizers read them.
@@ -273,7 +272,7 @@ class Committer:
             self.store_buffers(attempt)
         if attempt.carried is not None:
             self._training.keep_carried(attempt.carried, unless=found_inf)
-        self.own_steps.check("scheduler", self._training.schedulers)
+        self.own_steps.check(self._training.schedulers)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 is_known = type(scheduler).__module__.startswith(("torch.", "lockstep."))
@@ -332,11 +331,7 @@ class Committer:
         new_epochs = iterator.epoch - previous_epoch
         if new_epochs and training.carried is not None:
             training.carried.start_epoch()
-        if new_epochs:
-            self.own_steps.check("epoch_scheduler", training.epoch_schedulers)
-            late_errors += self._epoch_listeners.notify(new_epochs)
-            self.own_steps.note(training.epoch_schedulers)
-        return late_errors
+        return late_errors + self._epoch_listeners.notify(new_epochs) if new_epochs else late_errors
 
     def count_or_undo(self, applied: bool | torch.Tensor, consumed: Mapping[str, int]) -> None:
         """Count an update, or count nothing and raise what user code raised.
@@ -394,19 +389,17 @@ class CountsEpochs(Protocol):
 
 
 class EpochListeners:
-    """The optimizers and schedulers that are notified when an epoch begins.
+    """The optimizers that are notified when an epoch begins.
 
     Args:
         optimizers: The optimizers by name. Those that count epochs are notified, from now on only by this object.
-        schedulers: The schedulers to step.
     """
 
-    def __init__(self, optimizers: Mapping[str, object], schedulers: Mapping[str, LRScheduler]) -> None:
+    def __init__(self, optimizers: Mapping[str, object]) -> None:
         counting = [each for each in optimizers.values() if isinstance(each, CountsEpochs)]
         for optimizer in counting:
             optimizer.use_auto_new_epoch = True
         self._calls: list[Callable[[], object]] = [partial(optimizer.new_epoch, auto=True) for optimizer in counting]
-        self._calls += [scheduler.step for scheduler in schedulers.values()]
 
     def notify(self, epochs: int) -> list[BaseException]:
         """Notify all listeners of new epochs.

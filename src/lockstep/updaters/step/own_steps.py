@@ -61,19 +61,18 @@ class OwnSteps:
         """Forget where schedulers stood, because a state is loaded."""
         self._positions.clear()
 
-    def check(self, argument: str, schedulers: Mapping[str, LRScheduler]) -> None:
+    def check(self, schedulers: Mapping[str, LRScheduler]) -> None:
         """Warn of a scheduler that has stepped since the updater stepped it, before the updater steps it again.
 
         Args:
-            argument: The argument by which the updater was given the schedulers.
             schedulers: The schedulers by name.
         """
         for scheduler in schedulers.values():
             if scheduler.last_epoch > self._positions.get(id(scheduler), scheduler.last_epoch):
                 self._warn(
-                    argument,
+                    "scheduler",
                     f"A {type(scheduler).__name__} has stepped between two updates, although the updater steps it "
-                    f"(`{argument}`), so that it steps twice. Leave out your call of scheduler.step() or the "
+                    "(`scheduler`), so that it steps twice. Leave out your call of scheduler.step() or the "
                     "StepScheduler, or do not give it to the updater.",
                 )
 
