@@ -41,6 +41,7 @@ PUBLIC = [
     "OnDevice",
     "OrderError",
     "ParallelUpdater",
+    "PartError",
     "PeerError",
     "PeerInterrupt",
     "PortableKernelsError",

@@ -40,6 +40,7 @@ from lockstep.errors import (
     NonFiniteError as NonFiniteError,
     NonFiniteWarning as NonFiniteWarning,
     OrderError as OrderError,
+    PartError as PartError,
     PeerError as PeerError,
     PeerInterrupt as PeerInterrupt,
     PortableKernelsError as PortableKernelsError,

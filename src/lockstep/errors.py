@@ -126,6 +126,10 @@ class WorkerError(LockstepError, RuntimeError):
     """A process that loads data was killed, or is stopped. The state is that after the last update."""
 
 
+class PartError(LockstepError, RuntimeError):
+    """A part of a dataset cannot be read, holds other samples than when it was counted, or has a bad record."""
+
+
 class PeerError(LockstepError, RuntimeError):
     """Another rank failed. The state of this rank is that after the last update.
 

@@ -8,7 +8,6 @@ from lockstep.data.iterator import Iterator as Iterator
 from lockstep.data.parts import (
     ParquetRows as ParquetRows,
     Part as Part,
-    PartError as PartError,
     Parts as Parts,
     Safetensors as Safetensors,
     SectionOrder as SectionOrder,
