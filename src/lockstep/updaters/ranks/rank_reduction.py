@@ -145,12 +145,11 @@ class RankReduction:
         )
         # All shards are computed by now but nothing has been summed, so ranks with other batches can raise here.
         plain_reports = self.coordinator.exchange_reports(position, self._batches, report.to_plain(), repeat=repeat)
-        attempt.complete = plain_reports is not None
-        if plain_reports is not None:
-            reports = list(map(RankReport.from_plain, plain_reports))
-            audited = [report.audited for report in reports if report.audited is not None]
-            # All ranks have the same reports, so that all of them compute the shard again or none does.
-            attempt.complete = not (len(audited) == len(reports) and refuted(audited, self._communicator.exchange))
+        reports = [RankReport.from_plain(each) for each in plain_reports or ()]
+        audited = [report.audited for report in reports if report.audited is not None]
+        # All ranks have the same reports, so that all of them compute the shard again or none does.
+        is_refuted = bool(audited) and len(audited) == len(reports) and refuted(audited, self._communicator.exchange)
+        attempt.complete = plain_reports is not None and not is_refuted
         if attempt.complete:
             self._add_up(attempt, reports)
             attempt.buffer_sums = (
