@@ -426,9 +426,7 @@ TRAINERS = [
 
 EXTENSIONS = [
     row("table without log", lambda: run(ext.PrintReport()), "must name a LogReport", "trainer.extend(LogReport())"),
-    row(
-        "columns", lambda: table("epoch", "loss", "acc"), "must name observed values, got 'acc', 'loss'", "'main/loss'"
-    ),
+    row("columns", lambda: table("epoch", "loss", "acc"), "got 'loss'", "Did you mean 'main/loss'", "got 'acc'"),
     row(
         "column of an evaluation",
         lambda: table("epoch", "validation/accuracy"),

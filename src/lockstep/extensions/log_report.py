@@ -135,8 +135,10 @@ class LogReport(Extension):
             file.begin(b"".join(map(_line, self._log)))
             self._file = file
 
-    def finalize(self, trainer: Trainer) -> None:  # noqa: ARG002 - the interface
+    def finalize(self, trainer: Trainer) -> None:
         """Write what could not be written before."""
+        known = {name for entry in self._log for name in entry}
+        self._unobserved.check(trainer, known | trainer.observation.keys(), at_end=True)
         file, self._file = self._file, None
         if file is not None:
             file.close()

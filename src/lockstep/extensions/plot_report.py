@@ -120,7 +120,7 @@ class PlotReport(Plot):
     def plot(self, trainer: Trainer) -> Figure | None:
         """Return the curves of the log; None if it has no value of the names."""
         log = find_log(trainer, self.log_report, reader=self).log
-        self._unobserved.check(trainer, {name for entry in log for name in entry})
+        self._unobserved.check(trainer, {name for entry in log for name in entry}, at_end=True)
         panels = _panels(log, self.keys)
         return draw(log, panels, title=self.title or trainer.out.resolve().name) if panels else None
 

@@ -69,6 +69,7 @@ class PrintReport(Extension):
     def finalize(self, trainer: Trainer) -> None:
         """Print the entries that are left."""
         self(trainer)
+        self._unobserved.check(trainer, (), at_end=True)
 
     def _print(self, entry: LogEntry) -> None:
         """Print one entry, with a header if the columns have changed."""

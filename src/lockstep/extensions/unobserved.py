@@ -9,8 +9,8 @@ from typing import Final
 
 from lockstep.trainer import Trainer
 
-_CUTOFF: Final = 0.4
-"""How similar a name must be to be suggested, from 0 to 1; the last parts of names are usually right."""
+_CUTOFF: Final = 0.8
+"""How similar two names must be, from 0 to 1, for one to be a misspelling of the other."""
 
 
 def check_names(argument: str, names: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -31,8 +31,8 @@ def check_names(argument: str, names: Sequence[str] | None) -> tuple[str, ...] |
 class Unobserved:
     """Warns once of names that are not observed when they should be.
 
-    A value of an evaluation may come later than those of updates. A name that begins with that of an extension is
-    therefore only missed when another value of that extension has been observed, or when the run ends.
+    An extension may observe its value later than others, such as an evaluation. A name is therefore only missed early
+    if it is nearly that of a value, or has the last part of one; any other at the end of a run of an epoch at least.
 
     Args:
         of: What has been given the names, for the warning, such as ``"`keys` of LogReport"``.
@@ -56,14 +56,14 @@ class Unobserved:
             return
         self._known.update(known)
         self._names -= self._known
-        # After an update at least, or there is nothing to compare with.
-        missed = [name for name in sorted(self._names) if at_end or self._is_due(trainer, name)] if self._known else []
+        at_end = at_end and trainer.updater.epoch > 0
+        missed = [name for name in sorted(self._names) if at_end or self._nearest(name)]
         if not missed:
             return
         self._names.difference_update(missed)
         if not trainer.is_main:
             return
-        close = [match for name in missed for match in get_close_matches(name, sorted(self._known), 1, _CUTOFF)]
+        close = [match for name in missed for match in self._nearest(name)]
         remedy = f" Did you mean {', '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
         warnings.warn(
             f"{self._of} must name observed values, got {', '.join(map(repr, missed))}; at update "
@@ -71,6 +71,8 @@ class Unobserved:
             stacklevel=2,
         )
 
-    def _is_due(self, trainer: Trainer, name: str) -> bool:
-        first = name.split("/", maxsplit=1)[0]
-        return first not in trainer.extensions or any(each.split("/")[0] == first for each in self._known)
+    def _nearest(self, name: str) -> list[str]:
+        """Return a known name that is meant, if there is one."""
+        last = name.rsplit("/", maxsplit=1)[-1]
+        same = [each for each in sorted(self._known) if each.split("/")[-1] == last and "/" not in name]
+        return same[:1] or get_close_matches(name, sorted(self._known), 1, _CUTOFF)

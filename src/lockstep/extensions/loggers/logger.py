@@ -171,6 +171,7 @@ class Logger(Extension):
         """Write the rest of the interval and the summary, unless the run ended with an error, and close the log."""
         if not self._is_open:
             return
+        self._unobserved.check(trainer, trainer.observation, at_end=True)
         try:
             if not self._failed:
                 self._end_interval()
