@@ -91,7 +91,7 @@ class SectionOrder:
         self._starts = self._lengths.cumsum(0) - self._lengths
         self._blocks = _block_order(torch.tensor(units, dtype=torch.int64), len(lengths), key)
         self._ends = self._lengths[self._blocks].cumsum(0)
-        self._bounds = array("q", self._ends.tolist())
+        self._bounds: array[int] = array("q", self._ends.tolist())
         self._size = self._bounds[-1]
         self._head = min(head, self._size)
         self.numbers = {"batch_size": batch_size, "num_sections": num_sections}
