@@ -110,6 +110,7 @@ class GradientEngine:
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
         self._weighted = False
+        self._merges = True
         self.used_at: dict[int, int] = {}
         """The version of each parameter after the last update, by its ``id``."""
         self._announced_batches = self.batches_per_update
@@ -192,6 +193,7 @@ class GradientEngine:
             shard_loss=request.shard_loss,
             is_first=self.training.iteration < self.first_updates.end,
             reads_buffers=self.training.iteration == self.first_updates.start,
+            merges=self._merges,
         )
 
     def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
@@ -325,7 +327,7 @@ class GradientEngine:
         if attempt.gradient_context.is_first:
             check_first_shards(attempt, prepared, self.replicas.model)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
-        left_out = context.interrupts.check()
+        left_out = context.interrupts.check() or self._is_spoiled(attempt)
         self.watch.phase = "reduce"
         if self.ranks is not None:
             self.ranks.reduce(
@@ -357,6 +359,12 @@ class GradientEngine:
             normalizer(attempt.reports),
             context.settings,
         )
+
+    def _is_spoiled(self, attempt: Attempt) -> bool:
+        """Return whether gradients were added in another order; those of later attempts are not added that early."""
+        spoiled = any(task.spoiled for task in attempt.device_tasks)
+        self._merges = self._merges and not spoiled
+        return spoiled
 
     def check(self, attempt: Attempt) -> None:
         """Check whether the gradient of a complete attempt is finite, or leave the check on the device.
