@@ -88,7 +88,7 @@ DIFFERENT: list[Any] = [
 def test_other_bits_have_another_digest() -> None:
     named: dict[str, int] = {}
     for index, state in enumerate(DIFFERENT):
-        first = named.setdefault(ls.digest(state), index)
+        first = named.setdefault(ls.digest([state]), index)
         assert first == index, (DIFFERENT[first], state)
 
 

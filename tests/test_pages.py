@@ -19,10 +19,14 @@ DOCS = ROOT / "docs"
 
 PAGES = {
     "get-started/shards.md": 2,
+    "how-to/batch-size.md": 1,
+    "how-to/gradient-checkpointing.md": 1,
+    "how-to/warm-up-and-cosine.md": 1,
     "group.md": 3,
     "how-to/buffers.md": 1,
     "how-to/clipping-and-schedules.md": 6,
     "how-to/data.md": 8,
+    "how-to/streams.md": 2,
     "how-to/debugging-nan.md": 3,
     "how-to/evaluation.md": 4,
     "how-to/logging.md": 2,
@@ -57,6 +61,7 @@ def test_every_how_to_page_with_a_program_is_run() -> None:
 
 
 FRAGMENTS = {
+    "get-started/compare.md": "run below with torchrun",
     "get-started/tutorial.md": "a file of its own with arguments; run below",
     "how-to/hidden-states.md": "`tests/updaters/test_carried.py` trains so",
 }
@@ -175,7 +180,7 @@ PLACEMENTS = {
     "lockstep run": (["-m", "lockstep", "run", "-n", "2"], 'devices=["cpu"]'),
 }
 """How the README's program is started, and on which devices."""
-MEASURED = ["main/loss", "main/skipped", "validation/main/accuracy"]
+MEASURED = ["main/loss", "validation/main/accuracy"]
 
 
 def test_the_program_of_the_readme_prints_one_digest_wherever_it_runs(tmp_path: Path) -> None:
@@ -189,12 +194,27 @@ def test_the_program_of_the_readme_prints_one_digest_wherever_it_runs(tmp_path: 
         (folder / "train.py").write_text(program.replace(TWO_DEVICES, devices), encoding="utf-8")
         run = started_anew if name == "as it is pasted" else zygote.run
         lines = zygote.output_of([sys.executable, *start, "train.py"], folder, run=run).splitlines()
-        assert lines[0].split()[:5] == ["epoch", "iteration", *MEASURED]
+        assert lines[0].split()[:4] == ["epoch", "iteration", *MEASURED]
         assert [line.split()[0] for line in lines[1:11]] == [str(epoch) for epoch in range(1, 11)]
-        assert float(lines[10].split()[4]) > 0.8
+        assert float(lines[10].split()[3]) > 0.8
         (printed[name],) = lines[11:]
     assert len(set(printed.values())) == 1, printed
     assert re.fullmatch("[0-9a-f]{64}", printed["torchrun"])
+
+
+def test_two_processes_change_the_loss_of_ddp_and_not_that_of_lockstep(tmp_path: Path) -> None:
+    (program,) = programs_of("get-started/compare.md")
+    (tmp_path / "compare.py").write_text(program, encoding="utf-8")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    printed = [
+        zygote.output_of([*launcher, number, "compare.py"], tmp_path, run=zygote.run).splitlines()[-2:]
+        for number in ("1", "2")
+    ]
+    (ddp, own), (other, same) = printed
+    assert ddp.startswith("DistributedDataParallel  loss 0.")
+    assert ddp != other
+    assert own.startswith("lockstep                 loss 0.")
+    assert own == same
 
 
 def test_the_transcript_of_the_tutorial_holds(tmp_path: Path) -> None:

@@ -68,7 +68,6 @@ def updater_of(
     optimizers = optimizer(model)
     if schedule:
         options["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizers, 2, gamma=0.5)
-        options["epoch_scheduler"] = torch.optim.lr_scheduler.ExponentialLR(optimizers, 0.7)
     return ls.ParallelUpdater(
         ls.BatchIterator(data(), 11, shuffle=True, last_batch=last_batch, seed=4),
         optimizers,

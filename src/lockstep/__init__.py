@@ -5,6 +5,9 @@
 The names below are the public interface. `docs/` explains how they fit together.
 """
 
+import sys as _sys
+import typing as _typing
+
 from lockstep import (
     data as data,
     extensions as extensions,
@@ -27,16 +30,20 @@ from lockstep.data import (
     collate as collate,
 )
 from lockstep.digest import digest as digest
+from lockstep.elsewhere import missing_name as _missing_name
 from lockstep.errors import (
     DeterminismWarning as DeterminismWarning,
     DisagreementError as DisagreementError,
     EndOfDataError as EndOfDataError,
+    FaultError as FaultError,
     LockstepError as LockstepError,
     NonFiniteError as NonFiniteError,
     NonFiniteWarning as NonFiniteWarning,
     OrderError as OrderError,
+    PartError as PartError,
     PeerError as PeerError,
     PeerInterrupt as PeerInterrupt,
+    PortableKernelsError as PortableKernelsError,
     RandomStreamWarning as RandomStreamWarning,
     ReplayWarning as ReplayWarning,
     ReplicaError as ReplicaError,
@@ -52,6 +59,10 @@ from lockstep.errors import (
 from lockstep.launch import launch as launch
 from lockstep.metrics import report as report
 from lockstep.optim import CorrectedMomentumSGD as CorrectedMomentumSGD, MomentumSGD as MomentumSGD
+from lockstep.portable import (
+    use_portable_kernels as use_portable_kernels,
+    use_portable_kernels_if_asked as _use_portable_kernels_if_asked,
+)
 from lockstep.precision import (
     DynamicLossScale as DynamicLossScale,
     LossScale as LossScale,
@@ -92,3 +103,12 @@ from lockstep.updaters import (
     supervised as supervised,
     token_mean as token_mean,
 )
+
+# Here, because the program may use torch as soon as this module is imported.
+_use_portable_kernels_if_asked()
+
+if not _typing.TYPE_CHECKING:  # checkers of types know which names there are
+
+    def __getattr__(name: str) -> object:
+        """Raise an error that says where the name is, or what it is called here."""
+        raise _missing_name(_sys.modules[__name__], name, [extensions, metrics, triggers, optim, data])

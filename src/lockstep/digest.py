@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
+from os import PathLike
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -189,6 +190,12 @@ def entries(*states: Any) -> Iterator[Entry]:
         TypeError: If a state holds something whose bits do not mean the same on every machine.
     """
     for index, state in enumerate(states):
+        if isinstance(state, str | PathLike | type):
+            what = f"the class {state.__name__}" if isinstance(state, type) else repr(state)
+            raise TypeError(
+                f"`states` must be modules, optimizers, tensors or containers of these, got {what}. Pass the object "
+                "itself. For the digests of a run's snapshots, call `lockstep snapshots PATH`."
+            )
         yield from _walk(state.state_dict() if isinstance(state, _Stateful) else state, (index,))
 
 
@@ -208,6 +215,32 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> bytes:
         for data in _contents(tensor):
             sha.update(data)
     return sha.digest()[:16]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Add up the bits of a tensor, read as words of 64 bits, modulo 2**64.
+
+    It costs about as much as one pass over the memory, a fifteenth of `fingerprint`. It finds any change of one word,
+    and one of several words unless their sum stays the same, as when two words change places.
+
+    Args:
+        tensor: The tensor, on any device; of a sparse one the values.
+
+    >>> checksum(torch.ones(3)) == checksum(torch.ones(2)) + 0x3F800000
+    True
+    """
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() & -8
+    if flat.device.type == "cpu":
+        # NumPy reads words at any address.
+        data = flat.numpy()
+        total, tail = int(data[:whole].view("<u8").sum()), data[whole:].tobytes()
+    else:
+        words = flat[:whole] if flat.storage_offset() % 8 == 0 else flat[:whole].clone()
+        total, tail = int(words.view(torch.int64).sum()), bytes(flat[whole:].tolist())
+    return (total + int.from_bytes(tail, "little")) % 2**64
 
 
 @runtime_checkable

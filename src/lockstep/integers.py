@@ -1,4 +1,4 @@
-"""Check arguments that must be whole numbers.
+"""Check arguments that must be whole numbers, or True or False.
 
 In Python ``True`` is an ``int``. Where a count is expected it is most likely an option passed to the wrong argument, so
 it is rejected.
@@ -28,3 +28,21 @@ def check_integer(name: str, value: object, *, minimum: int | None = None) -> No
         raise TypeError(f"`{name}` must be an integer, got {value!r}.")
     if minimum is not None and value < minimum:
         raise ValueError(f"`{name}` must be at least {minimum}, got {value}.")
+
+
+def check_bool(name: str, value: object) -> None:
+    """Check that an argument is True or False: a text such as ``"no"`` would count as True.
+
+    >>> check_bool("shuffle", "no")
+    Traceback (most recent call last):
+    TypeError: `shuffle` must be True or False, got 'no'.
+
+    Args:
+        name: The name of the argument in error messages.
+        value: The value to check.
+
+    Raises:
+        TypeError: If the value is no ``bool``.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"`{name}` must be True or False, got {value!r}.")

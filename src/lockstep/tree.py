@@ -79,7 +79,7 @@ class ShardSum:
             add_into(partials[-2].tensors, partials.pop().tensors)
 
     def count_after(self, shard: int) -> int:
-        """Return how many partial sums there are once a shard has been pushed, which must be the next one.
+        """Return how many partial sums there are after the push of a shard, which must be the next one.
 
         Args:
             shard: The number of the shard.

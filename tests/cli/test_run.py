@@ -257,7 +257,7 @@ from pathlib import Path
 ready, late = Path(sys.argv[1], "ready"), Path(sys.argv[1], "late")
 
 def end(*_):
-    time.sleep(15)
+    time.sleep(25)
     late.touch()
 
 if os.environ["RANK"] == "0":
@@ -275,7 +275,7 @@ def test_the_others_have_the_shutdown_timeout_when_a_rank_has_failed(tmp_path: P
     script.write_text(ENDS_SLOWLY)
     assert finished([*RUN, "-n", "2", "--shutdown-timeout", "1", script, tmp_path]).returncode == 5
     assert (tmp_path / "ready").exists()
-    # torch itself would have let it end after these 15 s.
+    # torch itself would have let it end after these 25 s.
     assert not (tmp_path / "late").exists()
 
 

@@ -41,7 +41,8 @@ def cells(text: str) -> list[list[str]]:
 
 def test_the_table_has_a_line_for_each_entry_in_whatever_order_hung_in(tmp_path: Path) -> None:
     out = io.StringIO()
-    train(tmp_path, PrintReport(["epoch", "main/loss", "absent"], out), LogReport())
+    with pytest.warns(UserWarning, match="`entries` of PrintReport must name observed values, got 'absent'"):
+        train(tmp_path, PrintReport(["epoch", "main/loss", "absent"], out), LogReport())
     assert cells(out.getvalue()) == [["epoch", "main/loss", "absent"], ["1", "0.75"], ["2", "0.291667"]]
 
 
@@ -212,7 +213,8 @@ def test_values_that_are_chosen_are_shown_with_the_last_one_observed(tmp_path: P
     trainer = Trainer(CountingUpdater(2), (3, "iteration"), tmp_path)
     trainer.extend(observe, trigger=(2, "iteration"), priority=300)
     trainer.extend(ProgressBar(out=out, values=["validation/main/accuracy", "absent"], line_interval=0))
-    trainer.run()
+    with pytest.warns(UserWarning, match="`values` of ProgressBar must name observed values, got 'absent'"):
+        trainer.run()
     first, *_, last = out.getvalue().splitlines()
     assert "iteration 1, 0" not in first
     assert "accuracy" not in first

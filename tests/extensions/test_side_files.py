@@ -270,7 +270,7 @@ def test_a_state_of_an_earlier_version_still_loads(tmp_path: Path) -> None:
 
 
 def test_a_log_of_many_entries_is_no_part_of_a_snapshot(tmp_path: Path) -> None:
-    report = LogReport(trigger=(1, "update"))
+    report = LogReport(trigger=(1, "update"), filename="many.jsonl")
     trainer = build(tmp_path, 4)
     values = [f"value {index}" for index in range(1000)]
 

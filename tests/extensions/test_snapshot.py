@@ -340,3 +340,12 @@ def test_loops_without_a_trainer(tmp_path: Path) -> None:
 def test_refused_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ls.extensions.Snapshot(**options)
+
+
+@pytest.mark.parametrize(("mode", "better", "worse"), [("max", 2.0, 0.5), ("min", 0.5, 2.0)])
+def test_of_equal_values_the_first_snapshot_stays_the_best(mode: Any, better: float, worse: float) -> None:
+    retention = ls.snapshots.Retention(best="value", mode=mode)
+    found = {value: retention.is_better({"value": value}, {"value": 1.0}) for value in (better, 1.0, worse)}
+    assert found == {better: True, 1.0: False, worse: False}
+    assert retention.is_better({"value": worse}, None)
+    assert not retention.is_better({}, None)

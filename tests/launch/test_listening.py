@@ -54,7 +54,7 @@ class Payload:
 
 # What torch's c10d rendezvous has under its key, and what whoever unpickles any other value would be given.
 pickled = pickle.dumps(Payload())
-store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=timedelta(seconds=30))
+store = dist.TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=timedelta(seconds=240))
 for key in store.list_keys():
     store.set(key, base64.b64encode(pickled) if "torch.rendezvous" in key else pickled)
 """

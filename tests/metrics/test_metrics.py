@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from lockstep.errors import StateError
-from lockstep.metrics import Accuracy, Average, Mean, Metric, as_mean, read
+from lockstep.metrics import Accuracy, Average, Mean, Metric, as_mean, merge, read
 from lockstep.metrics.average import MAX_HELD
 from lockstep.updaters import Loss
 from lockstep.updaters.loss import metric_pairs
@@ -275,3 +275,12 @@ def test_pairs_of_numpy_are_summed_in_double_precision() -> None:
     (pair,) = metric_pairs(Loss(torch.ones(()), metrics={"a": (np.float32(2**24), np.array(1, dtype="int8"))})).values()
     assert pair == (2.0**24, 1.0)
     assert [type(each) for each in pair] == [float, float]
+
+
+def test_means_over_unequal_parts_merge_into_the_mean_of_all_values() -> None:
+    values = [1.0, 2.0, 6.0, 7.0, 12.0]
+    parts = [values[:1], values[1:1], values[1:]]
+    merged = merge(Mean(sum(part), len(part)) for part in parts)
+    assert merged == Mean(sum(values), len(values))
+    assert float(merged) == 5.6
+    assert math.isnan(float(merge([])))

@@ -126,15 +126,15 @@ def mlp(place: Place, communicator: ls.Communicator) -> ls.ParallelUpdater:
 
 
 def convnet(place: Place, communicator: ls.Communicator) -> ls.ParallelUpdater:
-    """BatchNorm, an epoch schedule, dropped last batches, channels last."""
+    """BatchNorm, a schedule, dropped last batches, channels last."""
     model = seeded(
         lambda: nn.Sequential(
             nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3)
         )
     ).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    recipe: dict[str, Any] = {"num_shards": 3, "loss_fn": cross_entropy, "epoch_scheduler": schedule}
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
+    recipe: dict[str, Any] = {"num_shards": 3, "loss_fn": cross_entropy, "scheduler": schedule}
     batches = ls.BatchIterator(images(), 6, shuffle=True, seed=3, last_batch="drop", num_workers=place.workers)
     return updater((batches, optimizer, model), place, communicator, recipe)
 

@@ -33,7 +33,7 @@ USES = {
     "laws": {"DAILY", "EQUAL", "PLACEMENTS", "UNEVEN", "digests"},
     "programs": {"runpy"},
     "compiled": {"fresh_compiler"},
-    "deadlines": {"PeerWatch", "hanging_ends", "here_it_hangs"},
+    "deadlines": {"PeerWatch", "here_it_hangs", "wait_patiently"},
 }
 """The names that whatever belongs to a tier cannot do without."""
 MANY_CASES = 10

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,8 +21,12 @@ from tests.support import gan as several, zygote
 from tests.support.backward import in_backward
 from tests.support.faults import fail, interrupt
 from tests.support.gan import snapshot
+from tests.support.hanging import HUNG, here_it_hangs, wait_patiently
 from tests.support.runs import Placement, cross_entropy, finalized, state_digest, train, updater_for
+from tests.support.waiting import LONG
 from tests.support.workloads import CONVNET, MLP, WIDE
+
+__all__ = ["wait_patiently"]
 
 NUM_SHARDS = 6
 FAULT_AT = 3
@@ -174,21 +178,12 @@ def test_an_error_in_a_hook_of_the_optimizer_moves_nothing() -> None:
         assert state_digest(updater) == train(CONVNET, num_shards=NUM_SHARDS)
 
 
-@pytest.fixture
-def hanging_ends() -> Iterator[threading.Event]:
-    """What a thread waits for that hangs until the end of the test."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
+@pytest.mark.usefixtures("patiently")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("devices", "place"), [(1, 0), (2, 0), (2, 1)])
-def test_a_device_that_hangs_is_named_and_leaves_the_last_update(
-    devices: int, place: int, where: str, hanging_ends: threading.Event
-) -> None:
+def test_a_device_that_hangs_is_named_and_leaves_the_last_update(devices: int, place: int, where: str) -> None:
     """Also the first one, which works in the calling thread where nobody watches."""
-    trap = Trap(lambda: bool(hanging_ends.wait(60)), where=where, thread=f"lockstep-{place}-")
+    trap = Trap(here_it_hangs, where=where, thread=f"lockstep-{place}-")
     with finalized(
         updater_for(CONVNET, Placement(devices), num_shards=NUM_SHARDS, loss_fn=trap, timeout=1.5)
     ) as updater:
@@ -211,6 +206,7 @@ def test_a_device_that_hangs_is_named_and_leaves_the_last_update(
     assert disturbed == train(CONVNET, num_shards=NUM_SHARDS, loss_fn=Trap(fail, where=where))
 
 
+@pytest.mark.usefixtures("patiently")
 def test_a_thread_that_comes_back_later_draws_from_no_shard_but_its_own() -> None:
     hanging, released, drawn = threading.Event(), threading.Event(), threading.Event()
 
@@ -218,12 +214,13 @@ def test_a_thread_that_comes_back_later_draws_from_no_shard_but_its_own() -> Non
         if trap.armed:
             trap.armed = False
             hanging.set()
-            released.wait(60)
+            HUNG.add(threading.get_ident())
+            released.wait(LONG)
             torch.rand(3)
             drawn.set()
         elif hanging.is_set():  # the thread comes back while another computes a shard
             released.set()
-            drawn.wait(60)
+            drawn.wait(LONG)
         return cross_entropy(model, x + torch.rand_like(x), target)
 
     trap = Trap(fail)

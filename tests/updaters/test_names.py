@@ -104,12 +104,15 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a stranger's scheduler": (
         lambda _: {"scheduler": LambdaLR(sgd(nn.Linear(1, 1)), lambda _: 1.0)},
         ValueError,
-        "`scheduler` must hold schedulers of the updater's optimizers, but 'main' is not one.",
+        (
+            "`scheduler` must hold schedulers of the updater's optimizers, but 'main' is not one: its "
+            "optimizer is another object."
+        ),
     ),
     "a scheduler that waits for a value": (
-        lambda pair: {"epoch_scheduler": [ReduceLROnPlateau(pair.optimizers["a"])]},
+        lambda pair: {"scheduler": [ReduceLROnPlateau(pair.optimizers["a"])]},
         TypeError,
-        "`epoch_scheduler` must hold schedulers that step without a measured value, got '0'",
+        "`scheduler` must hold schedulers that step without a measured value, got '0'",
     ),
     "an unknown split": (
         lambda _: {"split": "random"},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from lockstep.cli.subparsers import Subparsers
 from lockstep.launch import Run, run
+from lockstep.portable import ask_for_portable_kernels
 
 DESCRIPTION = """
 Start a script on several processes of this machine, or of several machines: run the same command on each.
@@ -14,6 +16,7 @@ one thread per process. An updater in the script finds the other processes witho
 """
 EXAMPLES = """
   lockstep run -n 2 train.py --epochs 3
+  lockstep run -n 2 --portable train.py                         the same bits on other processors
   lockstep run -n 4 --nnodes 2 --rdzv node0:29400 train.py      on two machines
 """
 
@@ -47,6 +50,11 @@ def add_parser(commands: Subparsers) -> None:
         metavar="SECONDS",
         help="seconds the processes have after a signal to write their state (default: 30)",
     )
+    parser.add_argument(
+        "--portable",
+        action="store_true",
+        help="compute with kernels that give the same bits on every x86-64 processor with AVX2 and FMA",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="treat the script as the name of a module")
     parser.add_argument("script", help="path of the script, or name of the module")
     # All that follows the script belongs to it: its options must not be taken for options of this command.
@@ -70,6 +78,8 @@ def _call(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
             shutdown_timeout=options.shutdown_timeout,
             as_module=options.module,
         )
+        if options.portable:
+            ask_for_portable_kernels(os.environ)
     except ValueError as error:
         # argparse prints the message with the usage and without a traceback.
         parser.error(str(error))

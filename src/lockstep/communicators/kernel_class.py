@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from lockstep.digest import digest
+from lockstep.portable import VARIABLES as PORTABLE_VARIABLES, is_portable
 
 KERNEL_PREFIXES: Final = (
     "ATEN_",
@@ -56,6 +57,8 @@ Fields = dict[str, str]
 def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] | None = None) -> Fields:
     """Return the properties that decide which kernels run.
 
+    Portable kernels do not depend on the processor, so its properties are left out if this process has chosen them.
+
     Args:
         devices: The devices of this process.
         variables: The environment variables; by default those of this process.
@@ -70,14 +73,20 @@ def kernel_class(devices: Iterable[torch.device], variables: Mapping[str, str] |
         for name, value in sorted(variables.items())
         if name.startswith(KERNEL_PREFIXES) and name not in THREAD_VARIABLES
     }
+    processor = {
+        "vector width": torch.backends.cpu.get_cpu_capability(),
+        "processor": _describe_processor(),
+        "caches": _describe_caches(),
+    }
+    if is_portable():
+        processor = {"processor": "portable kernels"}
+        chosen = {name: value for name, value in chosen.items() if name[1:] not in PORTABLE_VARIABLES}
     kinds = sorted({device.type for device in devices})
     gpus = [_describe_gpu(device) for device in devices if device.type == "cuda"]
     settings = _describe_cuda_settings() if gpus else {}
     return {
         "torch": f"{torch.__version__} {torch.version.git_version}",
-        "vector width": torch.backends.cpu.get_cpu_capability(),
-        "processor": _describe_processor(),
-        "caches": _describe_caches(),
+        **processor,
         # Its mathematical functions compute what vector kernels leave over, and differ between versions.
         "C library": " ".join(platform.libc_ver()),
         # The text is hashed, because it is long and an error prints the values.

@@ -6,11 +6,15 @@ from lockstep.data.collate import collate as collate
 from lockstep.data.iterable_batches import IterableBatches as IterableBatches, as_iterator as as_iterator
 from lockstep.data.iterator import Iterator as Iterator
 from lockstep.data.parts import (
+    ParquetRows as ParquetRows,
     Part as Part,
-    PartError as PartError,
     Parts as Parts,
+    Safetensors as Safetensors,
     SectionOrder as SectionOrder,
+    StreamPart as StreamPart,
+    TarSamples as TarSamples,
     TextLines as TextLines,
+    Tokens as Tokens,
 )
 from lockstep.data.samples import MapDataset as MapDataset, Samples as Samples
 from lockstep.data.source import Source as Source

@@ -5,20 +5,22 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from inspect import signature
 from itertools import chain, count
-from typing import Any, TypeAlias, final, get_args
+from typing import Any, Final, TypeAlias, final, get_args
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRandomSampler
 
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
 from lockstep.data.iterator import SampleFilter, TrackingIterator
-from lockstep.data.parts import Parts, num_shared, positions_by_worker
+from lockstep.data.parts import Parts, SectionOrder, num_shared, positions_by_worker
 from lockstep.data.sample_streams import SampleStreams, draws_no_numbers
 from lockstep.data.samples import MapDataset, Samples
 from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
+from lockstep.elsewhere import BATCH_ITERATOR, names_ours
 from lockstep.errors import StateError
-from lockstep.integers import check_integer
+from lockstep.integers import check_bool, check_integer
 
 OrderSampler: TypeAlias = "Callable[[list[int], int], Sequence[int]]"
 
@@ -75,6 +77,7 @@ class BatchIterator(TrackingIterator):
     (['b', 'c'], ['d', 'e'], 1.2)
     """
 
+    @names_ours(BATCH_ITERATOR)
     def __init__(
         self,
         dataset: MapDataset,
@@ -92,6 +95,8 @@ class BatchIterator(TrackingIterator):
         check_integer("batch_size", batch_size, minimum=1)
         check_integer("seed", seed)
         check_integer("num_workers", num_workers, minimum=0)
+        for name, value in (("shuffle", shuffle), ("repeat", repeat), ("sample_streams", sample_streams)):
+            check_bool(name, value)
         if last_batch not in get_args(LastBatch):
             raise ValueError(f"`last_batch` must be 'wrap', 'short' or 'drop', got {last_batch!r}.")
         if last_batch == "drop" and batch_size > len(dataset):
@@ -99,6 +104,13 @@ class BatchIterator(TrackingIterator):
             raise ValueError(f"`batch_size` {rule}, got {batch_size}.")
         if shuffle and order_sampler is not None:
             raise ValueError("`shuffle` must be False if `order_sampler` is given, got True.")
+        _check_order_sampler(order_sampler)
+        if repeat and batch_size > len(dataset):
+            warnings.warn(
+                f"`batch_size` is {batch_size}, but there are only {len(dataset)} samples: a batch then holds "
+                + ("some of them several times." if last_batch == "wrap" else "no more than these."),
+                stacklevel=3,
+            )
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle
@@ -122,6 +134,18 @@ class BatchIterator(TrackingIterator):
         self._num_advanced = 0
         self._warned = False
         self._cursor = Cursor(0, 0, self._first_order())
+
+    def __repr__(self) -> str:
+        return (
+            f"BatchIterator({type(self.dataset).__name__} of {self._num_samples}, batch_size={self.batch_size}, "
+            f"shuffle={self.shuffle}, repeat={self.repeat}, last_batch={self.last_batch!r}, seed={self.seed}), "
+            f"{self.epoch_detail:g} epochs passed"
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch; with ``last_batch="wrap"``, rounded up, as epochs share batches."""
+        whole, rest = divmod(self._num_samples, self.batch_size)
+        return whole + (rest > 0 and self.last_batch != "drop")
 
     def reset(self) -> None:
         """Return to the first batch of epoch 0, and call the order sampler for its order again."""
@@ -242,13 +266,8 @@ class BatchIterator(TrackingIterator):
         }
         if self.order_sampler is not None:
             state["order"] = torch.as_tensor(self._cursor.order).clone()
-        return state | self._order_numbers()
-
-    def _order_numbers(self) -> dict[str, int]:
-        """Return the numbers of which the order of parts depends besides the seed and the epoch."""
-        if isinstance(self.dataset, Parts) and self.order_sampler is None:
-            return {"batch_size": self.batch_size, "num_sections": self.dataset.num_sections}
-        return {}
+        # Those of the order in use: the attributes may have been changed since.
+        return state | (self._cursor.order.numbers if isinstance(self._cursor.order, SectionOrder) else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the position and the seed of a saved iterator.
@@ -280,13 +299,14 @@ class BatchIterator(TrackingIterator):
             rule = f"must lie in 0..{last}, because there are {self._num_samples} samples and a batch must follow"
             raise ValueError(f"`position` {rule}, got {position}.")
         self._check_last_advance(state)
-        for name, own in self._order_numbers().items():
-            if position and state[name] != own:
-                rule = f"must be {state[name]}, as when the state was saved, until the epoch ends"
-                raise ValueError(f"`{name}` {rule}, got {own}. The order of `data.Parts` depends on it.")
         if self.order_sampler is not None:
             return Cursor(epoch, position, self._checked_order(state["order"], "order"))
-        return Cursor(epoch, position, self._seeded_order(epoch, seed))
+        order = self._seeded_order(epoch, seed)
+        for name, own in order.numbers.items() if isinstance(order, SectionOrder) and position else ():
+            if state[name] != own:
+                rule = f"must be {state[name]}, as when the state was saved, until the epoch ends"
+                raise ValueError(f"`{name}` {rule}, got {own}. The order of `data.Parts` depends on it.")
+        return Cursor(epoch, position, order)
 
     def _go_to(self, cursor: Cursor) -> None:
         """Move to a cursor and discard the plan."""
@@ -415,11 +435,64 @@ class BatchIterator(TrackingIterator):
 
 def _check_dataset(dataset: object) -> None:
     """Check that a dataset has samples that can be accessed by index."""
+    rule = "must have `len()` and `[index]`"
+    if isinstance(dataset, DataLoader):
+        remedy = "Give the updater the DataLoader itself, or pass its `dataset` here."
+        raise TypeError(f"`dataset` {rule}, got a DataLoader. {remedy}")
+    if isinstance(dataset, type):
+        raise TypeError(f"`dataset` must be an object, got the class {dataset.__name__}. Create one of it.")
     if not isinstance(dataset, MapDataset) or isinstance(dataset, IterableDataset):
-        rule = "must have `len()` and `[index]`"
-        raise TypeError(f"`dataset` {rule}, got a {type(dataset).__name__}.")
+        remedy = (
+            "Give the updater a torch DataLoader of it"
+            if isinstance(dataset, IterableDataset)
+            else "Pass a list of samples, a torch Dataset or the like"
+        )
+        raise TypeError(f"`dataset` {rule}, got a {type(dataset).__name__}. {remedy}.")
     if len(dataset) == 0:
         raise ValueError("`dataset` must hold at least one sample, got none.")
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        raise TypeError(
+            f"`dataset` must have samples at [0], [1] and so on, got a {type(dataset).__name__} with the keys "
+            f"{list(dataset)[:5]}. Pass a list with one dict per sample, or torch.utils.data.TensorDataset(*tensors)."
+        )
+    columns = dataset if isinstance(dataset, tuple | list) and len(dataset) <= MOST_COLUMNS else []
+    # Samples are collated, which takes equal shapes: these are the columns of a table and not its rows.
+    if len({_shape_of(each) for each in columns}) > 1 and len({_shape_of(each)[:1] for each in columns}) == 1:
+        raise TypeError(
+            f"`dataset` must hold one entry per sample, got a {type(dataset).__name__} of {len(columns)} tensors with "
+            f"{_shape_of(columns[0])[0]} rows each. Pass torch.utils.data.TensorDataset(*tensors)."
+        )
+
+
+MOST_COLUMNS: Final = 8
+"""The largest number of tensors that are taken for the columns of a table."""
+
+
+def _shape_of(value: object) -> tuple[int, ...]:
+    """Return the shape of a tensor or an array; that of other values is empty."""
+    return tuple(getattr(value, "shape", ()))
+
+
+def _check_order_sampler(order_sampler: object) -> None:
+    """Check that an order sampler can be called with an order and a position."""
+    if order_sampler is None:
+        return
+    rule = "`order_sampler` must be a function of an epoch's order and the position in it, or None"
+    if isinstance(order_sampler, Sampler) or not callable(order_sampler):
+        plain = isinstance(order_sampler, Sampler) and not isinstance(order_sampler, WeightedRandomSampler)
+        remedy = (
+            "Pass shuffle=True for a random order of each epoch; lockstep shares each batch among ranks itself."
+            if plain
+            else "Pass lambda order, position: ... that returns the indices of the next epoch, or give the updater a "
+            "torch DataLoader with a sampler."
+        )
+        raise TypeError(f"{rule}, got a {type(order_sampler).__name__}. {remedy}")
+    try:
+        signature(order_sampler).bind([], 0)
+    except TypeError as error:
+        raise TypeError(f"{rule}, got one that cannot be called with two arguments: {error}.") from None
+    except ValueError:  # no signature
+        pass
 
 
 def _check_keys(state: Mapping[str, Any], *, expected: Mapping[str, Any]) -> None:

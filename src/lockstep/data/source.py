@@ -193,7 +193,11 @@ def check_source(source: object, name: str) -> None:
     no_batches = isinstance(source, torch.Tensor | nn.Module | Mapping | str | bytes | type)
     if no_batches or not (isinstance(source, Iterable) or callable(source)):
         rule = "must be a lockstep Iterator, an iterable of batches or a function that returns one"
-        remedy = "`BatchIterator` makes batches of a dataset."
+        remedy = (
+            "The order is (iterator, optimizer, model)."
+            if isinstance(source, nn.Module)
+            else "`BatchIterator` makes batches of a dataset."
+        )
         raise TypeError(f"`{name}` {rule}, got a {type(source).__name__}. {remedy}")
     check_not_split_by_rank(source, name)
 

@@ -1,5 +1,10 @@
 """The extensions that come with lockstep: evaluation, logs, tables, plots, schedules, snapshots and more."""
 
+import sys as _sys
+import typing as _typing
+
+from lockstep import metrics as _metrics, triggers as _triggers
+from lockstep.elsewhere import missing_name as _missing_name
 from lockstep.extensions.averages import (
     ExponentialMovingAverage as ExponentialMovingAverage,
     MicroAverage as MicroAverage,
@@ -29,3 +34,9 @@ from lockstep.extensions.progress_bar import ProgressBar as ProgressBar
 from lockstep.extensions.snapshot import Snapshot as Snapshot
 from lockstep.extensions.step_scheduler import StepScheduler as StepScheduler
 from lockstep.trainer import make_extension as make_extension
+
+if not _typing.TYPE_CHECKING:  # checkers of types know which names there are
+
+    def __getattr__(name: str) -> object:
+        """Raise an error that says where the name is, or what it is called here."""
+        raise _missing_name(_sys.modules[__name__], name, [_triggers, _metrics])

@@ -136,7 +136,10 @@ class Evaluation:
             return ShardArguments(args, kwargs, (), inputs, inputs.pop(target))
         if len(args) < len(("input", "target")):
             got = f"keys {sorted(kwargs)}" if kwargs else f"{len(args)} tensor"
-            raise TypeError(f"A batch must be (*inputs, target), or a dict with the key `target`, got {got}.")
+            raise TypeError(
+                f"A batch must be (*inputs, target), or a dict with the key `target`, got {got}. Metrics compare "
+                "outputs with targets: give a dataset of pairs (input, target)."
+            )
         return ShardArguments(args, kwargs, args[:-1], {}, args[-1])
 
     def _compute(self, place: int, given: ShardArguments) -> tuple[Any, Any]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any, Protocol, cast, runtime_checkable
 
+import torch
 from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.data import Iterator as LockstepIterator, check_not_split_by_rank
+from lockstep.elsewhere import EVALUATOR, names_ours
 from lockstep.extensions.evaluation import Evaluation, Recipe
 from lockstep.integers import check_integer
 from lockstep.metrics import (
@@ -24,7 +28,7 @@ from lockstep.metrics import (
 from lockstep.prediction import runner_of
 from lockstep.trainer import WRITER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
-from lockstep.updaters import Converter, InferenceRunner, LossFunction, ParallelUpdater, Updater
+from lockstep.updaters import Converter, InferenceRunner, LossFunction, ParallelUpdater, Updater, check_functions
 
 
 @runtime_checkable
@@ -86,6 +90,7 @@ class Evaluator(Extension):
             `token_mean`.
         num_shards: The number of shards per batch, at least 1; by default that of the updater. With 1 whole batches are
             distributed over the devices, which is faster if a batch fits on each.
+        num_batches: The number of batches of a pass, at least 1; by default all of them.
 
     Raises:
         ValueError: If there is neither a metric nor a loss, two values share a name, the iterator never ends, or its
@@ -98,6 +103,7 @@ class Evaluator(Extension):
     trigger: TriggerSpec = (1, "epoch")
     priority = WRITER
 
+    @names_ours(EVALUATOR)
     def __init__(
         self,
         iterator: Iterable[Any],
@@ -111,7 +117,10 @@ class Evaluator(Extension):
         converter: Converter | None = None,
         target: str | None = None,
         num_shards: int | None = None,
+        num_batches: int | None = None,
     ) -> None:
+        _check_iterator(iterator)
+        check_functions(converter=converter, loss_fn=loss_fn)
         found = {} if metrics is None else {"": metrics} if is_collection(metrics) else metrics
         _check_metrics(found, loss_fn)
         if isinstance(iterator, Repeating) and iterator.repeat:
@@ -119,6 +128,9 @@ class Evaluator(Extension):
         check_not_split_by_rank(iterator, "iterator")
         if num_shards is not None:
             check_integer("num_shards", num_shards, minimum=1)
+        if num_batches is not None:
+            check_integer("num_batches", num_batches, minimum=1)
+        self.num_batches = num_batches
         self.metrics: dict[str, Metric] = dict(cast("Mapping[str, Metric]", found))
         self.iterator = iterator
         self.loss_fn = loss_fn
@@ -147,7 +159,8 @@ class Evaluator(Extension):
         """Evaluate the model, and observe the values."""
         runner = self._runner_of(trainer.updater)
         prefix = f"{trainer.name_of(self)}/{self.model_name}"
-        for name, value in self._evaluate(runner).items():
+        limits = [each for each in (self.num_batches, trainer.fast_dev_run) if each]
+        for name, value in self._evaluate(runner, min(limits, default=None)).items():
             trainer.observe(f"{prefix}/{name}", value)
 
     def evaluate(
@@ -177,7 +190,7 @@ class Evaluator(Extension):
         joined = LocalCommunicator() if communicator is None else communicator
         runner = InferenceRunner.of_model(model, joined, num_shards=self.num_shards)
         try:
-            return self._evaluate(runner)
+            return self._evaluate(runner, self.num_batches)
         finally:
             runner.release()
 
@@ -201,8 +214,8 @@ class Evaluator(Extension):
             self._own_runner = runner_of(updater, num_shards=self.num_shards, model=model)
         return self._own_runner
 
-    def _evaluate(self, runner: InferenceRunner) -> dict[str, Observed]:
-        """Evaluate one pass on the devices and ranks of a runner."""
+    def _evaluate(self, runner: InferenceRunner, num_batches: int | None) -> dict[str, Observed]:
+        """Evaluate one pass, or its first batches, on the devices and ranks of a runner."""
         recipe = Recipe(self._shard_metrics, self.loss_fn, self.output, self.converter, self.target)
 
         def batches() -> Iterable[Any]:
@@ -211,7 +224,7 @@ class Evaluator(Extension):
             if isinstance(self.iterator, LockstepIterator):
                 # Workers load only the samples of this rank.
                 self.iterator.load_only(runner.own_samples)
-            return self.iterator
+            return self.iterator if num_batches is None else islice(self.iterator, num_batches)
 
         means, self.results = Evaluation(runner, recipe).run(batches)
         values: dict[str, Observed] = dict(means)
@@ -232,6 +245,21 @@ class Evaluator(Extension):
                     stacklevel=2,
                 )
             return {}
+
+
+def _check_iterator(iterator: object) -> None:
+    """Check that an iterator yields batches and not samples."""
+    rule = "`iterator` must be an iterable of batches"
+    if isinstance(iterator, nn.Module):
+        raise TypeError(f"{rule}, got a {type(iterator).__name__}. Pass it by model=.")
+    samples = isinstance(iterator, Dataset) and not isinstance(iterator, IterableDataset)
+    tensors = isinstance(iterator, tuple) and any(isinstance(each, torch.Tensor) for each in iterator)
+    if samples or tensors or isinstance(iterator, torch.Tensor | Mapping | str):
+        remedy = "TensorDataset(*tensors)" if tensors or isinstance(iterator, torch.Tensor) else "dataset"
+        raise TypeError(
+            f"{rule}, got a {type(iterator).__name__}. Pass lockstep.BatchIterator({remedy}, batch_size, repeat=False) "
+            "or a DataLoader."
+        )
 
 
 def _check_metrics(metrics: object, loss_fn: object) -> None:

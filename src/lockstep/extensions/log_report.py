@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from lockstep.errors import SideFileWarning
+from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import IntervalMeans
 from lockstep.side_files import SideFile
 from lockstep.snapshots import first_rank_in_folder
@@ -54,6 +55,7 @@ class LogReport(Extension):
         NonFiniteError: At the end of an interval, if `max_skipped` updates in a row were skipped and only a device
             knew.
         SideFileError: At the start of a run, if the file is damaged or no regular file.
+        ValueError: At the start of a run, if another `LogReport` of the trainer writes the same file.
 
     Determinism: the means depend only on the values (see `metrics.Average`); ``elapsed_time`` is read from a clock.
     """
@@ -68,7 +70,7 @@ class LogReport(Extension):
         sums: Sequence[str] = ("skipped",),
         required: bool = False,
     ) -> None:
-        self.keys = None if keys is None else tuple(keys)
+        self.keys = check_names("keys", keys)
         self.trigger = trigger
         self.filename = filename
         self.last = tuple(last)
@@ -79,6 +81,7 @@ class LogReport(Extension):
         # The number of entries and the last one of a saved state, until the entries are read.
         self._position: tuple[int, LogEntry] | None = None
         self._means = IntervalMeans(last=last, sums=sums)
+        self._unobserved = Unobserved("`keys` of LogReport", self.keys)
 
     @property
     def log(self) -> list[LogEntry]:
@@ -98,6 +101,7 @@ class LogReport(Extension):
         """End the interval: compute the means and write a line."""
         # Before anything is written: if this ends the run and you continue it, the entry is made then.
         trainer.updater.last_skipped()
+        self._unobserved.check(trainer, trainer.observation)
         entry: LogEntry = {
             "epoch": trainer.updater.epoch,
             "iteration": trainer.updater.iteration,
@@ -120,13 +124,21 @@ class LogReport(Extension):
         """Check the file. Nothing is written before the first entry, because the start may still be refused."""
         communicator = trainer.updater.communicator
         if first_rank_in_folder(communicator, trainer.out)[communicator.rank] == communicator.rank:
+            others = [name for name, each in trainer.extensions.items() if isinstance(each, LogReport)]
+            if [trainer.extensions[name].filename for name in others].count(self.filename) > 1:  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"`filename` must be different for each LogReport, got {self.filename!r} for {', '.join(others)}. "
+                    "Leave one out, or pass filename=."
+                )
             file = SideFile(trainer.out, self.filename, required=self.required)
             file.check()
             file.begin(b"".join(map(_line, self._log)))
             self._file = file
 
-    def finalize(self, trainer: Trainer) -> None:  # noqa: ARG002 - the interface
+    def finalize(self, trainer: Trainer) -> None:
         """Write what could not be written before."""
+        known = {name for entry in self._log for name in entry}
+        self._unobserved.check(trainer, known | trainer.observation.keys(), at_end=True)
         file, self._file = self._file, None
         if file is not None:
             file.close()

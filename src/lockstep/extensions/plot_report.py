@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.extensions.log_report import COUNTER_KEYS, LogEntry, find_log
 from lockstep.extensions.notebook import InlineImage, in_notebook
+from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
@@ -106,7 +107,8 @@ class PlotReport(Plot):
         log_report: str = "LogReport",
     ) -> None:
         super().__init__(filename, trigger)
-        self.keys = None if keys is None else tuple(keys)
+        self.keys = check_names("keys", keys)
+        self._unobserved = Unobserved("`keys` of PlotReport", self.keys)
         self.title = title
         self.log_report = log_report
 
@@ -118,6 +120,7 @@ class PlotReport(Plot):
     def plot(self, trainer: Trainer) -> Figure | None:
         """Return the curves of the log; None if it has no value of the names."""
         log = find_log(trainer, self.log_report, reader=self).log
+        self._unobserved.check(trainer, {name for entry in log for name in entry}, at_end=True)
         panels = _panels(log, self.keys)
         return draw(log, panels, title=self.title or trainer.out.resolve().name) if panels else None
 

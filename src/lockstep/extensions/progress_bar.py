@@ -10,9 +10,10 @@ from typing import TextIO
 from tqdm import tqdm
 
 from lockstep.extensions.notebook import in_notebook
+from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import Observed, as_mean
 from lockstep.trainer import READER, Extension, Trainer
-from lockstep.triggers import Unit, Until, position
+from lockstep.triggers import Unit, position
 
 FORMAT_WITH_BOUND = "{percentage:3.0f}%|{bar}| {desc} [{elapsed}<{remaining}]"
 FORMAT_WITHOUT_BOUND = "{desc} [{elapsed}]"
@@ -28,7 +29,8 @@ class ProgressBar(Extension):
 
     On a terminal it is a bar, and in a notebook a widget (`tqdm.auto`), which is redrawn at most ten times per second.
     Elsewhere, such as in the log of a job, it is a line of text from time to time, and one at the end. The length of
-    the bar is the bound of the trainer; a run that ends by a trigger has a line without a bar. With several processes,
+    the bar is the bound of the trainer, or the limit of a trigger such as `EarlyStopping`, see `Trigger.limit`; a run
+    that may end at any time has a line without a bar. With several processes,
     rank 0 draws.
 
     Values are read only when they are drawn, so that the host rarely waits for a device.
@@ -59,7 +61,8 @@ class ProgressBar(Extension):
             raise ValueError(f"`line_interval` must be at least 0, got {line_interval}.")
         self.show = show
         self.out = out
-        self.values = None if values is None else tuple(values)
+        self.values = check_names("values", values)
+        self._unobserved = Unobserved("`values` of ProgressBar", self.values)
         self.line_interval = line_interval
         self._display: _Bar | _Lines | None = None
         self._unit: Unit = "iteration"
@@ -70,16 +73,15 @@ class ProgressBar(Extension):
     def initialize(self, trainer: Trainer) -> None:
         """Create the display at the current position of the run."""
         out = self.out or sys.stderr
-        until = trainer.until if isinstance(trainer.until, Until) else None
-        self._unit = until.unit if until else "iteration"
+        limit = trainer.until.limit
+        total, self._unit = limit or (None, "iteration")
         # The speed is that since the run started or resumed, and not that of an earlier process.
         self._start = (trainer.updater.iteration, time.perf_counter())
         self._seen = {}
         self._next = 0.0
         if self.show is False or not trainer.is_main:
             return
-        total = until.bound if until else None
-        initial = min(position(trainer, self._unit), until.bound) if until else 0.0
+        initial = 0.0 if total is None else min(position(trainer, self._unit), total)
         widget = self.out is None and in_notebook()
         if self.show or widget or out.isatty():
             self._display = _Bar(total, initial, out, self._text(trainer, 0.0), widget=widget)
@@ -89,6 +91,8 @@ class ProgressBar(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         """Draw again, unless the last drawing is too recent."""
+        if trainer.updater.is_new_epoch:
+            self._unobserved.check(trainer, trainer.observation)
         if self._display is None:
             return
         for name in self.values or ():
@@ -101,6 +105,7 @@ class ProgressBar(Extension):
 
     def finalize(self, trainer: Trainer) -> None:
         """Draw the last position, and end the display."""
+        self._unobserved.check(trainer, trainer.observation, at_end=True)
         display, self._display = self._display, None
         if display is not None:
             self._draw(display, trainer)

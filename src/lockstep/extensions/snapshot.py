@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from lockstep import snapshots
 from lockstep.communicators import AgentDeadline
+from lockstep.elsewhere import SNAPSHOT, names_ours
 from lockstep.errors import (
     DeterminismWarning,
     DisagreementError,
@@ -70,6 +71,7 @@ class Snapshot(Extension):
 
     priority = LAST
 
+    @names_ours(SNAPSHOT)
     def __init__(
         self,
         keep: int = 3,

@@ -80,5 +80,8 @@ def parse_precision(name: str) -> Precision:
         ValueError: If there is no policy with this name.
     """
     if name not in PRECISIONS:
-        raise ValueError(f"`precision` must be one of {', '.join(map(repr, PRECISIONS))}, got {name!r}.")
+        digits = "".join(each for each in str(name) if each.isdigit())
+        nearest = "bf16" if "b" in str(name) and digits == "16" else {"16": "fp16", "32": "fp32"}.get(digits)
+        remedy = f" Pass precision={nearest!r}." if nearest else ""
+        raise ValueError(f"`precision` must be one of {', '.join(map(repr, PRECISIONS))}, got {name!r}.{remedy}")
     return PRECISIONS[name]

@@ -1,4 +1,4 @@
-"""Errors of the calls at the end of a run, each of which is made even if another one fails."""
+"""What is said at the end of a run, and errors of the calls there, each of which is made even if another one fails."""
 
 from __future__ import annotations
 
@@ -22,3 +22,13 @@ def report_failure(what: str, failure: BaseException, *, original: BaseException
     sys.stderr.write(f"{what} raised while the run ended with {type(original).__name__}:\n{''.join(lines)}")
     if sys.version_info >= (3, 11):
         original.add_note(f"{what} raised, too: {lines[-1].strip()}")
+
+
+def say(message: str) -> None:
+    """Print to stderr what a user in front of a terminal, or who reads the log of a job, should know of the run.
+
+    Args:
+        message: The sentences.
+    """
+    sys.stderr.write(f"lockstep: {message}\n")
+    sys.stderr.flush()

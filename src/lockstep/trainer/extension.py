@@ -7,13 +7,14 @@ therefore cannot name the type; subclasses can, and should.
 from __future__ import annotations
 
 import inspect
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
 from lockstep.state import Stateful
-from lockstep.triggers import TriggerSpec
+from lockstep.triggers import Trigger, TriggerSpec
 
 WRITER = 300
 """The priority of extensions that add observed values, and must run before those that read them."""
@@ -151,6 +152,7 @@ class FunctionExtension(Extension):
         self._initialize = initialize
         self._finalize = finalize
         self._on_error = on_error
+        self._has_warned = False
 
     @property
     def name(self) -> str:
@@ -159,7 +161,14 @@ class FunctionExtension(Extension):
 
     def __call__(self, trainer: Any) -> None:
         """Call the function."""
-        self.function(trainer)
+        returned = self.function(trainer)
+        if isinstance(returned, Mapping) and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"Extension {self.name!r} returned values ({', '.join(map(str, returned))}), which are not used. "
+                "Call trainer.observe(name, value) for each. This warning is given once.",
+                stacklevel=2,
+            )
 
     def initialize(self, trainer: Any) -> None:
         """Call the ``initialize`` function, if there is one."""
@@ -192,10 +201,22 @@ def as_extension(extension: Extension | Action) -> Extension:
     >>> as_extension(greet).trigger
     (1, 'epoch')
     """
+    rule = "`extension` must be an Extension or a function of the trainer"
+    if isinstance(extension, type):
+        raise TypeError(f"{rule}, got the class {extension.__name__}. Create one: {extension.__name__}().")
+    if isinstance(extension, Trigger):
+        raise TypeError(f"{rule}, got {extension!r}. Pass a trigger as `until` of the Trainer or `trigger` of extend.")
     if not callable(extension):
-        raise TypeError(f"`extension` must be an Extension or a function of the trainer, got {extension!r}.")
+        remedy = " Call extend for each, or pass extensions= to the Trainer." if isinstance(extension, list) else ""
+        raise TypeError(f"{rule}, got {extension!r}.{remedy}")
     if isinstance(extension, Extension):
         return extension
+    try:
+        inspect.signature(extension).bind(None)
+    except TypeError as error:
+        raise TypeError(f"{rule}, got one that cannot be called with the trainer: {error}.") from None
+    except ValueError:  # no signature
+        pass
     read = partial(getattr, extension)
     return FunctionExtension(
         extension,

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lockstep.elsewhere import EXTEND, TRAINER, TRAINER_NAMES, missing_attribute, names_ours
 from lockstep.errors import EndOfDataError, OrderError, SignalExit
 from lockstep.integers import check_integer
 from lockstep.metrics import Mean, Observed, as_mean, read_means
@@ -20,13 +21,24 @@ from lockstep.state import check_keys, load_all
 from lockstep.stopping import STOP
 from lockstep.trainer.changed_extensions import check_extensions
 from lockstep.trainer.description import describe
-from lockstep.trainer.ending import call_and_catch, report_failure
+from lockstep.trainer.ending import call_and_catch, report_failure, say
 from lockstep.trainer.extension import Action, Extension, as_extension
 from lockstep.trainer.extension_entry import ExtensionEntry
 from lockstep.trainer.predicting import Predicting
 from lockstep.trainer.resuming import resume_from
 from lockstep.trainer.synchronized_progress import SynchronizedProgress
-from lockstep.triggers import Progress, Trigger, TriggerSpec, get_trigger, get_until
+from lockstep.trainer.trial import trial_folder, trial_updates
+from lockstep.triggers import (
+    Never,
+    Progress,
+    Trigger,
+    TriggerSpec,
+    Unit,
+    get_trigger,
+    get_until,
+    position,
+    reached,
+)
 from lockstep.updaters import Updater
 
 STATE_KEYS = ("updater", "until", "triggers", "extensions", "elapsed_time", "observation", "due", "pending")
@@ -50,11 +62,15 @@ class Trainer(Predicting):
             which is called before each update and ends the run when it fires first; or None for a run without end.
         out: The folder for the files of extensions; it is created when the run starts.
         extensions: Extensions to add with their default names, triggers and priorities.
+        fast_dev_run: True or a number of updates for a trial of the whole program: that many updates (True: 1), after
+            which every extension is called once, evaluations on at most as many batches; False for a usual run. `until`
+            and triggers are ignored, and files are written to a temporary folder.
 
     Attributes:
         updater: The updater that runs the updates.
         until: The trigger that ends the run.
         out: The folder for files.
+        fast_dev_run: The number of updates of a trial; 0 for a usual run.
         observation: The values observed in the last update and by the extensions after it, by name.
         resumption: The snapshot from which `run` resumed; None if it did not.
 
@@ -64,18 +80,25 @@ class Trainer(Predicting):
     Determinism: the order of all calls depends only on priorities and on the order of the calls of `extend`.
     """
 
+    @names_ours(TRAINER)
     def __init__(
         self,
         updater: Updater,
         until: TriggerSpec = (10, "epoch"),
         out: str | Path = "runs/x",
         extensions: Iterable[Extension | Action] = (),
+        *,
+        fast_dev_run: bool | int = False,
     ) -> None:
         if not isinstance(updater, Updater):
-            raise TypeError(f"`updater` must be a lockstep Updater, got a {type(updater).__name__}.")
+            raise TypeError(
+                f"`updater` must be a lockstep Updater, got a {type(updater).__name__}. Create one: "
+                "lockstep.ParallelUpdater(iterator, optimizer, model, loss_fn=...)."
+            )
         self.updater = updater
-        self._until = get_until(until)
-        self.out = Path(out)
+        self.fast_dev_run = trial_updates(fast_dev_run)
+        self._until = get_until((self.fast_dev_run, "iteration") if self.fast_dev_run else until)
+        self.out = trial_folder(updater.communicator, self) if self.fast_dev_run else Path(out)
         self.observation: dict[str, Observed] = {}
         self._entries: dict[str, ExtensionEntry] = {}
         self._order: list[ExtensionEntry] = []
@@ -93,6 +116,22 @@ class Trainer(Predicting):
         for extension in extensions:
             self.extend(extension)
         updater.connect_trainer(self)
+
+    if not TYPE_CHECKING:  # checkers of types know which attributes there are
+
+        def __getattr__(self, name: str) -> object:
+            """Raise an error that says what an attribute of another library is called here."""
+            raise missing_attribute(self, name, TRAINER_NAMES)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Set an attribute, unless nothing of lockstep reads it and it is an option elsewhere.
+
+            Raises:
+                AttributeError: If it is such an option; a subclass of yours may have it.
+            """
+            if name in TRAINER_NAMES and type(self).__module__.startswith("lockstep."):
+                raise missing_attribute(self, name, TRAINER_NAMES)
+            super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return describe(self.updater, self.until, self.out, self._order)
@@ -121,6 +160,7 @@ class Trainer(Predicting):
         """The duration of the run in seconds, including the time before it was resumed."""
         return self._elapsed + (0.0 if self._started is None else time.perf_counter() - self._started)
 
+    @names_ours(EXTEND)
     def extend(
         self,
         extension: Extension | Action,
@@ -143,9 +183,14 @@ class Trainer(Predicting):
         Raises:
             TypeError: If the extension is not callable, or the trigger is not a trigger.
             ValueError: If the trigger belongs to another extension, or is out of range.
-            OrderError: If the trainer is running.
+            OrderError: If the trainer is running, or has this extension already.
         """
         extension = as_extension(extension)
+        if any(entry.extension is extension for entry in self._order):
+            raise OrderError(
+                f"`extension` must not be added twice, got {self.name_of(extension)} again. Create another one, or "
+                "join triggers by `|`."
+            )
         if self._started is not None:
             raise OrderError("`extend` must not be called during a run.")
         priority = extension.priority if priority is None else priority
@@ -154,13 +199,18 @@ class Trainer(Predicting):
         entry = ExtensionEntry(
             name=self._unique_name(name or extension.name),
             extension=extension,
-            trigger=self._unshared_trigger(extension.trigger if trigger is None else trigger),
+            trigger=self._unshared_trigger(self._trigger_of(extension, trigger)),
             priority=priority,
             call_before_training=before,
         )
         self._entries[entry.name] = entry
         # The sort is stable: extensions of one priority stay in the order in which they were added.
         self._order = sorted(self._entries.values(), key=lambda each: -each.priority)
+
+    @property
+    def extensions(self) -> dict[str, Extension]:
+        """All extensions by name, in the order in which they were added, in a new dict."""
+        return {name: entry.extension for name, entry in self._entries.items()}
 
     def get_extension(self, name: str) -> Extension:
         """Return the extension of a name; a function is returned as the `FunctionExtension` that wraps it.
@@ -231,6 +281,11 @@ class Trainer(Predicting):
         for entry in self._order:
             entry.extension.prepare(self)
         if self._finished():
+            if resume is not None and self.is_main:
+                say(
+                    f"Nothing to train: the run in {self.out} is at update {self.updater.iteration}, where `until` "
+                    f"({self.until!r}) is reached. Pass a later `until`, or another `out`."
+                )
             return
         self._stopped = False
         self.out.mkdir(parents=True, exist_ok=True)  # after the check: a run that has ended must not write anything
@@ -244,8 +299,11 @@ class Trainer(Predicting):
                     self._finish_iteration()
         except BaseException as error:
             self._close(error)
+            self._say_stopped(error)
             raise
         self._close(None)
+        if self.is_main and not self._stopped and self.until.limit is not None and self._ended_early(self.until.limit):
+            say(f"Stopped after update {self.updater.iteration} by {self.until!r}, before {self.until.limit!r}.")
 
     def stop(self) -> None:
         """End the run when the extensions of this iteration have been called; another call of `run` continues it.
@@ -324,6 +382,27 @@ class Trainer(Predicting):
             count += 1
         return free
 
+    def _trigger_of(self, extension: Extension, trigger: TriggerSpec) -> TriggerSpec:
+        """Return the trigger of an extension: the given one, or its own, or in a trial the end of the run."""
+        spec = extension.trigger if trigger is None else trigger
+        return (self.fast_dev_run, "iteration") if self.fast_dev_run and not isinstance(spec, Never) else spec
+
+    def _ended_early(self, limit: tuple[float, Unit]) -> bool:
+        """Return whether the run has ended before the limit of its trigger."""
+        return not reached(position(self._progress, limit[1]), limit[0])
+
+    def _say_stopped(self, error: BaseException) -> None:
+        """Print where a run stands that Ctrl-C or a signal has ended, and how it continues."""
+        if not self.is_main or not isinstance(error, KeyboardInterrupt | SignalExit):
+            return
+        by = f" by {error.name}" if isinstance(error, SignalExit) else ""
+        then = (
+            'Its snapshot is written; the same command continues from there if it calls run(resume="auto").'
+            if isinstance(error, SignalExit)
+            else "No snapshot is written, because the run has no Snapshot extension; run() continues in this process."
+        )
+        say(f"Stopped after update {self.updater.iteration}{by}. {then}")
+
     def _finished(self) -> bool:
         """Return whether the run has ended, with all extensions of its last iteration."""
         return self._due is None and not self._pending and self.until(self._progress)
@@ -341,6 +420,7 @@ class Trainer(Predicting):
         if self.updater.iteration == 0 and not self._begun:
             for entry in self._order:
                 if entry.call_before_training:
+                    entry.extension.collect(self)
                     entry.extension(self)
         self._begun = True
 

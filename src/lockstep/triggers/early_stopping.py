@@ -9,7 +9,7 @@ from typing import Literal
 from lockstep.metrics import Average
 from lockstep.triggers.position import reached
 from lockstep.triggers.spec import TriggerSpec, get_trigger
-from lockstep.triggers.trigger import Progress, Trigger
+from lockstep.triggers.trigger import Progress, Trigger, Unit
 
 
 class EarlyStopping(Trigger):
@@ -20,9 +20,9 @@ class EarlyStopping(Trigger):
     improvement. Otherwise, and for NaN, the count is incremented. The trigger fires at a check that finds the count
     at `patience` or more, or the mean beyond one of the thresholds.
 
-    As in Chainer, the value must be observed at the time of a check. A check at which it is not gives a warning
-    and is skipped, and the values so far count towards the next check. A run that is resumed with a later limit
-    or with more patience continues.
+    As in Chainer, the value must be observed at the time of a check. The first check at which it is not gives a
+    warning; such checks are skipped, and the values so far count towards the next check. A run that is resumed with a
+    later limit or with more patience continues.
 
     Args:
         monitor: The name of the observed value, such as ``"validation/main/loss"``.
@@ -83,6 +83,7 @@ class EarlyStopping(Trigger):
         self._best: float | None = None
         self._mean: float | None = None
         self._count = 0
+        self._has_warned = False
 
     def __repr__(self) -> str:
         return f"EarlyStopping({self.monitor!r}, patience={self.patience}, mode={self.mode!r})"
@@ -110,6 +111,11 @@ class EarlyStopping(Trigger):
         self._check_trigger.initialize(progress)
         self._max_trigger.initialize(progress)
 
+    @property
+    def limit(self) -> tuple[float, Unit] | None:
+        """The limit of `max_trigger`."""
+        return self._max_trigger.limit
+
     def stays_fired(self, progress: Progress) -> bool:
         """Return whether the last check stops the run with the current options, or the limit is reached."""
         return self._stops(progress) or self._max_trigger.stays_fired(progress)
@@ -117,10 +123,15 @@ class EarlyStopping(Trigger):
     def _check(self, progress: Progress) -> bool:
         """Compare the mean since the last check with the best, and return whether to stop."""
         if self.monitor not in progress.observation:
-            warnings.warn(
-                f"{self.monitor!r} was not observed at this check for early stopping, which is skipped.",
-                stacklevel=3,
-            )
+            if not self._has_warned:
+                observed = ", ".join(map(repr, sorted(progress.observation))) or "nothing"
+                warnings.warn(
+                    f"{self.monitor!r} was not observed at this check for early stopping, which is skipped; there is "
+                    f"{observed}. Name one of these, or pass a `check_trigger` that fires when it is observed. This "
+                    "warning is given once.",
+                    stacklevel=3,
+                )
+                self._has_warned = True
             return False
         self._mean = self._average.compute()
         self._average.reset()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.triggers.position import Unit, check_unit, num_completed, position
-from lockstep.triggers.trigger import Progress, Trigger
+from lockstep.triggers.position import check_unit, num_completed, position
+from lockstep.triggers.trigger import Progress, Trigger, Unit
 
 
 class Interval(Trigger):
@@ -48,6 +48,11 @@ class Interval(Trigger):
         """Count periods from the current position, unless the trigger was called before."""
         if self._previous is None:
             self._previous = position(progress, self.unit)
+
+    @property
+    def limit(self) -> tuple[float, Unit]:
+        """The end of the first period."""
+        return self.period, self.unit
 
     def stays_fired(self, progress: Progress) -> bool:
         """Return whether a period is completed."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.triggers.position import Unit, check_unit, position, reached
-from lockstep.triggers.trigger import Progress, Trigger
+from lockstep.triggers.position import check_unit, position, reached
+from lockstep.triggers.trigger import Progress, Trigger, Unit
 
 
 class ManualSchedule(Trigger):

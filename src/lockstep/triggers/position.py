@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias, get_args
+from typing import get_args
 
-from lockstep.triggers.trigger import Progress
-
-Unit: TypeAlias = Literal["iteration", "update", "epoch", "sample", "second"]
-"""``"iteration"`` and ``"update"`` both count updates; ``"sample"`` counts samples over all epochs; ``"second"`` is the
-elapsed time of the run."""
+from lockstep.triggers.trigger import Progress, Unit
 
 
 def check_unit(unit: str) -> None:

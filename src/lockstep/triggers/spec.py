@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from lockstep.triggers.interval import Interval
-from lockstep.triggers.position import Unit
-from lockstep.triggers.trigger import Never, Progress, Trigger
+from lockstep.triggers.trigger import Never, Progress, Trigger, Unit
 
 TriggerSpec: TypeAlias = Trigger | tuple[float, Unit] | Callable[[Progress], bool] | None
 
@@ -57,6 +56,8 @@ def get_trigger(spec: TriggerSpec, argument: str = "trigger") -> Trigger:
         return Never()
     if isinstance(spec, tuple):
         return Interval(*check_pair(spec, argument))
+    if isinstance(spec, type):
+        raise TypeError(f"`{argument}` must be an object, got the class {spec.__name__}. Create one of it.")
     if callable(spec):
         return FunctionTrigger(spec)
     kinds = 'a Trigger, a pair such as (10, "epoch"), a function of the trainer or None'

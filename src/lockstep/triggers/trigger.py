@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from lockstep.metrics import Observed
 from lockstep.state import Stateful, check_keys, load_all
 from lockstep.updaters import Updater
+
+Unit: TypeAlias = Literal["iteration", "update", "epoch", "sample", "second"]
+"""``"iteration"`` and ``"update"`` both count updates; ``"sample"`` counts samples over all epochs; ``"second"`` is the
+elapsed time of the run."""
 
 
 class Progress(Protocol):
@@ -62,6 +66,11 @@ class Trigger(Stateful, ABC):
     def finished(self) -> bool:
         """Whether it can never fire again."""
         return False
+
+    @property
+    def limit(self) -> tuple[float, Unit] | None:
+        """The position by which it has ended a run at the latest, with its unit; None if that is not known."""
+        return None
 
     def stays_fired(self, progress: Progress) -> bool:  # noqa: ARG002 - by default independent of the progress
         """Return whether a trigger that had ended a run still ends it with its current options.
@@ -152,6 +161,11 @@ class AllOf(Combined):
 
 class AnyOf(Combined):
     """Fires when at least one of several triggers fires."""
+
+    @property
+    def limit(self) -> tuple[float, Unit] | None:
+        """The first known limit of a trigger."""
+        return next((trigger.limit for trigger in self.triggers if trigger.limit), None)
 
     def __call__(self, progress: Progress) -> bool:
         """Call all triggers, and return whether one has fired."""

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.state import check_keys
-from lockstep.triggers.position import Unit, check_unit, position, reached
+from lockstep.triggers.position import check_unit, position, reached
 from lockstep.triggers.spec import TriggerSpec, check_pair, get_trigger
-from lockstep.triggers.trigger import Progress, Trigger
+from lockstep.triggers.trigger import Progress, Trigger, Unit
 
 
 class Until(Trigger):
@@ -34,6 +34,11 @@ class Until(Trigger):
 
     def __repr__(self) -> str:
         return repr((self.bound, self.unit))
+
+    @property
+    def limit(self) -> tuple[float, Unit]:
+        """The bound and its unit."""
+        return self.bound, self.unit
 
     def __call__(self, progress: Progress) -> bool:
         """Return whether the bound is reached."""
@@ -84,6 +89,11 @@ class Latch(Trigger):
     def initialize(self, progress: Progress) -> None:
         """Initialize the other trigger."""
         self.trigger.initialize(progress)
+
+    @property
+    def limit(self) -> tuple[float, Unit] | None:
+        """The limit of the other trigger."""
+        return self.trigger.limit
 
     @property
     def finished(self) -> bool:

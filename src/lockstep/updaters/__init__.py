@@ -28,6 +28,7 @@ from lockstep.updaters.setup import (
     Converter as Converter,
     batch_size as batch_size,
     by_name as by_name,
+    check_functions as check_functions,
     look_up as look_up,
 )
 from lockstep.updaters.standard import StandardUpdater as StandardUpdater

@@ -85,6 +85,11 @@ class Supervised:
                     f"target=...) with one of {sorted(kwargs)}."
                 )
             *inputs, target = args
+            if not inputs:
+                raise ValueError(
+                    "A batch must hold inputs and a target for `supervised`, got one entry. Give a dataset of pairs "
+                    "(input, target); or, for a loss without targets, pass a function loss_fn(model, input)."
+                )
         else:
             if not kwargs:
                 raise ValueError(f"`target` must be None for batches that are not dicts, got {self.target!r}.")
@@ -92,7 +97,16 @@ class Supervised:
                 keys = ", ".join(kwargs)
                 raise ValueError(f"`target` must name a key of the batch ({keys}), got {self.target!r}.")
             inputs, target = args, kwargs.pop(self.target)
-        loss = self.criterion(model(*inputs, **kwargs), target)
+        try:
+            output = model(*inputs, **kwargs)
+        except TypeError as error:
+            if takes(model.forward, inputs, kwargs):
+                raise
+            raise TypeError(
+                f"The model is called with the entries of the batch but the target, {_types(inputs, kwargs)}, but "
+                f"{error}. Pass a function loss_fn(model, *batch) that calls it otherwise."
+            ) from error
+        loss = self.criterion(output, target)
         if self.counts_from is None:
             return loss
         # Only one label is negative: the ignored one. Finding it takes less time than counting the others.
@@ -144,6 +158,9 @@ def supervised(criterion: Callable[[Any, Any], torch.Tensor], *, target: str | N
         >>> loss_fn(nn.Identity(), torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0]))
         tensor(2.)
     """
+    if isinstance(criterion, type):
+        name = criterion.__name__
+        raise TypeError(f"`criterion` must be an object, got the class {name}. Pass supervised({name}()).")
     if not callable(criterion):
         raise TypeError(f"`criterion` must be callable, got a {type(criterion).__name__}.")
     keywords = criterion.keywords if isinstance(criterion, partial) else {}
@@ -184,12 +201,11 @@ def model_is_loss(model: nn.Module, /, *args: Any, **kwargs: Any) -> torch.Tenso
     try:
         returned: torch.Tensor | Loss = model(*args, **kwargs)
     except TypeError as error:
-        if _takes(model, args, kwargs):
+        if takes(model.forward, args, kwargs):
             raise
-        given = [*[type(each).__name__ for each in args], *[f"{name}=" for name in kwargs]]
         raise TypeError(
             f"Without `loss_fn` the model is called with the whole batch and must return its loss, but {error}. The "
-            f"batch is ({', '.join(given)}). {_CRITERION_REMEDY}"
+            f"batch is {_types(args, kwargs)}. {_CRITERION_REMEDY}"
         ) from error
     if isinstance(returned, torch.Tensor) and returned.numel() != 1:
         raise ValueError(
@@ -210,15 +226,47 @@ _CRITERION_REMEDY: Final = (
 )
 
 
-def _takes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the forward of a model takes these arguments, as far as its signature tells."""
+def takes(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function takes these arguments, as far as its signature tells.
+
+    Args:
+        function: The function.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+    """
     try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
+        inspect.signature(function).bind(*args, **kwargs)
     except TypeError:
         return False
     except ValueError:  # no signature
         pass
     return True
+
+
+def _types(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return the arguments of a call by their types."""
+    return f"({', '.join([*[type(each).__name__ for each in args], *[f'{name}=' for name in kwargs]])})"
+
+
+def explained(error: Exception, loss_fn: LossFunction, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception:
+    """Return an error of a loss function, or one that says how it is called if that is the reason.
+
+    Args:
+        error: The error that the loss function raised.
+        loss_fn: The loss function.
+        args: The positional entries of the batch.
+        kwargs: The entries of the batch by keyword.
+    """
+    if not isinstance(error, TypeError) or loss_fn is model_is_loss:
+        return error
+    if takes(loss_fn, [None, *args], kwargs) and "Tensor' object is not callable" not in str(error):
+        return error
+    entries = [*[f"entry{index}" for index in range(len(args))], *[f"{name}=..." for name in kwargs]]
+    return TypeError(
+        f"`loss_fn` must take the model first and then each entry of the batch, as loss_fn(model, "
+        f"{', '.join(entries)}): {error}. The batch is {_types(args, kwargs)}. Write loss_fn(model, *batch) to take "
+        "all entries as one."
+    )
 
 
 def _remedy(returned: object) -> str:
@@ -232,6 +280,11 @@ def _remedy(returned: object) -> str:
         return (
             "Its `loss` is None, because a transformers model computes one only from labels: add 'labels' to the "
             "batch, or pass a function loss_fn(model, **batch) that computes a loss from its output."
+        )
+    if type(returned) is dict and "loss" in returned:
+        return (
+            "Return its entry 'loss'; or, to report the others too, return lockstep.Loss(value, metrics={name: (sum, "
+            "weight)})."
         )
     if hasattr(returned, "loss") or (isinstance(returned, Mapping) and "loss" in returned):
         return (
@@ -265,6 +318,11 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
     if value.numel() != 1:
         raise ValueError(f"`loss_fn` must return a loss of one element, got shape {tuple(value.shape)}. Take its mean.")
     weight = loss.weight
+    if not isinstance(weight, torch.Tensor | float | int | None):
+        raise TypeError(
+            f"`weight` of a Loss must be a number, a tensor or None, got a {type(weight).__name__}. Pass metrics by "
+            "name: Loss(value, metrics={...})."
+        )
     if training and not value.requires_grad and (weight is None or float(weight) != 0):
         raise ValueError(
             "`loss_fn` must return a loss that requires a gradient, got one that does not. Compute it from "
@@ -279,7 +337,9 @@ def check_loss(returned: object, *, training: bool = True) -> Loss:
         )
     for name, pair in loss.metrics.items():
         if not _is_pair(pair):
-            raise TypeError(f"`metrics[{name!r}]` of a Loss must be a pair (sum, weight), got {pair!r}.")
+            raise TypeError(
+                f"`metrics[{name!r}]` of a Loss must be a pair (sum, weight), such as (correct, count), got {pair!r}."
+            )
     return loss
 
 

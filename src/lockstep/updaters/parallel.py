@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -12,14 +12,15 @@ from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator, find_communicator
 from lockstep.data import Iterator, Source, collate
+from lockstep.elsewhere import UPDATER, names_ours
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
-from lockstep.updaters.attempt import GradientRequest, UpdateContext
+from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
-from lockstep.updaters.setup import MAIN, Accumulation, Converter, look_up, recipe as recipes
+from lockstep.updaters.setup import MAIN, Accumulation, Converter, batches_per_update, look_up, recipe as recipes
 from lockstep.updaters.state import Carried, RecipeFields, live_state_of, load_state, recipe_fields, state_of
 from lockstep.updaters.step import (
     CopyAhead,
@@ -87,13 +88,16 @@ class ParallelUpdater(Updater):
             The first one is named in a `NonFiniteWarning`. The log reads checks that are still on the device.
         buffers: ``"mean"`` over shards by samples, ``"sum"`` of changes, ``"min"``, ``"max"``, ``"first"``, or a dict.
         scheduler: Schedulers, one or several, that step whenever their optimizer has moved weights.
-        epoch_scheduler: Schedulers, one or several, that step when the main iterator starts an epoch.
         auto_new_epoch: Whether to notify optimizers that count epochs when the main iterator starts one.
         timeout: Seconds, above 0, after which a device counts as hung; None for never. ``"auto"`` is half an hour for
             all but the first device.
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
         copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
             batches of worker processes; True if batches depend on nothing that happens between two updates.
+        audit_every: How often an update is audited: one shard is computed once more in another place, or later on the
+            only device, and both results are compared by their bits before the commit. None audits the first update and
+            only warns, 0 none, k every k-th and the first. It is one more call of the loss function.
+        on_fault: What follows where one place is wrong: ``"raise"`` a `FaultError`, or ``"repeat"`` the update once.
         shard_optimizer: Whether each of several processes steps a part of the weights and holds only its optimizer
             state, with the same bits. ``"auto"`` for large models on one machine. See docs/sharding.md.
 
@@ -109,6 +113,7 @@ class ParallelUpdater(Updater):
     References: Chainer 7.8.1, ``ParallelUpdater``, for the interface; not for the arithmetic.
     """
 
+    @names_ours(UPDATER)
     def __init__(
         self,
         iterator: Iterator | Source | Mapping[str, Iterator | Source],
@@ -136,11 +141,12 @@ class ParallelUpdater(Updater):
         max_skipped: int | None = 100,
         buffers: BufferRules = "mean",
         scheduler: Schedulers | None = None,
-        epoch_scheduler: Schedulers | None = None,
         auto_new_epoch: bool = True,
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
         copy_ahead: CopyAhead = "auto",
+        audit_every: int | None = None,
+        on_fault: OnFault = "raise",
         shard_optimizer: ShardOptimizer = "auto",
     ) -> None:
         recipe = recipes.Recipe(
@@ -175,19 +181,28 @@ class ParallelUpdater(Updater):
             optimizer=optimizer,
             model=model,
             placement=(devices, workloads),
-            schedulers=(scheduler, epoch_scheduler),
+            scheduler=scheduler,
             loss_scale=loss_scale,
             timeout=timeout,
             communicator=joined,
             custom_step=self._has_custom_step,
             carried=carried,
             copy_ahead=copy_ahead,
+            auditor=Auditor(audit_every, on_fault, seed),
             shard_optimizer=shard_optimizer,
         )
         self._training, self._engine = parts.training, parts.engine
         default_loss = model_is_loss if loss_fn is None else parts.networks.loss_fn(loss_fn)
         self._default_request = GradientRequest(default_loss, summed=is_summed(default_loss))
         self._custom = CustomStep(parts, self._default_request)
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self.devices))
+        models = ", ".join(f"{name}: {type(each).__name__}" for name, each in self.get_all_models().items())
+        return (
+            f"{type(self).__name__}({models}; {self.shards_per_batch} shards per batch on {devices}; precision "
+            f"{self._parts.recipe.precision}; {self.epoch_detail:g} epochs, {self.iteration} updates done)"
+        )
 
     def update(self) -> UpdateResult:
         """Run one update with the iterator's next batch.
@@ -317,6 +332,18 @@ class ParallelUpdater(Updater):
         return self._training.applied_updates
 
     @property
+    def updates_per_epoch(self) -> int:
+        """The number of updates per epoch, rounded up: batches of the main iterator over those of one update now.
+
+        Raises:
+            TypeError: If the main iterator does not know its number of batches.
+        """
+        iterator = self.get_iterator()
+        if not isinstance(iterator, Sized):
+            raise TypeError(f"`iterator` must have a length, got a {type(iterator).__name__}.")
+        return -(-len(iterator) // batches_per_update(self._parts.recipe.accumulate, iterator.epoch))
+
+    @property
     def loss_scale(self) -> LossScale:
         """The loss scale of the next attempt."""
         return self._training.loss_scale
@@ -432,4 +459,5 @@ class ParallelUpdater(Updater):
         self._engine.restart_checks()
         self._parts.coordinator.state_loaded()
         self._parts.skips.forget()
+        self._parts.committer.own_steps.forget()
         self._custom.forget_gradients()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data import Iterator, Source
+from lockstep.elsewhere import STANDARD_UPDATER, names_ours
 from lockstep.updaters.parallel import ParallelUpdater
 
 
@@ -29,6 +30,7 @@ class StandardUpdater(ParallelUpdater):
         ValueError: If an argument is out of range, or if arguments do not belong together.
     """
 
+    @names_ours(STANDARD_UPDATER)
     def __init__(
         self,
         iterator: Iterator | Source | Mapping[str, Iterator | Source],
@@ -38,4 +40,7 @@ class StandardUpdater(ParallelUpdater):
         device: str | torch.device = "cpu",
         **options: Any,
     ) -> None:
+        refused = [name for name in ("devices", "workloads") if name in options]
+        if refused:
+            raise TypeError(f"StandardUpdater() has no argument `{refused[0]}`. {STANDARD_UPDATER[refused[0]]}")
         super().__init__(iterator, optimizer, model, devices=[device], **options)

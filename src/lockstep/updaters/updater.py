@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from lockstep.communicators import Communicator, LocalCommunicator
 from lockstep.data import Iterator
+from lockstep.elsewhere import UPDATER_NAMES, missing_attribute
 from lockstep.metrics import Mean
 from lockstep.updaters.result import SkippedUpdate
 
@@ -30,6 +31,22 @@ class Updater(ABC):
     A subclass defines what an update is. Everything else in this interface is called between updates, from the thread
     that calls `update`.
     """
+
+    if not TYPE_CHECKING:  # checkers of types know which attributes there are
+
+        def __getattr__(self, name: str) -> object:
+            """Raise an error that says what an attribute of another library is called here."""
+            raise missing_attribute(self, name, UPDATER_NAMES)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            """Set an attribute, unless nothing of lockstep reads it and it is an option elsewhere.
+
+            Raises:
+                AttributeError: If it is such an option; a subclass of yours may have it.
+            """
+            if name in UPDATER_NAMES and type(self).__module__.startswith("lockstep."):
+                raise missing_attribute(self, name, UPDATER_NAMES)
+            super().__setattr__(name, value)
 
     @abstractmethod
     def update(self) -> Result:

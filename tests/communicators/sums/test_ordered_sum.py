@@ -153,7 +153,7 @@ def start_early(communicator: ProcessCommunicator) -> bool:
     pending = communicator.begin_sum(contributions, [torch.empty(length), torch.empty(length)])
     before = communicator.bytes_sent
     pending.add(1, [torch.ones(length)])
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while communicator.bytes_sent == before and time.monotonic() < deadline:
         time.sleep(0.001)
     early = communicator.bytes_sent > before

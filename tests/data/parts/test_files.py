@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
 import lockstep as ls
 from lockstep.data import Part, Parts, TextLines
+from tests.support.counted_files import num_bytes_read, open_counted
 
 
 def everything(part: Part) -> list[Any]:
@@ -29,41 +31,22 @@ def test_lines_are_those_of_the_file(tmp_path: Path, text: str, block: int) -> N
 
 def test_an_index_replaces_the_first_pass(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(1000)))
-    num_read = []
-
-    class Counting:
-        def __init__(self, path: str) -> None:
-            self._file = Path(path).open("rb")  # noqa: SIM115 - closed by `__exit__`
-
-        def __enter__(self) -> BinaryIO:
-            return self  # type: ignore[return-value]  # what is used of a file
-
-        def __exit__(self, *error: object) -> None:
-            self._file.close()
-
-        def seek(self, position: int, whence: int = 0) -> int:
-            return self._file.seek(position, whence)
-
-        def read(self, size: int) -> bytes:
-            num_read.append(size)
-            return self._file.read(size)
-
-        def __iter__(self) -> Any:
-            for line in self._file:
-                num_read.append(len(line))
-                yield line
-
-    options: dict[str, Any] = {"block": 10, "index": tmp_path / "index" / "a.json", "open_file": Counting}
+    log = tmp_path / "log"
+    log.mkdir()
+    options: dict[str, Any] = {
+        "block": 10,
+        "index": tmp_path / "index" / "a.json",
+        "open_file": partial(open_counted, log),
+    }
     size = (tmp_path / "a.txt").stat().st_size
     first = TextLines(tmp_path / "a.txt", **options)
     assert sum(first.lengths) == 1000
-    assert sum(num_read) == size
-    num_read.clear()
+    assert num_bytes_read(log) == size
     second = TextLines(tmp_path / "a.txt", **options)
     assert second.lengths == first.lengths
-    assert not num_read
+    assert num_bytes_read(log) == size
     assert second.read(99)[9] == "line 999"
-    assert num_read == [90]
+    assert num_bytes_read(log) == size + 90
     assert [path.name for path in (tmp_path / "index").iterdir()] == ["a.json"]
 
 

@@ -20,6 +20,7 @@ import torch
 from lockstep.data import BatchIterator, Samples, collate
 from lockstep.data.workers.prefetch import fetch_ahead, pack, unpack
 from lockstep.stopping import STOP
+from tests.support.waiting import LONG
 
 # On a machine with one core PyTorch advises against two workers.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -187,7 +188,7 @@ def test_shielded_workers_end_after_the_run(tmp_path: Path, monkeypatch: pytest.
     try:
         batches.close()  # type: ignore[attr-defined]
         for worker in workers:
-            worker.join(10)
+            worker.join(LONG)
         assert [worker.exitcode for worker in workers] == [-signal.SIGKILL]
     finally:
         for worker in workers:

@@ -124,7 +124,7 @@ def test_a_thread_that_was_given_up_stops_and_disturbs_nothing() -> None:
 
 def test_a_batch_of_one_shard_may_come_before_one_of_several() -> None:
     """The first is one thread's affair, the second two threads'."""
-    with ls.ReplicaGroup(nn.Linear(4, 3), ["cpu"] * 2, num_shards=2, timeout=5.0) as group:
+    with ls.ReplicaGroup(nn.Linear(4, 3), ["cpu"] * 2, num_shards=2, timeout=LONG) as group:
         for samples in (1, 4, 1):
             assert group.forward(torch.ones(samples, 4)).shape == (samples, 3)
 

@@ -35,9 +35,7 @@ def updater(**changes: Any) -> ls.ParallelUpdater:
     data = {"batch_size": 8, "shuffle": True, "seed": 3, **changes.pop("data", {})}
     batches = ls.BatchIterator(vectors(changes.pop("num_samples", 50)), **data)
     options: dict[str, Any] = {"num_shards": 4, "loss_scale": ls.DynamicLossScale(8.0, interval=5), "devices": 1}
-    epochs = changes.pop("epochs", None)
     options |= {"loss_fn": loss, "scheduler": schedule(optimizer)} | changes
-    options |= {} if epochs is None else {"epoch_scheduler": epochs(optimizer)}
     return ls.ParallelUpdater(batches, optimizer, model, **options)
 
 
@@ -96,7 +94,6 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, Any]] = {
     "optimizer.foreach": ({"optimizer": sgd(foreach=False)}, None, False),
     "optimizer.fused": ({"optimizer": sgd(fused=True)}, None, True),
     "scheduler": ({"schedule": lambda each: torch.optim.lr_scheduler.StepLR(each, 30)}, "CosineAnnealingLR", "StepLR"),
-    "epoch_scheduler": ({"epochs": lambda each: torch.optim.lr_scheduler.StepLR(each, 9)}, "nothing", "StepLR"),
     "scheduler.T_max": ({"schedule": lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 40)}, 30, 40),
 }
 ACCOMPANIED = {
@@ -107,7 +104,6 @@ ACCOMPANIED = {
     | {"loss_scale.maximum", "loss_scale.uncounted"},
     "iterator": {"num_samples", "data_seed", "sampler", "batch_size", "shuffle", "last_batch", "sample_streams"}
     | {"batches_of"},
-    "epoch_scheduler": {f"epoch_scheduler.{each}" for each in ("base_lrs", "gamma", "last_epoch", "step_size")},
     "model.0.weight": {"model.0.bias", "model.2.weight"},
     "model.2.bias": {"model.0.weight", "model.0.bias", "model.2.weight"},
     "optimizer": {"scheduler.base_lrs"},

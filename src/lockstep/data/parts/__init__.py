@@ -1,10 +1,14 @@
 """Data in files and streams: read in blocks, side by side, so that each process reads only what its shards need."""
 
-from lockstep.data.parts.dataset import PartError as PartError, Parts as Parts
+from lockstep.data.parts.arrays import Safetensors as Safetensors, Tokens as Tokens
+from lockstep.data.parts.dataset import Parts as Parts
 from lockstep.data.parts.files import TextLines as TextLines
+from lockstep.data.parts.parquet import ParquetRows as ParquetRows
 from lockstep.data.parts.part import Part as Part
 from lockstep.data.parts.sections import (
     SectionOrder as SectionOrder,
     num_shared as num_shared,
     positions_by_worker as positions_by_worker,
 )
+from lockstep.data.parts.streams import StreamPart as StreamPart
+from lockstep.data.parts.tar import TarSamples as TarSamples

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, final
+from typing import Any, BinaryIO, Final, TypeAlias, cast, final
 
 from lockstep.data.parts.index import indexed
 from lockstep.data.parts.part import Part
 from lockstep.integers import check_integer
+
+_CHUNK: Final = 2**20
+"""The number of bytes that are searched for lines at once."""
+_NEWLINE: Final = re.compile(rb"\n")
 
 OpenFile: TypeAlias = "Callable[[str], BinaryIO]"
 """A function that opens a file by its path for reading bytes, such as `fsspec.filesystem(...).open`."""
@@ -18,7 +23,22 @@ OpenFile: TypeAlias = "Callable[[str], BinaryIO]"
 
 def open_local(path: str) -> BinaryIO:
     """Open a file of this machine."""
-    return Path(path).open("rb")
+    # Without a buffer, which would read more than is asked for.
+    return cast("BinaryIO", Path(path).open("rb", buffering=0))
+
+
+def read_range(open_file: OpenFile, path: str, begin: int, end: int) -> bytes:
+    """Read the bytes of a file from one position to another.
+
+    Raises:
+        EOFError: If the file ends before.
+    """
+    with open_file(path) as file:
+        file.seek(begin)
+        content = file.read(end - begin)
+    if len(content) != end - begin:
+        raise EOFError(f"The file ends at {begin + len(content)} instead of {end} bytes.")
+    return content
 
 
 @final
@@ -77,22 +97,24 @@ class TextLines(Part):
     def read(self, block: int) -> Sequence[str]:
         """Read a block of lines."""
         begin, end = self._index["offsets"][block : block + 2]
-        with self.open_file(self.path) as file:
-            file.seek(begin)
-            content = file.read(end - begin)
+        content = read_range(self.open_file, self.path, begin, end)
         return _Lines(content.removesuffix(b"\n").split(b"\n"), self.encoding)
 
 
 def _find_lines(file: BinaryIO, block: int) -> dict[str, Any]:
     """Return the number of lines of a file, and the positions at which blocks begin and the last one ends."""
     file.seek(0)
-    offsets, position, lines = [], 0, 0
-    for line in file:
-        if lines % block == 0:
-            offsets.append(position)
-        position += len(line)
+    offsets, position, lines, last = [0], 0, 0, b""
+    while chunk := file.read(_CHUNK):
+        for newline in _NEWLINE.finditer(chunk):
+            lines += 1
+            if lines % block == 0:
+                offsets.append(position + newline.end())
+        position += len(chunk)
+        last = chunk[-1:]
+    if last not in b"\n":
         lines += 1
-    return {"lines": lines, "offsets": [*offsets, position]}
+    return {"lines": lines, "offsets": offsets if offsets[-1] == position else [*offsets, position]}
 
 
 @final

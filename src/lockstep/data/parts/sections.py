@@ -91,6 +91,8 @@ class SectionOrder:
         self._ends = self._lengths[self._blocks].cumsum(0)
         self._size = int(self._ends[-1])
         self._head = min(head, self._size)
+        self.numbers = {"batch_size": batch_size, "num_sections": num_sections}
+        """The numbers on which the order depends besides the dataset and the key."""
         self._batch_size = batch_size
         self._num_full = (self._size - self._head) // batch_size
         # For each position in a batch: where its section begins, and how far the section advances in a batch.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from lockstep.digest import digest
+from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import IntervalMeans
 from lockstep.side_files import report_unwritten
 from lockstep.state import check_keys
@@ -71,7 +72,8 @@ class Logger(Extension):
         sums: Sequence[str] = ("skipped",),
         required: bool = False,
     ) -> None:
-        self.keys = None if keys is None else tuple(keys)
+        self.keys = check_names("keys", keys)
+        self._unobserved = Unobserved(f"`keys` of {type(self).__name__}", self.keys)
         self.trigger = trigger
         self.hyperparameters = dict(hyperparameters or {})
         self._means = IntervalMeans(last=last, sums=sums)
@@ -154,6 +156,7 @@ class Logger(Extension):
 
     def __call__(self, trainer: Trainer) -> None:
         """End the interval, and write its entries."""
+        self._unobserved.check(trainer, trainer.observation)
         # Before anything is written: if this ends the run and you continue it, the entry is written then.
         trainer.updater.last_skipped()
         self._end_interval()
@@ -168,6 +171,7 @@ class Logger(Extension):
         """Write the rest of the interval and the summary, unless the run ended with an error, and close the log."""
         if not self._is_open:
             return
+        self._unobserved.check(trainer, trainer.observation, at_end=True)
         try:
             if not self._failed:
                 self._end_interval()

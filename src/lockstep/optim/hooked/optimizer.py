@@ -60,6 +60,8 @@ class HookedOptimizer(Optimizer):
         self._hooks = HookList()
         self._scaler: LossScaler | None = None
         self._masters: MasterWeights | None = None
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(f"`params` must be parameters, got a {type(params).__name__}. Pass model.parameters().")
         super().__init__(params, defaults)
 
     # Arithmetic ------------------------------------------------------------------------------
@@ -348,6 +350,8 @@ class HookedOptimizer(Optimizer):
             ValueError: If the timing is unknown, the hook has no name, or the group does not exist.
             KeyError: If the name is already in use.
         """
+        if isinstance(hook, type):
+            raise TypeError(f"`hook` must be a function or an object, got the class {hook.__name__}. Create one of it.")
         last = len(self.param_groups) - 1
         if group is not None and not 0 <= group <= last:
             raise ValueError(f"`group` must lie in 0..{last}, got {group}.")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lockstep.elsewhere import DATA_PARALLEL, names_ours
 from lockstep.integers import check_integer
 from lockstep.replicas.batch import BatchDim, DimNest, Inputs, check_dims, named_inputs, read_inputs
 from lockstep.replicas.buffers import BufferRules, check_rules, trained_buffers
@@ -106,6 +107,7 @@ class DataParallel(ModuleWrapper):
         (torch.Size([5, 4, 3]), torch.Size([1, 5, 3]))
     """
 
+    @names_ours(DATA_PARALLEL)
     def __init__(
         self,
         module: nn.Module,

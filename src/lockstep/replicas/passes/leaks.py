@@ -178,9 +178,10 @@ def check_no_inner_backward(replica: nn.Module) -> None:
     for name, parameter in replica.named_parameters():
         if parameter.grad is not None:
             raise ValueError(
-                "A forward must not call `backward`, whose gradients would be added to those of the loss that it "
-                f"returns; got a gradient of {name!r}. For the gradient of an input, as in adversarial training, use "
-                "torch.autograd.grad(loss, inputs). To train on several losses return their sum."
+                "`loss_fn` and the model must not call `backward`, whose gradients would be added to the loss's; "
+                f"got a gradient of {name!r}. Leave the call out and return the loss: an update runs backward. For the "
+                "gradient of an input, as in adversarial training, use torch.autograd.grad(loss, inputs). To train on "
+                "several losses return their sum."
             )
 
 

@@ -109,5 +109,5 @@ def _copied(parameter: torch.Tensor) -> torch.Tensor:
 def _summed(parameter: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of a parameter."""
     # In blocks, because each is converted to 64 bits first.
-    blocks = as_bits(parameter.detach()).reshape(-1).split(2**16)
+    blocks = torch.split(as_bits(parameter.detach()).reshape(-1), 2**16)
     return torch.stack([block.sum(dtype=torch.int64) for block in blocks]).sum()

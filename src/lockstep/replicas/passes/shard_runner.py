@@ -153,10 +153,21 @@ class ShardRunner:
         """
         devices = self.replicas.devices
         where = f"{self.device} (device {self.place} of 0..{len(devices) - 1})"
-        batch = f" of batch {shard.batch}" if self.names_batches else ""
+        batch = f" of batch {shard.batch + 1} of this update" if self.names_batches else ""
         what = f"The {phase} of shard {shard.index} ({samples_text(shard)}{batch})"
         return ReplicaError(
-            f"{what} raised {type(error).__name__} on {where}: {error}{cure_of(error)}",
+            f"{what} raised {type(error).__name__} on {where}: {error}{cure_of(error)}{_cure_of_size(error, shard)}",
             device=str(self.device),
             shard=shard.index,
         )
+
+
+def _cure_of_size(error: Exception, shard: Shard) -> str:
+    """Return what to do about an error of a normalization that has only one value per channel in a shard."""
+    if "more than 1 value per channel" not in str(error):
+        return ""
+    return (
+        f". Batch normalization needs at least 2 values per channel in every shard, and this shard has "
+        f"{len(shard.samples)} of the samples of its batch. Lower `num_shards`; or, if this is the last batch of an "
+        'epoch, which is shorter, leave it out by last_batch="drop" or complete it by last_batch="wrap".'
+    )

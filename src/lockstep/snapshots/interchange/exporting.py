@@ -23,8 +23,8 @@ WEIGHTS: Final = "model.safetensors"
 def export_torch(source: str | Path, path: str | Path) -> dict[str, Any]:
     """Write a snapshot as a checkpoint that a plain training loop loads with ``torch.load(path, weights_only=True)``.
 
-    The checkpoint is a dict with the state dicts ``model``, ``optimizer``, and, where the run has them, ``scheduler``,
-    ``epoch_scheduler`` and ``scaler`` (that of a `torch.amp.GradScaler`), and with the numbers ``epoch`` and
+    The checkpoint is a dict with the state dicts ``model``, ``optimizer``, and, where the run has them, ``scheduler``
+    and ``scaler`` (that of a `torch.amp.GradScaler`), and with the numbers ``epoch`` and
     ``iteration``. If there are several models, optimizers or schedulers, each entry is a dict of state dicts by name.
     ``master_weights`` has the float32 weights of an optimizer whose model is held in half precision.
 
@@ -118,7 +118,6 @@ def _checkpoint(snapshot: Snapshot) -> dict[str, Any]:
         "optimizer": _single({name: each.get("optimizer", each) for name, each in saved.items()}),
         "master_weights": _single({name: each["masters"] for name, each in saved.items() if "masters" in each}),
         "scheduler": _single(state.get("schedulers", {})),
-        "epoch_scheduler": _single(state.get("epoch_schedulers", {})),
         "scaler": _scaler(state.get("loss_scale", {})),
     }
     checkpoint = {name: each for name, each in found.items() if each}

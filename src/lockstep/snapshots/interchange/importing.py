@@ -193,17 +193,16 @@ def _masters(updater: Updater, state: Mapping[str, Any], masters: Mapping[int, t
 
 
 def _scheduler(state: dict[str, Any], theirs: Mapping[str, Any] | None, found: Matches) -> None:
-    for kind in ("schedulers", "epoch_schedulers"):
-        if MAIN in state[kind]:
-            own = state[kind][MAIN]
-            if theirs is None:
-                found.missing.append("scheduler")
-                return
-            found.missing += [f"scheduler.{name}" for name in own.keys() - theirs.keys()]
-            found.unknown += [f"scheduler.{name}" for name in theirs.keys() - own.keys()]
-            state[kind][MAIN] = {**own, **{name: value for name, value in theirs.items() if name in own}}
-            found.loaded["scheduler"] = "scheduler"
+    if MAIN in state["schedulers"]:
+        own = state["schedulers"][MAIN]
+        if theirs is None:
+            found.missing.append("scheduler")
             return
+        found.missing += [f"scheduler.{name}" for name in own.keys() - theirs.keys()]
+        found.unknown += [f"scheduler.{name}" for name in theirs.keys() - own.keys()]
+        state["schedulers"][MAIN] = {**own, **{name: value for name, value in theirs.items() if name in own}}
+        found.loaded["scheduler"] = "scheduler"
+        return
     if theirs is not None:
         found.unknown.append("scheduler")
 

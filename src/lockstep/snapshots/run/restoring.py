@@ -64,10 +64,18 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
     unknown = sorted(set(accept) - saved.keys() - own.keys())
     if isinstance(accept, str) or unknown:
         listed = ", ".join(name for name in own if ".model." not in f".{name}")
-        raise ValueError(f"`accept` must be a collection of fields of the recipe, got {accept!r}. Fields: {listed}.")
+        given = f"the text {accept!r}. Pass ({accept!r},)" if isinstance(accept, str) else f"{accept!r}"
+        raise ValueError(f"`accept` must be a collection of fields of the recipe, got {given}. Fields: {listed}.")
     changes = compare_fields(saved, own)
+    accept = {name for name in accept if not _is_shape(Change(name, None, None))}
     refused = [each for each in changes if each.name not in accept and not _is_minor(each)]
     if refused:
+        if any(_is_shape(each) for each in refused):
+            raise StateError(
+                f"Cannot resume from {path}: the model or what its optimizer trains differs. {_listed(refused)}. "
+                "Restore it. `accept` cannot help, because the weights do not fit. To start a new run from those that "
+                "do, load what `lockstep export` writes by model.load_state_dict(..., strict=False), in another folder."
+            )
         names = ", ".join(repr(each.name) for each in refused[:LISTED]) + ("," if len(refused) == 1 else "")
         raise StateError(
             f"Cannot resume from {path}: the result depends on fields that differ. {_listed(refused)}. Restore them, "
@@ -77,6 +85,11 @@ def check_recipe(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any], a
     if minor:
         warnings.warn(f"Resuming from {path}, although {_listed(minor)}.", DeterminismWarning, stacklevel=2)
     return [each for each in changes if each.name in accept]
+
+
+def _is_shape(change: Change) -> bool:
+    """Return whether a field says which weights there are, without which a state cannot be loaded."""
+    return change.name.endswith("num_parameters") or ".model." in f".{change.name}"
 
 
 def check_kernels(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
@@ -220,10 +233,9 @@ def _keep_own(state: dict[str, Any], updater: Updater, accepted: Mapping[str, Ch
     for name, optimizer in state.get("optimizers", {}).items():
         groups = optimizer.get("optimizer", optimizer)["param_groups"]
         _keep_own_options(groups, updater.get_optimizer(name), _named(name, "optimizer."), accepted)
-    for kind in ("scheduler", "epoch_scheduler"):
-        for name, scheduler in state.get(f"{kind}s", {}).items():
-            kept = own[f"{kind}s"][name]
-            scheduler.update({key: kept[key] for key in scheduler if _named(name, f"{kind}.{key}") in accepted})
+    for name, scheduler in state.get("schedulers", {}).items():
+        kept = own["schedulers"][name]
+        scheduler.update({key: kept[key] for key in scheduler if _named(name, f"scheduler.{key}") in accepted})
 
 
 def _keep_own_frozen(state: dict[str, Any], own: Mapping[str, Any], accepted: Mapping[str, Change]) -> None:

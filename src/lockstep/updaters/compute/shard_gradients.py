@@ -23,7 +23,7 @@ from lockstep.precision import Precision, divide_, initial_gradient, multiply_, 
 from lockstep.replicas import AnyBufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import PartialSum, ShardSum, Tensors
 from lockstep.updaters.compute.merging import GradientMerge
-from lockstep.updaters.loss import Loss, LossFunction, check_loss, loss_weight, metric_pairs
+from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.state import CarriedAttempt
 
@@ -85,6 +85,7 @@ class GradientContext:
         is_first: Whether this is one of the first updates, in which there are more checks.
         reads_buffers: Whether buffers are compared even where the host has to wait for a device.
         merges: Whether large gradients are added to the sums of earlier shards during backward.
+        inspected: The only shard of which `inspect_shard` reads the gradients; None for all.
         foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
     """
 
@@ -105,6 +106,7 @@ class GradientContext:
     is_first: bool = False
     reads_buffers: bool = False
     merges: bool = True
+    inspected: int | None = None
     foreign_leaves: list[ref[torch.Tensor]] = field(default_factory=list)
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
@@ -209,7 +211,7 @@ class DeviceGradientTask:
             ):
                 returned = loss_fn(runner.replica, *args, **kwargs)
         except Exception as error:
-            raise runner.error(FORWARD, shard, error) from error
+            raise runner.error(FORWARD, shard, explained(error, loss_fn, args, kwargs)) from error
         if list(map(GRADIENT, runner.parameters)).count(None) < len(runner.parameters):
             check_no_inner_backward(runner.replica)
         loss = check_loss(returned)
@@ -269,7 +271,8 @@ class DeviceGradientTask:
     def _merge(self, shard: Shard) -> GradientMerge | None:
         """Return what adds the gradients of a shard to the sums during backward; None if they are needed after it."""
         context = self.context
-        if not context.merges or context.inspect_shard is not None or context.precision.held_dtype is not None:
+        is_read = context.inspect_shard is not None and context.inspected in {None, shard.index}
+        if not context.merges or is_read or context.precision.held_dtype is not None:
             return None
         return GradientMerge(self.gradients, shard.index)
 

@@ -170,7 +170,6 @@ def describe_run(training: TrainingState, recipe: Recipe) -> Fields:
         **_joined("optimizer", training.optimizers, _optimizer_fields),
         **_joined("iterator", training.iterators, _iterator_fields),
         **_joined("scheduler", training.schedulers, _kind_field),
-        **_joined("epoch scheduler", training.epoch_schedulers, _kind_field),
     }
 
 

@@ -29,4 +29,9 @@ from lockstep.updaters.setup.networks import (
     check_unnamed as check_unnamed,
     parse_networks as parse_networks,
 )
-from lockstep.updaters.setup.recipe import OnOverflow as OnOverflow, Recipe as Recipe, check_choice as check_choice
+from lockstep.updaters.setup.recipe import (
+    OnOverflow as OnOverflow,
+    Recipe as Recipe,
+    check_choice as check_choice,
+    check_functions as check_functions,
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -36,7 +37,7 @@ def by_name(argument: str, given: Any, kind: type[Any], what: str) -> dict[str, 
     """
     if not isinstance(given, Mapping):
         if not isinstance(given, kind):
-            raise TypeError(f"`{argument}` must be {what}, got a {type(given).__name__}.")
+            raise TypeError(f"`{argument}` must be {what}, got {_kind_of(given)}.{_remedy(argument, given)}")
         return {MAIN: given}
     if not given:
         raise ValueError(f"`{argument}` must hold at least one object, got an empty mapping.")
@@ -46,12 +47,28 @@ def by_name(argument: str, given: Any, kind: type[Any], what: str) -> dict[str, 
         if not isinstance(name, str) or not name or "." in name:
             raise ValueError(f"The names of `{argument}` must be non-empty strings without dots, got {name!r}.")
         if not isinstance(each, kind):
-            raise TypeError(f"`{argument}[{name!r}]` must be {what}, got a {type(each).__name__}.")
+            raise TypeError(f"`{argument}[{name!r}]` must be {what}, got {_kind_of(each)}.")
         if id(each) in seen:
             both = f"{seen[id(each)]!r} and {name!r}"
             raise ValueError(f"`{argument}` must hold different objects, got the same one under {both}.")
         seen[id(each)] = name
     return dict(given)
+
+
+def _kind_of(given: object) -> str:
+    """Return what an argument is, in words."""
+    return f"the class {given.__name__}" if isinstance(given, type) else f"a {type(given).__name__}"
+
+
+def _remedy(argument: str, given: object) -> str:
+    """Return what to write instead of an argument of another kind."""
+    if isinstance(given, type):
+        return f" Create one: {given.__name__}(...)."
+    if argument == "optimizer" and isinstance(given, LRScheduler):
+        return " Pass the optimizer here, and the scheduler as `scheduler`."
+    if argument in ("optimizer", "model") and isinstance(given, nn.Module | Optimizer | Iterator):
+        return " The order is (iterator, optimizer, model)."
+    return " Create one from model.parameters()." if argument == "optimizer" else ""
 
 
 def iterators_by_name(given: Iterator | Source | Mapping[str, Iterator | Source]) -> dict[str, Iterator]:
@@ -89,11 +106,10 @@ def look_up(name: str, named: Mapping[str, T]) -> T:
     return named[name]
 
 
-def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
+def named_schedulers(given: Any, optimizers: Mapping[str, Optimizer]) -> dict[str, LRScheduler]:
     """Return schedulers by name: a single one as "main", those of a sequence by their positions.
 
     Args:
-        argument: The name of the argument in errors.
         given: A scheduler, a sequence or mapping of schedulers, or None.
         optimizers: The optimizers of the updater, by name.
 
@@ -107,15 +123,18 @@ def named_schedulers(argument: str, given: Any, optimizers: Mapping[str, Optimiz
         given = {str(index): scheduler for index, scheduler in enumerate(given)}
         if not given:
             return {}
-    found = by_name(argument, given, LRScheduler, "a torch.optim.lr_scheduler.LRScheduler")
+    found = by_name("scheduler", given, LRScheduler, "a torch.optim.lr_scheduler.LRScheduler")
     own = {id(optimizer) for optimizer in optimizers.values()}
     for name, scheduler in found.items():
         if id(scheduler.optimizer) not in own:
-            raise ValueError(f"`{argument}` must hold schedulers of the updater's optimizers, but {name!r} is not one.")
+            raise ValueError(
+                f"`scheduler` must hold schedulers of the updater's optimizers, but {name!r} is not one: its "
+                "optimizer is another object. Create the scheduler from the optimizer that the updater is given."
+            )
         # Its `step()` requires a metric, which the updater does not have.
         if isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
-                f"`{argument}` must hold schedulers that step without a measured value, got {name!r}, a "
+                f"`scheduler` must hold schedulers that step without a measured value, got {name!r}, a "
                 "ReduceLROnPlateau. Step it by an extension of the trainer: trainer.extend(lockstep.extensions."
                 'StepScheduler(scheduler, value="validation/main/loss")).'
             )

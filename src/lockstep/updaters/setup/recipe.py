@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias, get_args
 
+from torch import nn
 from torch.nn.modules.loss import _Loss
 
 from lockstep.integers import check_integer
 from lockstep.precision import Precision, parse_precision
 from lockstep.replicas import BatchDim, BufferRules, check_dims, check_rules
 from lockstep.updaters.batch_loss import BatchLoss
-from lockstep.updaters.loss import LossFunction
+from lockstep.updaters.loss import LossFunction, supervised, takes
 from lockstep.updaters.setup.accumulation import Accumulation, check_accumulation
 from lockstep.updaters.setup.batches import Converter
 
@@ -93,11 +94,11 @@ class Recipe:
             raise ValueError(f"`on_overflow` must be 'retry' or 'skip' with {several}, got 'next'.")
 
 
-def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> None:
+def check_functions(*, converter: object = None, loss_fn: object = None, step_fn: object = None) -> None:
     """Check that functions can be called, and that the loss function is not a criterion, which takes no model.
 
     Args:
-        converter: The converter.
+        converter: The converter, or None.
         loss_fn: The loss function, or None.
         step_fn: The step function, or None.
 
@@ -106,6 +107,13 @@ def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> N
     """
     # A criterion is callable too, and would otherwise only fail inside the first shard.
     function = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        raise TypeError(
+            f"`loss_fn` must be a function of the model and the batch, got the class {function.__name__}. Pass "
+            f"lockstep.supervised({function.__name__}()) if it is a criterion."
+        )
+    if function is supervised:
+        raise TypeError("`loss_fn` must be what supervised returns, got supervised itself. Pass supervised(criterion).")
     if isinstance(function, _Loss) or getattr(function, "__module__", None) in CRITERIA_MODULES:
         kind = getattr(function, "__name__", type(function).__name__)
         given = f"{kind}(...)" if isinstance(function, _Loss) else kind
@@ -113,11 +121,21 @@ def check_functions(*, converter: object, loss_fn: object, step_fn: object) -> N
             f"`loss_fn` must take the model before the batch, got a criterion, {kind}. Pass "
             f"lockstep.supervised({given})."
         )
-    optional = {"loss_fn": loss_fn, "step_fn": step_fn}
-    given = {"converter": converter} | {name: each for name, each in optional.items() if each is not None}
-    for name, function in given.items():
+    for name, function in {"converter": converter, "loss_fn": loss_fn, "step_fn": step_fn}.items():
+        if function is None:
+            continue
         if not callable(function):
             raise TypeError(f"`{name}` must be callable, got a {type(function).__name__}.")
+    for name, (each, arguments) in {
+        "converter": (converter, "samples, device"),
+        "step_fn": (step_fn, "updater, batch"),
+    }.items():
+        if callable(each) and not takes(each, arguments.split(", "), {}):
+            kind = getattr(each, "__name__", type(each).__name__)
+            raise TypeError(
+                f"`{name}` must be called as {name}({arguments}), got {kind}, which does not take these two. Pass "
+                f"lambda {arguments}: ... that calls it."
+            )
 
 
 def check_choice(name: str, choice: str, choices: Sequence[str]) -> None:

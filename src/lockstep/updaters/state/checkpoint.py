@@ -60,7 +60,6 @@ def _state(training: TrainingState, *, num_shards: int, seed: int) -> dict[str, 
         "optimizers": {name: each.state_dict() for name, each in training.state_holders().items()},
         "models": {name: lazy.state_of(each) for name, each in training.models.items()},
         "schedulers": {name: each.state_dict() for name, each in training.schedulers.items()},
-        "epoch_schedulers": {name: each.state_dict() for name, each in training.epoch_schedulers.items()},
         **({"step_hooks": hooks} if hooks else {}),
         **({"frozen": frozen} if frozen else {}),
         **({} if training.carried is None else {"carried": training.carried.state_dict()}),
@@ -122,8 +121,6 @@ def _load_parts(training: TrainingState, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict(copy_state(state["optimizers"][name]))
     for name, scheduler in training.schedulers.items():
         scheduler.load_state_dict(state["schedulers"][name])
-    for name, scheduler in training.epoch_schedulers.items():
-        scheduler.load_state_dict(state["epoch_schedulers"][name])
     for name, hook in training.step_hooks().items():
         hook.load_state_dict(copy_state(state["step_hooks"][name]))
 
@@ -135,9 +132,16 @@ def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         state: The state to load.
         own: The current state of the updater.
     """
-    # A state without frozen parameters does not mention them.
-    check_keys({key: state[key] for key in state if key != "frozen"}, own.keys() - {"frozen"}, of="a ParallelUpdater")
-    for part in ("iterators", "optimizers", "models", "schedulers", "epoch_schedulers", "step_hooks"):
+    if state.get("epoch_schedulers"):
+        raise StateError(
+            "`state` must hold no schedulers that step with epochs, which are extensions now, got "
+            f"{', '.join(state['epoch_schedulers'])}. Load each of them by scheduler.load_state_dict, pass it to a "
+            'StepScheduler, and remove the entry "epoch_schedulers".'
+        )
+    # A state without frozen parameters does not mention them; those of earlier versions name epoch schedulers.
+    held = {key: state[key] for key in state if key not in {"frozen", "epoch_schedulers"}}
+    check_keys(held, own.keys() - {"frozen"}, of="a ParallelUpdater")
+    for part in ("iterators", "optimizers", "models", "schedulers", "step_hooks"):
         check_keys(state.get(part, {}), own.get(part, {}), of=f"the {part} of a ParallelUpdater")
     if state["num_shards"] != own["num_shards"]:
         raise StateError(

@@ -57,7 +57,6 @@ def settings_of(
     iterators: Mapping[str, BatchSource],
     optimizers: Mapping[str, Optimizer],
     schedulers: Mapping[str, LRScheduler],
-    epoch_schedulers: Mapping[str, LRScheduler],
     carried: CarriedValues | None,
 ) -> RecipeFields:
     """Describe the settings of the parts of a run that change during training, and must be read before it.
@@ -68,7 +67,6 @@ def settings_of(
         iterators: The batch iterators by name.
         optimizers: The optimizers by name.
         schedulers: The schedulers that step with applied updates.
-        epoch_schedulers: The schedulers that step with epochs.
         carried: The values that are carried from batch to batch, if there are any.
     """
     described = dict(_loss_scale_fields(loss_scale)) | dict(_carried_fields(carried))
@@ -78,7 +76,6 @@ def settings_of(
         ("", iterators, _iterator_fields),
         ("optimizer", optimizers, _optimizer_fields),
         ("scheduler", schedulers, _scheduler_fields),
-        ("epoch_scheduler", epoch_schedulers, _scheduler_fields),
     )
     for kind, named, describe in parts:
         for name, each in named.items():

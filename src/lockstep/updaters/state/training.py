@@ -33,7 +33,6 @@ class TrainingState:
         optimizers: The optimizers by name.
         iterators: The batch iterators by name.
         schedulers: The schedulers that step with applied updates.
-        epoch_schedulers: The schedulers that step with epochs.
         scale: The loss scale of the next attempt, with its numbers on the host or on a device.
         masters: The float32 master weights of parameters in half precision, by the name of their optimizer.
         iteration: The number of complete updates.
@@ -49,7 +48,6 @@ class TrainingState:
     optimizers: dict[str, Optimizer]
     iterators: dict[str, Iterator]
     schedulers: dict[str, LRScheduler]
-    epoch_schedulers: dict[str, LRScheduler]
     scale: CurrentScale
     masters: dict[str, MasterWeights] = field(default_factory=dict)
     iteration: int = 0
@@ -67,7 +65,6 @@ class TrainingState:
             iterators=self.iterators,
             optimizers=self.optimizers,
             schedulers=self.schedulers,
-            epoch_schedulers=self.epoch_schedulers,
             carried=self.carried,
         )
 
@@ -211,8 +208,7 @@ class TrainingState:
 
     def save(self) -> Savepoint:
         """Copy everything that steps may change."""
-        schedulers = [*self.schedulers.values(), *self.epoch_schedulers.values()]
-        stateful = [*schedulers, *self.step_hooks().values()]
+        stateful = [*self.schedulers.values(), *self.step_hooks().values()]
         masters, sharded = self._all_masters(), self.sharded.values()
         return Savepoint(self.replicas.model, self.optimizers.values(), stateful, masters, sharded)
 

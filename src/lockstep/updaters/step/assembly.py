@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
-from lockstep.updaters.attempt import Deferral
+from lockstep.updaters.attempt import Auditor, Deferral
 from lockstep.updaters.ranks import Coordinator, LocalCoordinator, RankConsistency, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
@@ -25,7 +25,13 @@ from lockstep.updaters.setup import (
     parse_networks,
 )
 from lockstep.updaters.state import Carried, CarriedValues, TrainingState
-from lockstep.updaters.step.checks import check_fit, check_reached, choose_loss_scale, fixed_workloads
+from lockstep.updaters.step.checks import (
+    check_fit,
+    check_reached,
+    choose_loss_scale,
+    fixed_workloads,
+    warn_of_idle_devices,
+)
 from lockstep.updaters.step.commit import Committer
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.next_batches import CopyAhead, NextBatches
@@ -72,13 +78,14 @@ def assemble(
     optimizer: Any,
     model: Any,
     placement: tuple[Any, Any],
-    schedulers: tuple[Any, Any],
+    scheduler: Any,
     loss_scale: LossScale | float | None,
     timeout: Timeout,
     communicator: Communicator,
     custom_step: bool,
     carried: Carried | None,
     copy_ahead: CopyAhead,
+    auditor: Auditor,
     shard_optimizer: ShardOptimizer,
 ) -> Parts:
     """Check the arguments of an updater that are not in its recipe, and create its parts.
@@ -89,13 +96,14 @@ def assemble(
         optimizer: The argument `optimizer`.
         model: The argument `model`.
         placement: The arguments `devices` and `workloads`.
-        schedulers: The arguments `scheduler` and `epoch_scheduler`.
+        scheduler: The argument `scheduler`.
         loss_scale: The argument `loss_scale`; None for the loss scale of the optimizers.
         timeout: The number of seconds after which a device counts as hung.
         communicator: The communicator of the run.
         custom_step: Whether a step function defines the update.
         carried: What is carried from batch to batch; None for nothing.
         copy_ahead: Whether batches are copied to accelerators one update ahead.
+        auditor: Chooses the shards that are computed twice.
         shard_optimizer: Whether ranks share out the steps and the state of optimizers.
 
     Raises:
@@ -120,8 +128,7 @@ def assemble(
         models=networks.modules,
         optimizers=optimizers,
         iterators=iterators_by_name(iterator),
-        schedulers=named_schedulers("scheduler", schedulers[0], optimizers),
-        epoch_schedulers=named_schedulers("epoch_scheduler", schedulers[1], optimizers),
+        schedulers=named_schedulers(scheduler, optimizers),
         scale=CurrentScale(choose_loss_scale(loss_scale, optimizers)),
         carried=None if carried is None else CarriedValues(carried, replicas.devices[0]),
     )
@@ -134,7 +141,7 @@ def assemble(
         measure=workloads == "auto",
     )
     measure = workloads == "auto" and (len(replicas.devices) > 1 if ranks is None else ranks.may_move)
-    engine = GradientEngine(training, recipe, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
+    engine = GradientEngine(training, recipe, auditor, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
     # Before master weights are created, which are allocated on the devices of their parameters.
     replicas.model.to(replicas.devices[0])
     check_reached(training.optimizers, training.models)
@@ -153,8 +160,10 @@ def assemble(
             f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
             "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
             "results that do not.",
-            stacklevel=3,
+            stacklevel=4,
         )
+    if communicator.rank == 0:
+        warn_of_idle_devices(recipe, training.iterator, devices=len(replicas.devices) * communicator.size)
     coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
     shared = share_out(
         training, communicator, shard_optimizer, coordinator, one_machine=ranks is None or ranks.one_machine

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
@@ -14,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lockstep.communicators import Communicator
+from lockstep.data import BatchIterator, Iterator
 from lockstep.errors import OrderError
 from lockstep.optim import HookedOptimizer
 from lockstep.precision import LossScale, asks_for_closure, parse_loss_scale
@@ -134,6 +136,32 @@ def fixed_workloads(recipe: Recipe, workloads: Sequence[float] | Literal["auto"]
             f"{workloads}. Pass `num_shards`."
         )
     return workloads
+
+
+def warn_of_idle_devices(recipe: Recipe, iterator: Iterator, *, devices: int) -> None:
+    """Warn if some devices, or some shards, have nothing to compute in any update.
+
+    Args:
+        recipe: The recipe of the update.
+        iterator: The main iterator.
+        devices: The number of devices of all ranks.
+    """
+    shards = recipe.num_shards
+    if shards is None:
+        return
+    batches = recipe.accumulate if isinstance(recipe.accumulate, int) else 1
+    if shards * batches < devices:
+        warnings.warn(
+            f"`num_shards` is {shards}, but there are {devices} devices, of which some will have nothing to compute. "
+            "Use fewer devices, or more shards, which is another result.",
+            stacklevel=5,
+        )
+    if isinstance(iterator, BatchIterator) and shards > iterator.batch_size:
+        warnings.warn(
+            f"`num_shards` is {shards}, but a batch has only {iterator.batch_size} samples: each of them is a shard, "
+            "and the others are empty. Use fewer shards or larger batches.",
+            stacklevel=5,
+        )
 
 
 def needs_custom_step(loss_fn: object, optimizer: object) -> bool:

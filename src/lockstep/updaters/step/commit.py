@@ -9,7 +9,6 @@ from typing import Final, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.replicas import ThreadSettings, apply_tensor_hooks, combine_buffers
 from lockstep.strides import laid_out_for
@@ -26,6 +25,7 @@ from lockstep.updaters.step.checks import (
 )
 from lockstep.updaters.step.engine import GradientEngine
 from lockstep.updaters.step.optimizer_step import NO_STREAM, OptimizerStep
+from lockstep.updaters.step.own_steps import OwnSteps
 from lockstep.updaters.step.sharing import SharedStep
 from lockstep.updaters.step.skips import SkippedUpdates
 
@@ -75,7 +75,8 @@ class Committer:
             engine.first_stream,
             lambda functions: engine.first_updates.watching_steps(training.iteration, functions),
         )
-        self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {}, training.epoch_schedulers)
+        self.own_steps = OwnSteps()
+        self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {})
 
     def assign_gradients(self, attempt: Attempt) -> None:
         """Store the gradients of an attempt where optimizers read them.
@@ -185,6 +186,7 @@ class Committer:
                 gradient.__dict__[USED_VERSION] = gradient._version
         for masters in self._training.masters.values():
             masters.drop_gradients()
+        self.own_steps.begin(self._training.optimizers.values())
 
     def _commit_several(
         self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
@@ -252,6 +254,7 @@ class Committer:
         """
         engine, found_inf = self._engine, attempt.overflow_check.found_inf
         engine.watch.phase = "optimizer"
+        self.own_steps.end()
         prepared, replicas = engine.prepared, engine.replicas
         num_devices = len(replicas.devices) if prepared.tree_sum.is_parallel else 1
         run = partial(replicas.run, settings=settings)
@@ -269,11 +272,13 @@ class Committer:
             self.store_buffers(attempt)
         if attempt.carried is not None:
             self._training.keep_carried(attempt.carried, unless=found_inf)
+        self.own_steps.check(self._training.schedulers)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):
                 is_known = type(scheduler).__module__.startswith(("torch.", "lockstep."))
                 with NO_STREAM if is_known else draws([scheduler]):
                     late_errors += collect_error(scheduler.step)
+        self.own_steps.note(self._training.schedulers)
         return late_errors
 
     def step_with_closure(self, name: str, closure: Callable[[], torch.Tensor]) -> None:
@@ -287,6 +292,7 @@ class Committer:
         """
         optimizer = self._training.optimizers[name]
         self._engine.watch.phase = "optimizer"
+        self.own_steps.end()
         optimizer.step(closure)  # type: ignore[arg-type]  # typed as returning a float, which a tensor can be
         for scheduler in self._training.schedulers.values():
             if scheduler.optimizer is optimizer:
@@ -383,19 +389,17 @@ class CountsEpochs(Protocol):
 
 
 class EpochListeners:
-    """The optimizers and schedulers that are notified when an epoch begins.
+    """The optimizers that are notified when an epoch begins.
 
     Args:
         optimizers: The optimizers by name. Those that count epochs are notified, from now on only by this object.
-        schedulers: The schedulers to step.
     """
 
-    def __init__(self, optimizers: Mapping[str, object], schedulers: Mapping[str, LRScheduler]) -> None:
+    def __init__(self, optimizers: Mapping[str, object]) -> None:
         counting = [each for each in optimizers.values() if isinstance(each, CountsEpochs)]
         for optimizer in counting:
             optimizer.use_auto_new_epoch = True
         self._calls: list[Callable[[], object]] = [partial(optimizer.new_epoch, auto=True) for optimizer in counting]
-        self._calls += [scheduler.step for scheduler in schedulers.values()]
 
     def notify(self, epochs: int) -> list[BaseException]:
         """Notify all listeners of new epochs.

@@ -1,0 +1,51 @@
+"""Register the functions that replace kernels of torch whose bits differ between processors, or that would be slow.
+
+Each function is registered one key of the dispatcher before that of the device, so autograd, autocast and function
+transforms work as before, and what a function does not compute itself goes on to torch's own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from lockstep.portable import convolutions, linalg, products
+
+_KEY: Final = "BackendSelect"
+
+OVERRIDES: Final[Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    **products.OVERRIDES,
+    **convolutions.OVERRIDES,
+    **linalg.OVERRIDES,
+}
+"""By the name of an operator, a function from its own kernel to its replacement."""
+
+
+def install(left_out: str = "") -> torch.library.Library:
+    """Register all replacements.
+
+    Args:
+        left_out: The operator that keeps its kernel, by which tests show that each replacement is needed.
+
+    Returns:
+        The library that holds the registrations, and undoes them when it is destroyed.
+    """
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch's gap
+    for name, replace in OVERRIDES.items():
+        if name != left_out:
+            library.impl(name, replace(_own_kernel(name)), _KEY, with_keyset=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+def _own_kernel(name: str) -> Callable[..., Any]:
+    """Return the function that passes a call on, from the set of keys and the arguments."""
+    operator, _, overload = name.partition(".")
+    redispatch = getattr(getattr(torch.ops.aten, operator), overload or "default").redispatch
+    below = torch._C._dispatch_keyset_full_after(torch.DispatchKey.BackendSelect)  # noqa: SLF001 - no public way
+
+    def call(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        return redispatch(keyset & below, *args, **kwargs)
+
+    return call

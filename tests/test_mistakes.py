@@ -1,0 +1,597 @@
+"""What people write by mistake, and what they are told: the cause and the cure, and never nothing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy as ce
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+from torch.utils import data as torch_data
+
+import lockstep
+from tests.support.mistakes import (
+    DATA,
+    DICTS,
+    Ragged,
+    Stream,
+    Texts,
+    WithoutTargets,
+    X,
+    Y,
+    adam,
+    batches,
+    best_of,
+    build,
+    evaluate,
+    ext,
+    loss_of_batch,
+    loss_of_outer_model,
+    loss_that_steps,
+    loss_with_backward,
+    ls,
+    met,
+    net,
+    normalized,
+    own_backward,
+    own_optimizer_step,
+    own_scheduler_step,
+    resumed,
+    run,
+    same_extension_twice,
+    set_on,
+    sgd,
+    table,
+    train,
+    trainer,
+    trig,
+    twice,
+    two_ways_to_step,
+)
+
+hooks = ls.optim.hooks
+Row = tuple[str, Callable[[], object], tuple[str, ...]]
+
+
+def row(name: str, mistake: Callable[[], object], *words: str) -> Row:
+    """A mistake, and words of what is said about it: the cause first, then the cure."""
+    return name, mistake, words
+
+
+NOT_CALLED_SO = (
+    "`loss_fn` must take the model first and then each entry of the batch",
+    "The batch is (Tensor, Tensor)",
+)
+PAIRS = ("A batch must hold inputs and a target", "Give a dataset of pairs (input, target)")
+ORDER = "The order is (iterator, optimizer, model)."
+COLUMNS = "torch.utils.data.TensorDataset("
+
+LOSSES = [
+    row("backward", lambda: train(loss_fn=loss_with_backward), "must not call `backward`", "return the loss"),
+    row("one batch", lambda: train(loss_fn=loss_of_batch), *NOT_CALLED_SO, "Write loss_fn(model, *batch)"),
+    row("batch first", lambda: train(loss_fn=lambda x, y, model: ce(model(x), y)), *NOT_CALLED_SO),
+    row("no target", lambda: train(loss_fn=lambda model, x: model(x).sum()), *NOT_CALLED_SO),
+    row("no model", lambda: train(loss_fn=lambda x, y: x.sum() + y.sum()), *NOT_CALLED_SO),
+    row("criterion", lambda: train(loss_fn=ce), "got a criterion", "Pass lockstep.supervised(cross_entropy)"),
+    row("module", lambda: train(loss_fn=nn.MSELoss()), "got a criterion", "Pass lockstep.supervised(MSELoss(...))"),
+    row("class", lambda: train(loss_fn=nn.MSELoss), "got the class MSELoss", "Pass lockstep.supervised(MSELoss())"),
+    row("class inside", lambda: ls.supervised(nn.MSELoss), "got the class MSELoss", "Pass supervised(MSELoss())"),
+    row("not called", lambda: train(loss_fn=ls.supervised), "got supervised itself", "Pass supervised(criterion)"),
+    row("text", lambda: train(loss_fn="ce"), "`loss_fn` must be callable, got a str"),
+    row("none", lambda: train(loss_fn=None), "Without `loss_fn`", "Pass loss_fn=lockstep.supervised(criterion)"),
+    row("unreduced", lambda: ls.supervised(nn.MSELoss(reduction="none")), "reduction='none'", "Use reduction='mean'"),
+    row("vector", lambda: train(loss_fn=lambda m, x, y: ce(m(x), y, reduction="none")), "shape (3,)", "Take its mean"),
+    row("item", lambda: train(loss_fn=lambda m, x, y: ce(m(x), y).item()), "got a float", "return lockstep.Loss"),
+    row("no return", lambda: train(loss_fn=lambda *_: None), "got a NoneType", "Return the loss"),
+    row(
+        "detached",
+        lambda: train(loss_fn=lambda m, x, y: ce(m(x), y).detach()),
+        "requires a gradient",
+        "without detach()",
+    ),
+    row("tuple", lambda: train(loss_fn=lambda m, x, y: (ce(m(x), y), 1)), "got a tuple", "return lockstep.Loss"),
+    row("dict", lambda: train(loss_fn=lambda m, x, y: {"loss": ce(m(x), y)}), "got a dict", "Return its entry 'loss'"),
+    row("outer model", loss_of_outer_model, "must compute its loss with the model that it is given"),
+    row("step inside", loss_that_steps, "SGD.step() is called although update() steps", "Leave the call out"),
+    row(
+        "metric without weight",
+        lambda: train(loss_fn=lambda m, x, y: ls.Loss(ce(m(x), y), metrics={"accuracy": 0.5})),
+        "`metrics['accuracy']` of a Loss must be a pair (sum, weight)",
+        "such as (correct, count)",
+    ),
+    row(
+        "metrics as weight", lambda: train(loss_fn=lambda m, x, y: ls.Loss(ce(m(x), y), {})), "got a dict", "metrics={"
+    ),
+    row("weight", lambda: train(loss_fn=lambda m, x, y: ls.Loss(ce(m(x), y), weight=-1)), "finite and at least 0"),
+    row("number", lambda: train(loss_fn=lambda *_: ls.Loss(0.5)), "must return a tensor", "got a float"),
+    row("label 6", lambda: train(iterator=batches(torch_data.TensorDataset(X, Y + 5))), "Target 5 is out of bounds"),
+    row("width", lambda: train(model=nn.Linear(5, 2)), "shapes cannot be multiplied (3x4 and 5x2)", "shard 0"),
+    row(
+        "target of tuples",
+        lambda: train(loss_fn=ls.supervised(ce, target="y")),
+        "must be None for batches that are not",
+    ),
+    row("target missing", lambda: train(iterator=batches(DICTS)), "`target` must name the label", "['x', 'y']"),
+    row(
+        "other target",
+        lambda: train(iterator=batches(DICTS), loss_fn=ls.supervised(ce, target="label")),
+        "must name a key of the batch (x, y), got 'label'",
+    ),
+    row(
+        "other keys",
+        lambda: train(iterator=batches(DICTS), loss_fn=lambda model, inputs, labels: ce(model(inputs), labels)),
+        "as loss_fn(model, x=..., y=...)",
+        "unexpected keyword argument 'x'",
+    ),
+    row(
+        "two inputs",
+        lambda: train(iterator=batches(torch_data.TensorDataset(X, X, Y))),
+        "called with the entries of the batch but the target, (Tensor, Tensor)",
+        "Pass a function loss_fn(model, *batch)",
+    ),
+]
+
+ONE_ARGUMENT = "cannot be called with two arguments"
+SAMPLES = [
+    row("no targets", lambda: train(iterator=batches(WithoutTargets())), *PAIRS),
+    row("a tensor", lambda: train(iterator=batches(X)), *PAIRS),
+    row("one tensor", lambda: train(iterator=batches(torch_data.TensorDataset(X))), *PAIRS),
+    row("two tensors", lambda: ls.BatchIterator(X, Y, batch_size=6), "multiple values", COLUMNS),
+    row("tuple of tensors", lambda: batches((X, Y)), "tuple of 2 tensors with 12 rows each", COLUMNS),
+    row("list of tensors", lambda: batches([X, Y]), "list of 2 tensors with 12 rows each", COLUMNS),
+    row("dict of tensors", lambda: batches({"x": X, "y": Y}), "keys ['x', 'y']", "list with one dict per sample"),
+    row("loader", lambda: batches(torch_data.DataLoader(DATA)), "got a DataLoader", "Give the updater the DataLoader"),
+    row("stream", lambda: batches(Stream()), "got a Stream", "Give the updater a torch DataLoader of it"),
+    row("generator", lambda: batches(each for each in DATA), "got a generator", "Pass a list of samples"),
+    row("class", lambda: batches(torch_data.TensorDataset), "got the class TensorDataset", "Create one"),
+    row("None", lambda: batches(None), "got a NoneType", "Pass a list of samples"),
+    row("empty", lambda: batches([]), "must hold at least one sample"),
+    row("dataset", lambda: train(iterator=DATA), "got a TensorDataset", "`BatchIterator` makes batches of a dataset"),
+    row("tensor", lambda: train(iterator=X), "got a Tensor", "`BatchIterator` makes batches of a dataset"),
+    row("size 0", lambda: batches(batch_size=0), "`batch_size` must be at least 1, got 0"),
+    row("size 6.0", lambda: batches(batch_size=6.0), "`batch_size` must be an integer, got 6.0"),
+    row(
+        "no size", lambda: ls.BatchIterator(DATA), "missing a required argument: 'batch_size'", "(dataset, batch_size)"
+    ),
+    row("size 64", lambda: batches(batch_size=64), "`batch_size` is 64, but there are only 12 samples"),
+    row("shuffle", lambda: batches(shuffle="yes"), "`shuffle` must be True or False, got 'yes'"),
+    row("repeat", lambda: batches(repeat="no"), "`repeat` must be True or False, got 'no'"),
+    row("by position", lambda: ls.BatchIterator(DATA, 6, True), "too many positional", "by name shuffle="),
+    row("seed", lambda: batches(seed=0.5), "`seed` must be an integer, got 0.5"),
+    row("workers", lambda: batches(num_workers=-1), "`num_workers` must be at least 0, got -1"),
+    row("last batch", lambda: batches(last_batch="keep"), "`last_batch` must be 'wrap', 'short' or 'drop'"),
+    row("drop_last", lambda: batches(drop_last=True), "no argument `drop_last`", 'Pass last_batch="drop"'),
+    row("sampler", lambda: batches(sampler=[1]), "no argument `sampler`", "Pass shuffle=True, or order_sampler="),
+    row("batch_sampler", lambda: batches(batch_sampler=[1]), "no argument `batch_sampler`", "torch DataLoader"),
+    row("collate_fn", lambda: batches(collate_fn=list), "no argument `collate_fn`", "Pass converter= to the updater"),
+    row("pin_memory", lambda: batches(pin_memory=True), "no argument `pin_memory`", "Leave it out"),
+    row("generator=", lambda: batches(generator=1), "no argument `generator`", "Pass seed=, an integer"),
+    row("unknown", lambda: batches(colour=1), "no argument `colour`", "by name shuffle="),
+    row(
+        "RandomSampler", lambda: batches(order_sampler=torch_data.RandomSampler(DATA)), "RandomSampler", "shuffle=True"
+    ),
+    row(
+        "DistributedSampler",
+        lambda: batches(order_sampler=torch_data.DistributedSampler(DATA, 2, 0)),
+        "got a DistributedSampler",
+        "lockstep shares each batch among ranks itself",
+    ),
+    row(
+        "WeightedRandomSampler",
+        lambda: batches(order_sampler=torch_data.WeightedRandomSampler([1.0] * 12, 12)),
+        "got a WeightedRandomSampler",
+        "Pass lambda order, position:",
+    ),
+    row("list of indices", lambda: batches(order_sampler=[1, 2]), "got a list", "Pass lambda order, position:"),
+    row("one argument", lambda: batches(order_sampler=lambda order: order), ONE_ARGUMENT, "too many positional"),
+    row(
+        "short order", lambda: batches(order_sampler=lambda order, _: order[:5]), "one index for each of the 12 samples"
+    ),
+    row("two orders", lambda: batches(shuffle=True, order_sampler=lambda order, _: order), "`shuffle` must be False"),
+    row(
+        "DistributedSampler in a loader",
+        lambda: train(iterator=torch_data.DataLoader(DATA, 6, sampler=torch_data.DistributedSampler(DATA, 2, 0))),
+        "which gives each rank samples of its own",
+        "leave out the DistributedSampler",
+    ),
+    row("ragged", lambda: train(iterator=batches(Ragged())), "`samples[1][0]` must have the shape (1,)"),
+    row("texts", lambda: train(iterator=batches(Texts())), "got a str", "pass your own `converter`"),
+    row(
+        "default_collate",
+        lambda: train(converter=torch_data.default_collate),
+        "must be called as converter(samples, device), got default_collate",
+        "Pass lambda samples, device:",
+    ),
+    row(
+        "repeat=False", lambda: run(iterator=batches(repeat=False)), "The iterator ended after 1 epochs", "repeat=True"
+    ),
+]
+
+ONE_OF = "must be one of 'fp32', 'bf16', 'fp16'"
+UPDATERS = [
+    row("no devices", lambda: build(devices=[]), "`devices` must name at least one device"),
+    row("gpu", lambda: build(devices=["gpu"]), "such as 'cpu' or 'cuda:0', got 'gpu'"),
+    row("cuda:99", lambda: build(devices=["cuda:99"]), "`devices` must name devices of this machine"),
+    row("devices=0", lambda: build(devices=0), "`devices` must be at least 1, got 0"),
+    row("devices=2.0", lambda: build(devices=2.0), "`devices` must be names, a number or 'auto', got a float"),
+    row("device=", lambda: build(device="cpu"), "no argument `device`", 'Pass devices=["cuda:0"]'),
+    row("device_ids=", lambda: build(device_ids=[0]), "no argument `device_ids`", "devices=2"),
+    row("num_shards=0", lambda: build(num_shards=0), "`num_shards` must be at least 1, got 0"),
+    row("num_shards=2.0", lambda: build(num_shards=2.0), "`num_shards` must be an integer, got 2.0"),
+    row("idle", lambda: build(devices=["cpu"] * 3), "`num_shards` is 2, but there are 3 devices", "Use fewer devices"),
+    row(
+        "empty", lambda: build(num_shards=16), "`num_shards` is 16, but a batch has only 6 samples", "Use fewer shards"
+    ),
+    row("unset", lambda: build(devices=2, num_shards=None), "`num_shards` is not given", "Give num_shards"),
+    row("model class", lambda: build(model=nn.Linear, optimizer=sgd(net())), "got the class Linear", "Linear(...)"),
+    row("DataParallel", lambda: build(model=nn.DataParallel(net())), "spread over devices", "`model.module`"),
+    row("optimizer class", lambda: build(optimizer=SGD), "got the class SGD", "Create one: SGD(...)"),
+    row("optimizer text", lambda: build(optimizer="sgd"), "got a str", "Create one from model.parameters()"),
+    row(
+        "other model",
+        lambda: build(optimizer=sgd(net())),
+        "must hold parameters of `model` only",
+        "create the optimizer",
+    ),
+    row("swapped", lambda: ls.ParallelUpdater(batches(), net(), sgd(net())), "got a Linear", ORDER),
+    row("model first", lambda: ls.ParallelUpdater(net(), sgd(net()), batches()), "got a BatchIterator", ORDER),
+    row("scheduler", lambda: build(optimizer=StepLR(sgd(net()), 1)), "got a StepLR", "the scheduler as `scheduler`"),
+    row("scheduler class", lambda: build(scheduler=StepLR), "got the class StepLR", "Create one: StepLR(...)"),
+    row("other scheduler", lambda: build(scheduler=StepLR(sgd(net()), 1)), "is another object", "Create the scheduler"),
+    row("own step", own_optimizer_step, "SGD.step() is called although update() steps", "Leave the call out"),
+    row("own scheduler", own_scheduler_step, "(`scheduler`)", "Leave out your call"),
+    row("scheduled twice", two_ways_to_step, "so that it steps twice", "or the StepScheduler"),
+    row("own backward", own_backward, "got one that no optimizer has used", "optimizer.zero_grad()"),
+    row("fp8", lambda: build(precision="fp8"), ONE_OF),
+    row("16-mixed", lambda: build(precision="16-mixed"), ONE_OF, "Pass precision='fp16'"),
+    row("bf16-mixed", lambda: build(precision="bf16-mixed"), ONE_OF, "Pass precision='bf16'"),
+    row("dtype", lambda: build(precision=torch.bfloat16), ONE_OF, "Pass precision='bf16'"),
+    row("float16", lambda: build(precision="float16"), ONE_OF, "Pass precision='fp16'"),
+    row("accumulate=0", lambda: build(accumulate=0), "`accumulate` must be at least 1"),
+    row("clip_grad_norm=0", lambda: build(clip_grad_norm=0), "must be above 0, got 0", "Pass None"),
+    *(
+        row(f"{name}=", partial(build, **{name: 2}), f"no argument `{name}`", cure)
+        for name, cure in {
+            "accumulate_grad_batches": "Pass accumulate=.",
+            "gradient_accumulation_steps": "Pass accumulate=.",
+            "gradient_clip_val": "Pass clip_grad_norm=1.0.",
+            "max_grad_norm": "Pass clip_grad_norm=1.0.",
+            "criterion": "Pass loss_fn=lockstep.supervised(criterion).",
+            "loss": "Pass loss_fn=lockstep.supervised(criterion).",
+            "lr_scheduler": "Pass scheduler=",
+            "epoch_scheduler": "StepScheduler",
+            "check_every": "find_communicator(check_every=",
+            "batch_size": "Pass it to the BatchIterator",
+            "accelerator": "Pass devices=",
+            "collate_fn": "Pass converter=",
+            "models": "Pass one model",
+            "find_unused_parameters": "Leave it out",
+            "mixed_precision": 'Pass precision="bf16"',
+            "world_size": "lockstep run -n 2",
+            "colour": "by name devices=",
+        }.items()
+    ),
+    row("StandardUpdater", lambda: build(ls.StandardUpdater), "no argument `devices`", "use ParallelUpdater"),
+    row("seed", lambda: build(seed="0"), "`seed` must be an integer, got '0'"),
+    row("workloads", lambda: build(devices=["cpu"] * 2, workloads=[1, 2, 3]), "one number per device (2), got 3"),
+    row("on_overflow", lambda: build(on_overflow="ignore"), "must be one of 'retry', 'next', 'skip'"),
+    row("reduction", lambda: build(reduction="avg"), "must be one of 'mean', 'sum', got 'avg'"),
+    row("loss_scale", lambda: build(loss_scale="dynamic"), "must be a number, a LossScale or None, got a str"),
+    row("buffers", lambda: build(buffers="sync"), "`buffers` must be one of 'mean'"),
+    row("communicator", lambda: build(communicator="gloo"), "`communicator` must be a Communicator or None"),
+    row("eval", lambda: train(model=net().eval()), "was in evaluation mode", "Call model.train()"),
+    row("frozen", lambda: train(model=net().requires_grad_(False)), "must have a parameter that requires a gradient"),
+    row("SyncBatchNorm", lambda: train(model=nn.SyncBatchNorm(2), optimizer=sgd), "SyncBatchNorm", "Use BatchNorm"),
+    row(
+        "BatchNorm",
+        lambda: train(model=normalized(), num_shards=6),
+        "needs at least 2 values per channel in every shard, and this shard has 1",
+        "Lower `num_shards`",
+    ),
+    row(
+        "BatchNorm and the last batch",
+        lambda: train(3, model=normalized(), iterator=batches(batch_size=5)),
+        "if this is the last batch of an epoch",
+        'leave it out by last_batch="drop"',
+    ),
+    row("NaN", lambda: train(iterator=batches(torch_data.TensorDataset(X / 0, Y))), "was skipped", "find_nonfinite()"),
+    row("get_optimizer", lambda: build().get_optimizer("gen"), "must be one of ['main'], got 'gen'"),
+    row("lr", lambda: set_on(build(), "lr", 0.1), "no attribute 'lr'", 'param_groups[0]["lr"]'),
+    row("batch_size", lambda: set_on(build(), "batch_size", 3), "no attribute 'batch_size'", "Give the BatchIterator"),
+    *(
+        row(f".{name}", partial(getattr, build(), name), f"no attribute {name!r}", cure)
+        for name, cure in {
+            "zero_grad": "leave this call out",
+            "step": "leave this call out",
+            "backward": "leave this call out",
+            "train": "Call update() for one update",
+            "fit": "Call update() for one update",
+            "eval": "lockstep.predict",
+            "parameters": 'get_all_models()["main"].parameters()',
+            "model": 'get_all_models()["main"]',
+            "optimizer": 'get_optimizer("main")',
+            "scheduler": "the updater steps it",
+        }.items()
+    ),
+]
+
+UNIT = "must be one of 'iteration', 'update', 'epoch', 'sample', 'second'"
+EXTENSION = "`extension` must be an Extension or a function of the trainer"
+TRAINERS = [
+    row("model", lambda: ls.Trainer(net()), "got a Linear", "Create one: lockstep.ParallelUpdater"),
+    row("nothing", ls.Trainer, "missing a required argument: 'updater'", "(updater, until, out, extensions)"),
+    *(
+        row(f"{name}=", partial(trainer, **{name: 2}), f"no argument `{name}`", cure)
+        for name, cure in {
+            "max_epochs": 'Pass until=(10, "epoch")',
+            "epochs": 'Pass until=(10, "epoch")',
+            "num_train_epochs": 'Pass until=(10, "epoch")',
+            "max_steps": 'Pass until=(1000, "iteration")',
+            "stop_trigger": "Pass until=",
+            "callbacks": "Pass extensions=",
+            "logger": "LogReport",
+            "gradient_clip_val": "Pass clip_grad_norm=1.0 to the updater",
+            "accumulate_grad_batches": "Pass accumulate= to the updater",
+            "accelerator": "to the updater",
+            "devices": "to the updater",
+            "num_nodes": "torchrun",
+            "strategy": "torchrun",
+            "precision": 'Pass precision="bf16" or "fp16" to the updater',
+            "val_check_interval": 'trigger=(100, "iteration")',
+            "check_val_every_n_epoch": 'trigger=(2, "epoch")',
+            "default_root_dir": "Pass out=",
+            "output_dir": "Pass out=",
+            "eval_dataset": "lockstep.extensions.Evaluator",
+            "train_dataset": "lockstep.BatchIterator",
+            "optimizer": "Give the optimizer to the updater",
+            "resume": 'trainer.run(resume="auto")',
+            "limit_train_batches": "Pass fast_dev_run=",
+            "limit_val_batches": "Pass num_batches= to the Evaluator",
+            "num_sanity_val_steps": "call_before_training=True",
+            "enable_progress_bar": "lockstep.extensions.ProgressBar",
+            "colour": "(updater, until, out, extensions)",
+        }.items()
+    ),
+    *(
+        row(f".{name}", partial(getattr, trainer(), name), f"no attribute {name!r}", cure)
+        for name, cure in {
+            "fit": "Call trainer.run()",
+            "train": "Call trainer.run()",
+            "validate": "lockstep.extensions.Evaluator",
+            "test": "lockstep.extensions.Evaluator",
+            "add_callback": "Call trainer.extend(extension)",
+            "save_checkpoint": "lockstep.extensions.Snapshot",
+            "log": "trainer.observe(name, value)",
+            "model": "trainer.updater.get_all_models()",
+            "global_step": "trainer.updater.iteration",
+        }.items()
+    ),
+    row("set max_epochs", lambda: set_on(trainer(), "max_epochs", 3), "no attribute 'max_epochs'", "Set trainer.until"),
+    row("until=10", lambda: trainer(until=10), 'a pair such as (10, "epoch")', "got 10"),
+    row("epochs", lambda: trainer(until=(10, "epochs")), UNIT, "got 'epochs'"),
+    row("steps", lambda: trainer(until=(10, "step")), UNIT, "got 'step'"),
+    row("swapped", lambda: trainer(until=("epoch", 10)), 'a pair such as (10, "epoch")', "got ('epoch', 10)"),
+    row("text", lambda: trainer(until="10 epochs"), 'a pair such as (10, "epoch")', "got '10 epochs'"),
+    row("class", lambda: trainer(until=trig.EarlyStopping), "got the class EarlyStopping", "Create one"),
+    row("fast_dev_run", lambda: trainer(fast_dev_run=-1), "`fast_dev_run` must be at least 0, got -1"),
+    row("extend class", lambda: trainer().extend(ext.LogReport), EXTENSION, "Create one: LogReport()"),
+    row("classes", lambda: trainer(extensions=[ext.LogReport]), EXTENSION, "Create one: LogReport()"),
+    row("list", lambda: trainer().extend([ext.LogReport()]), EXTENSION, "Call extend for each"),
+    row("name", lambda: trainer().extend("LogReport"), EXTENSION, "got 'LogReport'"),
+    row("no parameter", lambda: trainer().extend(lambda: None), EXTENSION, "cannot be called with the trainer"),
+    row("trigger", lambda: trainer().extend(trig.EarlyStopping()), EXTENSION, "Pass a trigger as `until`"),
+    row("same twice", same_extension_twice, "must not be added twice, got LogReport", "Create another one"),
+    row("two logs", lambda: run(ext.LogReport(), ext.LogReport()), "`filename` must be different", "Leave one out"),
+    row("returned dict", lambda: run(lambda _: {"x": 1.0}), "returned values (x)", "Call trainer.observe(name, value)"),
+    row("trigger text", lambda: trainer().extend(ext.LogReport(), trigger="epoch"), "a pair such as", "got 'epoch'"),
+    row("trigger 5", lambda: trainer().extend(ext.LogReport(), trigger=5), "a pair such as", "got 5"),
+    row("trigger steps", lambda: trainer().extend(ext.LogReport(), trigger=(5, "steps")), UNIT),
+    row("trigger 0", lambda: trainer().extend(ext.LogReport(), trigger=(0, "epoch")), "must be above 0"),
+    row("by position", lambda: trainer().extend(ext.LogReport(), (1, "epoch")), "too many positional", "trigger="),
+    row("every=", lambda: trainer().extend(ext.LogReport(), every=2), "no argument `every`", "Pass trigger="),
+    row("get_extension", lambda: trainer().get_extension("Log"), "must be one of [], got 'Log'"),
+    row("during a run", lambda: run(lambda trainer: trainer.run()), "must not be called during a run"),
+    row("observe text", lambda: run(lambda trainer: trainer.observe("x", "y")), "a Mean, a number or a 0-d tensor"),
+    row("observe vector", lambda: run(lambda trainer: trainer.observe("x", X)), "must have no dimension"),
+    row("resume=True", lambda: run(resume=True), '`resume` must be "auto"', "got True"),
+    row("resume path", lambda: run(resume="no/such"), "no/such cannot be read", "the folder of a snapshot"),
+    row("shards", lambda: resumed(num_shards=3), "num_shards is 3 here and 2", "accept=('num_shards',)"),
+    row(
+        "batch size", lambda: resumed(iterator=batches(batch_size=4)), "batch_size is 4 here", "accept=('batch_size',)"
+    ),
+    row("optimizer", lambda: resumed(optimizer=adam), "optimizer is 'Adam' here", "accept=('optimizer'"),
+    row("wider", lambda: resumed(model=nn.Linear(4, 3)), "`accept` cannot help", "strict=False"),
+    row(
+        "accept weights",
+        lambda: resumed(model=nn.Linear(4, 3), accept=("model.weight", "model.bias")),
+        "`accept` cannot help, because the weights do not fit",
+        "strict=False",
+    ),
+    row(
+        "accept text",
+        lambda: resumed(accept="num_shards", num_shards=3),
+        "the text 'num_shards'",
+        "Pass ('num_shards',)",
+    ),
+    row("accept other", lambda: resumed(accept=("foo",)), "got ('foo',)", "Fields: num_shards"),
+    row("finished", lambda: twice(resume="auto"), "Nothing to train: the run in x is at update 2", "a later `until`"),
+    row("not resumed", twice, "must not hold snapshots of a run that this one does not continue", "resume='auto'"),
+]
+
+EXTENSIONS = [
+    row("table without log", lambda: run(ext.PrintReport()), "must name a LogReport", "trainer.extend(LogReport())"),
+    row("columns", lambda: table("epoch", "loss", "acc"), "got 'loss'", "Did you mean 'main/loss'", "got 'acc'"),
+    row(
+        "column of an evaluation",
+        lambda: table("epoch", "validation/accuracy"),
+        "Did you mean 'validation/main/accuracy'",
+    ),
+    row("text of columns", lambda: table("main/loss"), "got the text 'main/loss'", "Pass ['main/loss']"),
+    row("bar", lambda: run(ext.ProgressBar(values=["loss"])), "`values` of ProgressBar", "Did you mean 'main/loss'"),
+    row("text of bar", lambda: ext.ProgressBar(values="main/loss"), "got the text", "Pass ['main/loss']"),
+    row("keys", lambda: run(ext.LogReport(["loss"])), "`keys` of LogReport", "Did you mean 'main/loss'"),
+    row(
+        "keys of a logger", lambda: run(ext.CSVLogger(keys=["loss"])), "`keys` of CSVLogger", "Did you mean 'main/loss'"
+    ),
+    row("text of keys", lambda: ext.LogReport("main/loss"), "got the text", "Pass ['main/loss']"),
+    row("log by text", lambda: run(ext.LogReport(trigger="epoch")), 'a pair such as (10, "epoch")', "got 'epoch'"),
+    row(
+        "early stopping",
+        lambda: run(until=trig.EarlyStopping("val_loss", max_trigger=(3, "epoch"))),
+        "'val_loss' was not observed",
+        "there is 'main/loss'",
+        "Name one of these",
+    ),
+    row("patience", lambda: trig.EarlyStopping(patience=0), "`patience` must be at least 1, got 0"),
+    row("MinValue", lambda: best_of("val/loss"), "got 'val/loss'; there is 'main/loss'"),
+    row("best", lambda: run(ext.Snapshot(best="accuracy")), "`best` must be observed", "there is 'main/loss'"),
+    row("keep", lambda: ext.Snapshot(keep=0), "`keep` must be at least 1, got 0"),
+    row("save_top_k", lambda: ext.Snapshot(save_top_k=1), "no argument `save_top_k`", "Pass keep="),
+    row("monitor", lambda: ext.Snapshot(monitor="loss"), "no argument `monitor`", "Pass best="),
+    row(
+        "evaluated dataset", lambda: evaluate(DATA), "got a TensorDataset", "BatchIterator(dataset, batch_size, repeat"
+    ),
+    row("evaluated tensors", lambda: evaluate((X, Y)), "got a tuple", "TensorDataset(*tensors)"),
+    row("repeating", lambda: evaluate(batches()), "must end after one pass", "repeat=False"),
+    row("evaluated model", lambda: ext.Evaluator(net(), batches(repeat=False)), "got a Linear", "Pass it by model="),
+    row("no metrics", lambda: ext.Evaluator(batches(repeat=False)), "must hold at least one metric"),
+    row(
+        "list of metrics", lambda: evaluate([(X, Y)], metrics=[met.Accuracy()]), "a dict of metrics by name, got a list"
+    ),
+    row("metric", lambda: evaluate([(X, Y)], metrics=met.Accuracy()), "a dict of metrics by name, got a Accuracy"),
+    row(
+        "metric class", lambda: evaluate([(X, Y)], metrics={"a": met.Accuracy}), "must hold instances", "class Accuracy"
+    ),
+    row("function", lambda: evaluate([(X, Y)], metrics={"a": max}), "must have update, compute and reset"),
+    row("generator", lambda: evaluate(each for each in [(X, Y)]), "A generator yields only once"),
+    row("criterion", lambda: evaluate([(X, Y)], loss_fn=ce), "got a criterion", "lockstep.supervised(cross_entropy)"),
+    row("labels", lambda: evaluate([(X,)]), "got 1 tensor", "give a dataset of pairs (input, target)"),
+    row("regression", lambda: evaluate([(X, X)]), "with at least 2 classes", "Pass `threshold="),
+    row("num_batches", lambda: evaluate([(X, Y)], num_batches=0), "`num_batches` must be at least 1, got 0"),
+]
+
+OTHERS = [
+    row("digest of a path", lambda: ls.digest("runs/x"), "got 'runs/x'", "lockstep snapshots PATH"),
+    row("digest of a Path", lambda: ls.digest(Path("runs")), "Path('runs')", "lockstep snapshots PATH"),
+    row("digest of a class", lambda: ls.digest(nn.Linear), "got the class Linear", "Pass the object"),
+    row("launch", lambda: ls.launch("main", num_processes=2), "`main` must be a function, got a str"),
+    row("no process", lambda: ls.launch(print, num_processes=0), "`num_processes` must be at least 1, got 0"),
+    row("predict", lambda: ls.predict(net(), (X, Y)), "got a tuple", "TensorDataset(*tensors)"),
+    row("predict and repeat", lambda: ls.predict(net(), batches()), "must end after one pass", "Pass repeat=False"),
+    row("seed", lambda: ls.seed_everything("a"), "`seed` must be an integer, got 'a'"),
+    row("find_lr", lambda: ls.find_lr(net()), "`updater` must be a ParallelUpdater, got a Linear"),
+    row("model as parameters", lambda: ls.MomentumSGD(net(), lr=0.1), "got a Linear", "Pass model.parameters()"),
+    row("lr", lambda: ls.MomentumSGD(net().parameters(), lr=-1), "`lr` must be finite and at least 0, got -1"),
+    row("momentum", lambda: ls.MomentumSGD(net().parameters(), lr=1, momentum=1.0), "must lie in [0, 1), got 1.0"),
+    row(
+        "hook class",
+        lambda: ls.MomentumSGD(net().parameters(), lr=0.1).add_hook(hooks.WeightDecay),
+        "got the class WeightDecay",
+        "Create one",
+    ),
+    row("decay", lambda: hooks.WeightDecay(-1), "`rate` must be finite and at least 0, got -1"),
+    row("scale", lambda: ls.StaticLossScale(0), "`factor` must be positive and finite, got 0"),
+    row("backward first", lambda: ls.ReplicaGroup(net(), devices=["cpu"]).backward(), "A forward must come first"),
+    row("device_ids", lambda: ls.DataParallel(net(), device_ids=[0]), "no argument `device_ids`", "Pass devices="),
+    row("ls.Evaluator", lambda: ls.Evaluator, "It is lockstep.extensions.Evaluator"),
+    row("ls.Accuracy", lambda: ls.Accuracy, "It is lockstep.metrics.Accuracy"),
+    row("ls.EarlyStopping", lambda: ls.EarlyStopping, "It is lockstep.triggers.EarlyStopping"),
+    row("ls.DDP", lambda: ls.DDP, "no attribute 'DDP'", "lockstep.ParallelUpdater"),
+    row("ls.DataLoader", lambda: ls.DataLoader, "no attribute 'DataLoader'", "Use lockstep.BatchIterator"),
+    row("ModelCheckpoint", lambda: ext.ModelCheckpoint, "no attribute", "Use lockstep.extensions.Snapshot"),
+    row("extensions.EarlyStopping", lambda: ext.EarlyStopping, "It is lockstep.triggers.EarlyStopping"),
+]
+
+MISTAKES = {
+    f"{part}: {name}": (mistake, words)
+    for part, rows in {
+        "loss": LOSSES,
+        "data": SAMPLES,
+        "updater": UPDATERS,
+        "trainer": TRAINERS,
+        "extension": EXTENSIONS,
+        "other": OTHERS,
+    }.items()
+    for name, mistake, words in rows
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named_with_its_cure(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake, words = MISTAKES[name]
+    monkeypatch.chdir(tmp_path)
+    said = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            mistake()
+        except Exception as error:  # noqa: BLE001 - of any class
+            said.append(str(error))
+    said += [str(each.message) for each in warned]
+    said.append(capsys.readouterr().err)
+    for each in words:
+        assert each in "\n".join(said)
+    # What is said once, and not in every update.
+    assert len({str(each.message) for each in warned}) == len(warned)
+
+
+def test_every_mistake_is_another_one() -> None:
+    assert len(MISTAKES) == sum(map(len, (LOSSES, SAMPLES, UPDATERS, TRAINERS, EXTENSIONS, OTHERS)))
+    assert all(words for _, words in MISTAKES.values())
+
+
+@pytest.mark.parametrize(
+    "right",
+    [
+        lambda: run(lambda trainer: trainer.updater.get_all_models()["main"].zero_grad()),
+        lambda: table("epoch", "main/loss", "validation/main/accuracy"),
+        lambda: run(ext.ProgressBar(values=["main/loss"]), ext.LogReport(["main/loss"])),
+        lambda: batches([X[0], X[1], X[2]], batch_size=3),
+        lambda: batches(X),
+        lambda: train(3, devices=["cpu", "cpu"]),
+        lambda: train(3, num_shards=6),
+        lambda: ls.digest(["text"]),
+    ],
+)
+def test_what_is_right_is_not_commented_on(
+    right: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        right()
+
+
+def test_a_gradient_of_ones_own_may_be_stepped_by() -> None:
+    model = net()
+    optimizer = sgd(model)
+    updater = build(model=model, optimizer=optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            updater.update()
+            optimizer.zero_grad()
+            ce(model(X), Y).backward()
+            optimizer.step()
+
+
+def test_options_of_ones_own_subclass_may_have_any_name() -> None:
+    class Mine(lockstep.ParallelUpdater):
+        lr = 0.1
+
+    class MyTrainer(lockstep.Trainer):
+        pass
+
+    updater = build(Mine)
+    updater.batch_size = 3
+    mine = MyTrainer(updater)
+    mine.max_epochs = 3  # type: ignore[attr-defined]
+    assert (updater.lr, updater.batch_size, mine.max_epochs) == (0.1, 3, 3)  # type: ignore[attr-defined]
