@@ -94,8 +94,40 @@ class DisagreementError(LockstepError, RuntimeError):
         self.update = update
 
 
+class FaultError(LockstepError, RuntimeError):
+    """A device or a connection has given wrong bits: a shard or a message was checked, and the check failed.
+
+    Nothing of the update has been applied.
+
+    Attributes:
+        update: The number of updates that were done; None if that is not known.
+        shard: The index of the shard; None if it is not about one.
+        rank: The rank that is wrong; None if that could not be decided.
+        device: The device that is wrong, as text; None if that could not be decided.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        update: int | None = None,
+        shard: int | None = None,
+        rank: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.update = update
+        self.shard = shard
+        self.rank = rank
+        self.device = device
+
+
 class WorkerError(LockstepError, RuntimeError):
     """A process that loads data was killed, or is stopped. The state is that after the last update."""
+
+
+class PartError(LockstepError, RuntimeError):
+    """A part of a dataset cannot be read, holds other samples than when it was counted, or has a bad record."""
 
 
 class PeerError(LockstepError, RuntimeError):
@@ -209,7 +241,7 @@ class DeterminismWarning(UserWarning):
     """The result of a run may depend on more than its recipe.
 
     It may not be that of an uninterrupted run on equal kernels, or it depends on where shards are computed, because a
-    value outside of the model changed meanwhile.
+    value outside of the model changed meanwhile, or because a shard that was computed twice gave two results.
     """
 
 

@@ -50,7 +50,8 @@ def skipping(
     if reads:
         for each in optimizer.values() if isinstance(optimizer, dict) else [optimizer]:
             each.register_step_post_hook(lambda *_: None)
-    recipe = {"devices": ["cpu"], "num_shards": NUM_SHARDS, "on_overflow": "skip", **options}
+    # Losses that count their calls must not be called once more.
+    recipe = {"devices": ["cpu"], "num_shards": NUM_SHARDS, "on_overflow": "skip", "audit_every": 0, **options}
     return ls.ParallelUpdater(batches, optimizer, model, **recipe)
 
 

@@ -21,10 +21,12 @@ FOLDERS = {"laws": "laws", "reference": "reference", "examples": "programs"}
 USES = {
     "processes": {
         "NotebookClient",
+        "hosts",
         "launch",
         "multiprocessing",
         "num_workers",
         "run_on_ranks",
+        "run_verify",
         "run_with_second_chance",
         "spawn",
         "spawned_by_forks",

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from lockstep._version import __version__
-from lockstep.cli import compare, doctor, export, report, run, snapshots
+from lockstep.cli import compare, doctor, export, report, run, snapshots, verify
 from lockstep.errors import SnapshotError
 
-COMMANDS = (run, snapshots, compare, report, doctor, export)
+COMMANDS = (run, snapshots, compare, report, doctor, verify, export)
 """The modules of the commands. Each adds its parser, and sets `call` to a function from options to exit code."""
 
 

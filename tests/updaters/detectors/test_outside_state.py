@@ -493,7 +493,7 @@ def between_updates() -> dict[str, Any]:
 
 
 CURES: dict[str, Callable[[], dict[str, Any]]] = {
-    "buffer": lambda: {"model": WithCenter(), "loss_fn": of_the_model},
+    "buffer": lambda: {"model": WithCenter(), "loss_fn": of_the_model, "buffers": {"center": "mean"}},
     "BatchLoss": lambda: {"loss_fn": of_the_batch()},
     "between updates": between_updates,
     "eval": lambda: {"loss_fn": taught(normed().eval())},
@@ -530,7 +530,13 @@ def test_a_criterion_may_be_one_of_several_models() -> None:
         optimizers = {"net": torch.optim.SGD(models["net"].parameters(), lr=0.1)}
         batches = ls.BatchIterator(MLP.data(), 9)
         updater = ls.ParallelUpdater(
-            batches, optimizers, models, devices=["cpu"] * num_devices, num_shards=4, loss_fn=loss_fn
+            batches,
+            optimizers,
+            models,
+            devices=["cpu"] * num_devices,
+            num_shards=4,
+            loss_fn=loss_fn,
+            buffers={"criterion.center": "mean"},
         )
         with finalized(updater):
             for _ in range(6):

@@ -121,6 +121,8 @@ class ParallelUpdater(updaters.ParallelUpdater):
             reduction="sum",
             buffers="first",
             on_overflow="skip",
+            # Chainer calls the loss function once for each device.
+            audit_every=0,
         )
         others = [replica for name, replica in replicas.items() if name != MAIN]
         self._following = FollowingReplicas(replicas[MAIN], others)

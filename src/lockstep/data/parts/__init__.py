@@ -1,7 +1,7 @@
 """Data in files and streams: read in blocks, side by side, so that each process reads only what its shards need."""
 
 from lockstep.data.parts.arrays import Safetensors as Safetensors, Tokens as Tokens
-from lockstep.data.parts.dataset import PartError as PartError, Parts as Parts
+from lockstep.data.parts.dataset import Parts as Parts
 from lockstep.data.parts.files import TextLines as TextLines
 from lockstep.data.parts.parquet import ParquetRows as ParquetRows
 from lockstep.data.parts.part import Part as Part

@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 from lockstep.data.parts.part import Part
 from lockstep.data.parts.sections import SectionOrder
-from lockstep.errors import LockstepError
+from lockstep.errors import PartError
 from lockstep.integers import check_integer
 
 OnBadRecord: TypeAlias = Literal["raise", "skip"]
@@ -28,10 +28,6 @@ MOST_WORKERS: Final = 255
 """The number of workers per process that count bad records separately."""
 
 LOG: Final = logging.getLogger("lockstep")
-
-
-class PartError(LockstepError, RuntimeError):
-    """A part of a dataset cannot be read, or holds other samples than it did when it was counted."""
 
 
 @final

@@ -20,6 +20,7 @@ from lockstep.replicas.buffers.replica_buffers import (
     ReplicaBuffers as ReplicaBuffers,
     check_buffers as check_buffers,
     combine_buffers as combine_buffers,
+    is_averaged_silently as is_averaged_silently,
     rule_error as rule_error,
     unpackable_buffer as unpackable_buffer,
 )

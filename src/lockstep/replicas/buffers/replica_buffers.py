@@ -17,7 +17,8 @@ of another dtype or on another device that a shard assigns to a buffer is conver
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Final, TypeAlias
 
 import torch
@@ -29,6 +30,9 @@ from lockstep.replicas.buffers.buffer_refs import BufferRef, BufferRules, all_bu
 from lockstep.replicas.buffers.buffer_sums import BufferSum, as_real, combine_known, is_averaged
 from lockstep.replicas.buffers.deferred_sums import DeferredBufferSum, Pack, can_be_packed, combine_packed, create_packs
 from lockstep.tree import ShardSum, Tensors
+
+RUNNING_STATISTICS: Final = ("running_mean", "running_var")
+"""The names that the layers of PyTorch give to averages over batches."""
 
 DIFFERING: Final = "shards leave different values there"
 
@@ -138,6 +142,10 @@ class ReplicaBuffers:
             ref.set(fresh.get(id(own), own))
         return leaves
 
+    def left(self) -> Tensors:
+        """Return the tensors that the last shard has left, in the order of `buffer_refs`."""
+        return [ref.get() for ref in self._refs]
+
     def collect(self, shard: int, weight: float, into: AnyBufferSum) -> None:
         """Add the buffers after one shard to a sum.
 
@@ -233,6 +241,19 @@ def check_buffers(sums: Sequence[AnyBufferSum], refs: Sequence[BufferRef], sizes
         # A few roundings off, where the buffer does not begin with an integer.
         if expected.itemsize >= torch.float32.itemsize and torch.allclose(added, expected, rtol=1e-6, atol=0):
             raise rule_error(ref, "every shard adds its number of samples to it")
+
+
+def is_averaged_silently(ref: BufferRef, buffer: torch.Tensor, rules: BufferRules) -> bool:
+    """Return whether a buffer is averaged over shards without a rule that you have given.
+
+    Args:
+        ref: The buffer.
+        buffer: Its tensor.
+        rules: The rules that were given.
+    """
+    if ref.rule != "mean" or ref.name in RUNNING_STATISTICS or not is_averaged(buffer):
+        return False
+    return not (isinstance(rules, Mapping) and any(fnmatchcase(ref.path, pattern) for pattern in rules))
 
 
 def rule_error(ref: BufferRef, reason: str) -> ValueError:

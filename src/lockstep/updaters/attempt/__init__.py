@@ -7,6 +7,13 @@ from lockstep.updaters.attempt.attempt import (
     GradientRequest as GradientRequest,
     check_finite as check_finite,
 )
+from lockstep.updaters.attempt.audit import (
+    Audit as Audit,
+    Auditor as Auditor,
+    Exchange as Exchange,
+    OnFault as OnFault,
+    Seals as Seals,
+)
 from lockstep.updaters.attempt.context import UpdateContext as UpdateContext, UpdateSigint as UpdateSigint
 from lockstep.updaters.attempt.deferred import Deferral as Deferral, DeferredCheck as DeferredCheck
 from lockstep.updaters.attempt.step_stream import StepStream as StepStream

@@ -15,6 +15,7 @@ from lockstep.plan import Shard
 from lockstep.precision import CurrentScale, first_nonfinite, nonfinite_flags
 from lockstep.replicas import AnyBufferSum
 from lockstep.tree import Tensors
+from lockstep.updaters.attempt.audit import Audit
 from lockstep.updaters.attempt.deferred import DeferredCheck, FiniteCheck, OverflowCheck
 from lockstep.updaters.compute import DeviceGradientTask, GradientContext, RankShare
 from lockstep.updaters.loss import LossFunction
@@ -119,6 +120,9 @@ class Attempt:
         sizes: *Plan*: the number of samples in each batch.
         share: The shards that this process computes.
         device_shards: These shards by device, each with its tensors.
+        audit: The shard that is computed twice; None if none is.
+        refuted: Whether the audit has found a wrong result, so that the attempt is made once more.
+        may_send_early: Whether the next gradient may be sent while it is computed, because its update is not audited.
         gradient_context: What the computations of all shards have in common.
         device_tasks: *Compute*: the tasks with the sums over the shards of each device.
         gradients: *Reduce*: the gradient of each parameter that requires one; None where no shard reached it.
@@ -148,6 +152,9 @@ class Attempt:
     sizes: Sequence[int] = ()
     share: RankShare = field(init=False)
     device_shards: DeviceShards = field(default_factory=list)
+    audit: Audit | None = None
+    refuted: bool = False
+    may_send_early: bool = True
     gradient_context: GradientContext = field(init=False)
     device_tasks: Sequence[DeviceGradientTask] = ()
     gradients: Tensors = field(default_factory=list)

@@ -22,6 +22,7 @@ class RankShare:
         stop: The first shard number of the processes of higher rank; without any, a number past all subtrees.
         num_shards: The number of shards over all processes.
         first_shard: The first shard over all processes.
+        everywhere: The shards of each device of each process.
     """
 
     shards_by_device: list[list[Shard]]
@@ -29,6 +30,7 @@ class RankShare:
     stop: int
     num_shards: int
     first_shard: Shard
+    everywhere: list[list[list[Shard]]]
 
 
 RankWorkloads: TypeAlias = tuple[tuple[float, ...], ...]
@@ -92,4 +94,5 @@ def share_of(
         stop=higher[0] if higher else 2 * (1 + shards[-1].index),
         num_shards=len(shards),
         first_shard=shards[0],
+        everywhere=ranks,
     )

@@ -28,6 +28,11 @@ class FirstUpdates:
         self.start = self.end = 0
         """The number of done updates from which on nothing is checked."""
 
+    @property
+    def has_warned(self) -> bool:
+        """Whether something was found that makes two computations of a shard differ."""
+        return self._random.has_warned or self._state.has_warned
+
     def restart(self, update: int) -> None:
         """Check the next updates.
 

@@ -349,6 +349,19 @@ class ShardData:
         """List the tensors of the shards of a device with their names."""
         return [pair for _, given in self._device_shards[place] for pair in nest.named_tensors(given)]
 
+    def originals(self, place: int, index: int) -> Any:
+        """Return the tensors of a shard with the values that they had first, in memory of their own.
+
+        Args:
+            place: The index of the device that the shard belongs to.
+            index: The position of the shard among those of the device.
+        """
+
+        def original(tensor: torch.Tensor) -> torch.Tensor:
+            return self.copies[tensor][1].clone() if tensor in self.copies else tensor
+
+        return nest.map_tensors(original, self._device_shards[place][index][1])
+
     @property
     def has_changed(self) -> bool:
         """Whether a tensor that was copied has changed since."""

@@ -227,6 +227,10 @@ class CarriedAttempt:
         """
         self._returned[samples] = self._values.check_returned(returned, samples)
 
+    def returned(self, samples: range) -> Sequence[torch.Tensor]:
+        """Return the new values of some samples; none before they are kept."""
+        return self._returned.get(samples, ())
+
     def merged(self, exchange: Callable[[bytes], list[bytes]] | None = None) -> list[torch.Tensor]:
         """Return the values after the update.
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.communicators import Communicator
 from lockstep.precision import CurrentScale, LossScale
 from lockstep.replicas import ReplicaSet, Timeout
-from lockstep.updaters.attempt import Deferral
+from lockstep.updaters.attempt import Auditor, Deferral
 from lockstep.updaters.ranks import Coordinator, LocalCoordinator, RankConsistency, join_ranks
 from lockstep.updaters.setup import (
     NetworkSet,
@@ -85,6 +85,7 @@ def assemble(
     custom_step: bool,
     carried: Carried | None,
     copy_ahead: CopyAhead,
+    auditor: Auditor,
     shard_optimizer: ShardOptimizer,
 ) -> Parts:
     """Check the arguments of an updater that are not in its recipe, and create its parts.
@@ -102,6 +103,7 @@ def assemble(
         custom_step: Whether a step function defines the update.
         carried: What is carried from batch to batch; None for nothing.
         copy_ahead: Whether batches are copied to accelerators one update ahead.
+        auditor: Chooses the shards that are computed twice.
         shard_optimizer: Whether ranks share out the steps and the state of optimizers.
 
     Raises:
@@ -139,7 +141,7 @@ def assemble(
         measure=workloads == "auto",
     )
     measure = workloads == "auto" and (len(replicas.devices) > 1 if ranks is None else ranks.may_move)
-    engine = GradientEngine(training, recipe, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
+    engine = GradientEngine(training, recipe, auditor, watch=communicator.watch, measure_speeds=measure, ranks=ranks)
     # Before master weights are created, which are allocated on the devices of their parameters.
     replicas.model.to(replicas.devices[0])
     check_reached(training.optimizers, training.models)

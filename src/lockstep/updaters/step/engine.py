@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from typing import Any, Final
 
+import torch
+
 from lockstep.communicators import Watch
-from lockstep.nest import call_arguments
+from lockstep.data import Samples, draws_no_numbers
+from lockstep.digest import checksum
+from lockstep.nest import call_arguments, map_tensors
 from lockstep.plan import Shard
+from lockstep.precision import copy_to_device
 from lockstep.replicas import (
     ShardStreams,
     TreeSum,
@@ -18,10 +24,11 @@ from lockstep.replicas import (
     check_no_leaked_gradients,
     check_no_trained_buffers,
     finish_whole,
+    is_averaged_silently,
 )
 from lockstep.streams import DEFAULT_GENERATOR_LOCK, computation_substream
-from lockstep.tree import PartialSum, ShardSum
-from lockstep.updaters.attempt import Attempt, UpdateContext, check_finite
+from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.updaters.attempt import Attempt, Audit, Auditor, Exchange, Seals, UpdateContext, check_finite
 from lockstep.updaters.compute import (
     Clock,
     DeviceGradientTask,
@@ -36,6 +43,7 @@ from lockstep.updaters.compute import (
 )
 from lockstep.updaters.detectors import FirstUpdates
 from lockstep.updaters.ranks import RankReduction
+from lockstep.updaters.result import ShardReport
 from lockstep.updaters.setup import (
     MAIN,
     Conversion,
@@ -70,6 +78,7 @@ class GradientEngine:
     Args:
         training: The training state.
         recipe: The recipe of the update.
+        auditor: Chooses the shards that are computed twice.
         watch: Where this process records what it is doing.
         measure_speeds: Whether the speeds of devices are measured, to assign shards by them.
         ranks: The reduction over ranks; None for a single process.
@@ -88,6 +97,7 @@ class GradientEngine:
         self,
         training: TrainingState,
         recipe: Recipe,
+        auditor: Auditor,
         *,
         watch: Watch,
         measure_speeds: bool = False,
@@ -110,16 +120,19 @@ class GradientEngine:
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
         self._weighted = False
+        self._merges = True
         self.used_at: dict[int, int] = {}
         """The version of each parameter after the last update, by its ``id``."""
         self._announced_batches = self.batches_per_update
         self._most_batches = most_batches(recipe.accumulate)
         self.first_updates = FirstUpdates()
+        self._auditor = auditor
         self.restart_checks()
 
     def restart_checks(self) -> None:
         """Check again for parameters without a shape, and watch again for what shards should not do."""
         self.first_updates.restart(self.training.iteration)
+        self._auditor.restart(self.training.iteration)
         self._uninitialised = lazy.is_uninitialised(self.replicas.model)
 
     def take(self, attempt: Attempt) -> None:
@@ -166,13 +179,17 @@ class GradientEngine:
         # The clock of this rank starts here, so that the conversion of its samples counts as its work.
         if self.ranks is not None:
             self.ranks.start_attempt(attempt, self.training.iteration)
+            attempt.may_send_early = not self._auditor.is_followed(self.training.iteration)
         # The same position for all gradients of an update: a loop converts a batch once.
         first = self.first_stream() if self.conversion.is_own else 0
         copied = None if self.ahead is None else self.ahead.take(attempt.batches, share, first)
         attempt.device_shards = copied or self.conversion.shards(
             attempt.batches, share.shards_by_device, self.replicas.devices, first
         )
-        copies = self.kept.has_changes or self.training.iteration < self.first_updates.end
+        attempt.refuted, is_due = False, self.training.iteration >= self._auditor.next
+        attempt.audit = self._choose_audit(attempt, context) if is_due else None
+        is_first = self.training.iteration < self.first_updates.end
+        copies = self.kept.has_changes or is_first or attempt.audit is not None
         self.kept.unsettled.append(ShardData(attempt.batches, attempt.device_shards, copied=copies))
         scale = attempt.scale
         attempt.gradient_context = GradientContext(
@@ -186,13 +203,102 @@ class GradientEngine:
             self.watch,
             recipe.reduction == "mean" and not request.summed,
             weighted=self._weighted,
-            inspect_shard=request.inspect_shard,
+            inspect_shard=request.inspect_shard if attempt.audit is None else partial(self._record, attempt),
             deferred=request.deferred,
             carried=None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes),
             shard_loss=request.shard_loss,
-            is_first=self.training.iteration < self.first_updates.end,
+            is_first=is_first,
             reads_buffers=self.training.iteration == self.first_updates.start,
+            merges=self._merges,
+            inspected=None if attempt.audit is None else attempt.audit.shard.index,
         )
+
+    def _choose_audit(self, attempt: Attempt, context: UpdateContext) -> Audit | None:
+        """Choose the shard that is computed twice, or None if the update is not audited."""
+        request, update = attempt.request, self.training.iteration
+        # The outputs that a `BatchLoss` gathers are computed once more for its gradient.
+        if not self._auditor.is_due(update) or request.gathers or request.inspect_shard is not None:
+            return None
+        rank = 0 if self.ranks is None else len(self.ranks.assignment.lower)
+        everywhere = attempt.share.everywhere
+        audit = self._auditor.choose(everywhere, rank, update, movable=not _draws(attempt.batches))
+        buffers = [ref.path for ref in self.prepared.buffer_refs]
+        carried = () if self.training.carried is None else self.training.carried.names
+        audit.names = [
+            *(f"the gradient of {name!r}" for name in self.prepared.named_parameters),
+            *("the loss", "the weight of the loss"),
+            *(f"{name!r}" for name in (*buffers, *carried)),
+        ]
+        audit.compute = partial(self._compute_again, attempt, context)
+        return audit
+
+    def _record(self, attempt: Attempt, shard: Shard, gradients: Tensors, report: ShardReport) -> None:
+        """Keep the checksums of the shard that is audited, and of buffers that shards may disagree on."""
+        audit, share = attempt.audit, attempt.share.shards_by_device
+        if audit is None:
+            return
+        if self.training.iteration == self.first_updates.start and attempt.share.num_shards > 1:
+            place = next(place for place, run in enumerate(share) if shard in run)
+            left = self.prepared.runners[place].buffers.left()
+            for ref, tensor in zip(self.prepared.buffer_refs, left, strict=True):
+                if tensor is not None and is_averaged_silently(ref, tensor, self.recipe.buffers):
+                    audit.left.setdefault(ref.path, set()).add(checksum(tensor))
+        if shard.index == audit.shard.index and audit.place[0] == audit.rank:
+            audit.first = self._seals(attempt.gradient_context, audit.place[1], shard, gradients, report)
+
+    def _seals(
+        self, context: GradientContext, place: int, shard: Shard, gradients: Tensors, report: ShardReport
+    ) -> Seals:
+        """Return the checksums of what a shard has computed."""
+        carried = () if context.carried is None else context.carried.returned(shard.samples)
+        before = (None if each is None else checksum(each) for each in (*gradients, report.loss))
+        after = (
+            None if each is None else checksum(each)
+            for each in (*self.prepared.runners[place].buffers.left(), *carried)
+        )
+        return (*before, float(report.weight), *after)
+
+    def _compute_again(self, attempt: Attempt, context: UpdateContext, place: int) -> Seals | None:
+        """Compute the audited shard on a device of this process, and leave everything else as it is."""
+        audit, request, first = attempt.audit, attempt.request, attempt.gradient_context
+        if audit is None:
+            return None
+        shard, device, found = audit.shard, self.replicas.devices[place], list[Seals]()
+        given = self._given_again(attempt, shard, device)
+        carried = None if self.training.carried is None else CarriedAttempt(self.training.carried, attempt.sizes)
+
+        def record(_: Shard, gradients: Tensors, report: ShardReport) -> None:
+            found.append(self._seals(again, place, shard, gradients, report))
+
+        again = replace(
+            first, inspect_shard=record, early_receiver=None, carried=carried, is_first=False, foreign_leaves=[]
+        )
+
+        def compute(at: int) -> None:
+            if at != place:
+                return
+            runner = self.prepared.runners[place]
+            start = runner.buffers.start_shards(shard.index, deferred=request.deferred)
+            task = DeviceGradientTask(again, shard, self.prepared.observers[place], ShardSum(shard.index), start)
+            unwanted = [] if request.wanted is None else self.prepared.unwanted_indices(request.wanted)
+            with without_gradients([runner.parameters[index] for index in unwanted]):
+                runner.run([(shard, given)], task, self.streams)
+
+        self.streams.run(
+            partial(self.replicas.run, compute, settings=context.settings),
+            seed=self.recipe.seed,
+            first=self.first_stream(request.computation),
+            parallel=len(self.replicas.devices) > 1,
+        )
+        return found[0] if found else None
+
+    def _given_again(self, attempt: Attempt, shard: Shard, device: torch.device) -> Any:
+        """Return the tensors of a shard as they were at first: copies, or those of samples that are read again."""
+        batch, data = attempt.batches[shard.batch], self.kept.unsettled[-1]
+        for place, run in enumerate(attempt.share.shards_by_device):
+            if shard in run and (type(batch) is not Samples or _draws([batch])):
+                return map_tensors(partial(copy_to_device, device=device), data.originals(place, run.index(shard)))
+        return self.conversion.shards(attempt.batches, [[shard]], [device], self.first_stream())[0][0][1]
 
     def _cut_again(self, attempt: Attempt, place: int) -> list[tuple[Shard, Any]]:
         """Return the shards of a device, which run again, with the tensors that they had first."""
@@ -284,6 +390,11 @@ class GradientEngine:
                 first=self.first_stream(request.computation),
                 parallel=self.replicas.wants_threads(device_shards),
             )
+            if attempt.audit is not None and not self.replicas.stopping:
+                attempt.audit.run()
+        if attempt.audit is not None:
+            self._auditor.warn_of_buffers(attempt.audit.left)
+            attempt.refuted = self.ranks is None and self._is_refuted(attempt)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if self._speeds is not None:
             self._speeds.end_computation(device_shards)
@@ -325,7 +436,7 @@ class GradientEngine:
         if attempt.gradient_context.is_first:
             check_first_shards(attempt, prepared, self.replicas.model)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
-        left_out = context.interrupts.check()
+        left_out = context.interrupts.check() or attempt.refuted or self._is_spoiled(attempt)
         self.watch.phase = "reduce"
         if self.ranks is not None:
             self.ranks.reduce(
@@ -335,6 +446,7 @@ class GradientEngine:
                 speeds=None if self._speeds is None else self._speeds.found,
                 buffer_refs=prepared.buffer_refs,
                 compares_buffers=attempt.gradient_context.is_first,
+                refuted=partial(self._is_refuted, attempt),
             )
             if attempt.complete:
                 attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]
@@ -357,6 +469,24 @@ class GradientEngine:
             normalizer(attempt.reports),
             context.settings,
         )
+
+    def _is_spoiled(self, attempt: Attempt) -> bool:
+        """Return whether gradients were added in another order; those of later attempts are not added that early."""
+        spoiled = any(task.spoiled for task in attempt.device_tasks)
+        self._merges = self._merges and not spoiled
+        return spoiled
+
+    def _is_refuted(
+        self, attempt: Attempt, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None
+    ) -> bool:
+        """Return whether an audit has found a wrong result, and the attempt is to be made once more."""
+        finding = None if attempt.audit is None else attempt.audit.finding(reports, exchange)
+        if finding is None:
+            return False
+        # A detector that names the tensor or the generator says more than the audit.
+        self._auditor.is_explained = self.first_updates.has_warned
+        update, computation = self.training.iteration, attempt.request.computation
+        return self._auditor.must_repeat(finding, update, computation, self.replicas.devices)
 
     def check(self, attempt: Attempt) -> None:
         """Check whether the gradient of a complete attempt is finite, or leave the check on the device.
@@ -447,3 +577,9 @@ class GradientEngine:
         self.streams.release()
         if self.ahead is not None:
             self.ahead.forget()
+
+
+def _draws(batches: Sequence[Any]) -> bool:
+    """Return whether samples may draw from generators that an audit must not move, so that they are not read again."""
+    read = [batch for batch in batches if type(batch) is Samples and batch.streams is None]
+    return not all(draws_no_numbers(batch.dataset) for batch in read)

@@ -1,0 +1,100 @@
+"""The `lockstep verify` command, which runs a script in several ways and compares their bits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.subparsers import Subparsers
+from lockstep.verify import CURES, WAYS, Report, Row, check_arguments, chosen, verify
+
+DESCRIPTION = """
+Run a training script, unchanged, for a few updates in several ways: on one device, two and three, in two processes,
+with worker processes, killed and resumed, and others. Compare the bits of weights, buffers, optimizer state and losses
+after each update, and show the first update, tensor and shard that differ. The files of the run are written to a folder
+of this command, not to yours. The exit code is 0 if all ways are equal, and 1 otherwise.
+"""
+NAMES = ", ".join(way.name for way in WAYS)
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Add the parser of this command.
+
+    Args:
+        commands: The parsers of all commands. Changed in place.
+    """
+    parser = commands.add_parser("verify", help="test that a script gives the same bits", description=DESCRIPTION)
+    parser.add_argument("--updates", type=int, default=10, help="number of updates of each run (default: 10)")
+    parser.add_argument("--only", action="append", default=[], metavar="WAY", help=f"a way to run, of {NAMES}")
+    parser.add_argument("--skip", action="append", default=[], metavar="WAY", help="a way to leave out")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument("--folder", type=Path, help="folder to keep records and output in (default: none are kept)")
+    parser.add_argument("script", type=Path, help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.set_defaults(call=_call)
+
+
+def _call(options: argparse.Namespace) -> int:
+    """Run the ways, and return the exit code."""
+    try:
+        ways = chosen(options.only, options.skip)
+        check_arguments(options.script, options.updates)
+    except ValueError as error:
+        sys.stderr.write(f"lockstep verify: {error}\n")
+        return 2
+    seeds = {way.hash_seed for way in ways} | {"0"}
+    show = (lambda _: None) if options.json else _show
+    show(f"{len(ways) + 1} ways, up to {options.updates} updates each, in {1 + len(seeds)} starts of Python")
+    report = verify(
+        options.script, options.arguments, ways=ways, updates=options.updates, folder=options.folder, say=show
+    )
+    if options.json:
+        sys.stdout.write(f"{json.dumps(_as_json(report), indent=1)}\n")
+    else:
+        _show(_table(report))
+    return 0 if report.passed else 1
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    # The ways take a while, and the reader sees how far they are.
+    sys.stdout.flush()
+
+
+def _table(report: Report) -> str:
+    if report.error:
+        return report.error
+    width = max(len(row.way.name) for row in report.rows)
+    lines = [f"{row.way.name:{width}}  {row.status:8} {_about(row)}" for row in report.rows]
+    causes = dict.fromkeys(row.cause.describe() for row in report.rows if row.cause is not None)
+    lines += ["", *causes] if causes else []
+    equal = sum(row.status == "equal" for row in report.rows)
+    run = sum(row.status != "skipped" for row in report.rows)
+    end = f"{equal} of {run} ways have the bits of the first one, {report.seconds:.0f} s."
+    return "\n".join(["", *lines, "", end])
+
+
+def _about(row: Row) -> str:
+    if row.skipped:
+        return row.skipped
+    return row.way.meaning if row.difference is None else row.difference.describe()
+
+
+def _as_json(report: Report) -> dict[str, Any]:
+    rows = [
+        {
+            "way": row.way.name,
+            "status": row.status,
+            "updates": row.updates,
+            "skipped": row.skipped,
+            "cause": None if row.cause is None else {**asdict(row.cause), "cure": CURES[row.cause.kind]},
+            "difference": None if row.difference is None else asdict(row.difference),
+        }
+        for row in report.rows
+    ]
+    about = {"passed": report.passed, "error": report.error, "updates": report.updates, "seconds": report.seconds}
+    return {**about, "starts": report.starts, "ways": rows}

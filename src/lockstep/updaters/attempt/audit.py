@@ -1,0 +1,309 @@
+"""Audit an update: compute one shard once more in another place, and compare both results by their bits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, TypeAlias, get_args
+from zlib import crc32
+
+import torch
+
+from lockstep.errors import DeterminismWarning, FaultError
+from lockstep.integers import check_integer
+from lockstep.plan import Shard
+
+LOG = logging.getLogger("lockstep")
+
+OnFault = Literal["raise", "repeat"]
+"""What follows a shard that one place has computed wrongly: an error, or the same update once more."""
+
+Place: TypeAlias = "tuple[int, int]"
+"""A rank, and the index of one of its devices."""
+
+Seals: TypeAlias = "tuple[float | None, ...]"
+"""The checksums of what a shard has computed, in the order of `Audit.names`."""
+
+Exchange: TypeAlias = Callable[[bytes], list[bytes]]
+"""Sends a message to every rank, and returns the messages of all."""
+
+MAJORITY: Final = 2
+"""The number of equal results by which others are known to be wrong."""
+
+CAUSES: Final = (
+    "Something decides that is no part of the model, its buffers and the random streams: a clock, a counter, a cache, "
+    "a generator of your own, a hook or a dataset with state, memory that was not initialised, the thread or device, "
+    "or a kernel that is not deterministic (see lockstep.use_deterministic_kernels). The result of the run then "
+    "depends on where shards are computed. `lockstep verify` names the operator, its line and the kind of the cause."
+)
+
+
+@dataclass(slots=True)
+class Audit:
+    """The shard of an attempt that is computed twice.
+
+    Attributes:
+        shard: The shard.
+        place: The place that computes it for the update.
+        other: The place that computes it once more; the same one where there is no other.
+        spare: The place of a third computation, if the first two differ.
+        rank: The rank of this process.
+        names: What is compared: gradients by the names of their parameters, the loss, buffers and carried values.
+        compute: Computes the shard on a device of this process, and returns its checksums; None if it was left out.
+        first: The checksums of the first computation, on the rank that makes it.
+        again: The checksums of the second one.
+        left: The checksums of averaged buffers after each shard, by name, where they are compared.
+    """
+
+    shard: Shard
+    place: Place
+    other: Place
+    spare: Place
+    rank: int
+    names: Sequence[str] = ()
+    compute: Callable[[int], Seals | None] = field(init=False)
+    first: Seals | None = None
+    again: Seals | None = None
+    left: dict[str, set[int]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Compute the shard once more, if that is the task of this rank."""
+        if self.other[0] == self.rank:
+            self.again = self.compute(self.other[1])
+
+    def to_plain(self) -> list[str | None]:
+        """Return what this rank has computed, to be sent to the other ranks."""
+        return [None if each is None else f"{crc32(repr(each).encode()):08x}" for each in (self.first, self.again)]
+
+    def finding(self, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None) -> Finding | None:
+        """Compare both computations; if they differ, compute the shard again until it is known which is wrong.
+
+        Args:
+            reports: What each rank has returned by `to_plain`; none in a single process.
+            exchange: Exchanges messages between the ranks; None in a single process.
+
+        Returns:
+            The finding; None if both are equal, or if one was left out after an interrupt.
+        """
+        pair = [[each for report in reports or [self.to_plain()] if (each := report[turn])] for turn in range(2)]
+        if not all(pair) or pair[0][0] == pair[1][0]:
+            return None
+        votes = [(self.place, self._gather(self.first, exchange)), (self.other, self._gather(self.again, exchange))]
+        # A third computation decides; where there are two places only, a fourth one tells a place that is always wrong
+        # from one that was wrong once.
+        for place in [self.spare, self.other] if self.spare == self.place != self.other else [self.spare]:
+            found = self.compute(place[1]) if place[0] == self.rank else None
+            votes.append((place, self._gather(found, exchange)))
+        return Finding.of(self, votes)
+
+    def _gather(self, own: Seals | None, exchange: Exchange | None) -> Seals | None:
+        """Return the checksums that one of the ranks has."""
+        if exchange is None:
+            return own
+        found = [json.loads(each) for each in exchange(json.dumps(own).encode())]
+        return next((tuple(each) for each in found if each is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What several computations of a shard say.
+
+    Attributes:
+        audit: The shard.
+        differs: The first of `Audit.names` that differs.
+        wrong: The places whose results differ from those of the majority; empty if there is no majority.
+        is_repeatable: Whether any two of the computations agree.
+        computations: The number of computations.
+    """
+
+    audit: Audit
+    differs: str
+    wrong: Sequence[Place]
+    is_repeatable: bool
+    computations: int
+
+    @classmethod
+    def of(cls, audit: Audit, votes: Sequence[tuple[Place, Seals | None]]) -> Finding:
+        """Count the results.
+
+        Args:
+            audit: The shard.
+            votes: What each computation has found, and where; the first two differ.
+        """
+        first, again = votes[0][1] or (), votes[1][1] or ()
+        pairs = zip(audit.names, first, again, strict=False)
+        differs = next((name for name, here, there in pairs if here != there), "its shape")
+        (best, most), *others = Counter(seals for _, seals in votes).most_common()
+        is_majority = most >= MAJORITY and others[0][1] < most
+        wrong = sorted({place for place, seals in votes if seals != best}) if is_majority else []
+        return cls(audit, differs, wrong, most >= MAJORITY, len(votes))
+
+    def text(self, update: int, devices: Sequence[torch.device]) -> str:
+        """Describe what was found.
+
+        Args:
+            update: The number of updates that are done.
+            devices: The devices of this process.
+        """
+        audit = self.audit
+        start = (
+            f"In update {update} (counted from 0) shard {audit.shard.index} was computed {self.computations} times, "
+            f"and the results differ in {self.differs}"
+        )
+        if not self.is_repeatable:
+            return f"{start}: no two of them are equal."
+        places = " and ".join(self.name_of(each, devices) for each in self.wrong)
+        if self.wrong:
+            return f"{start}: {places} computed other bits than the rest."
+        one, other = (self.name_of(each, devices) for each in (audit.place, audit.other))
+        return f"{start}: {one} and {other} each repeat their own result."
+
+    def name_of(self, place: Place, devices: Sequence[torch.device]) -> str:
+        """Return the name of a place for a message."""
+        rank, index = place
+        device = f"{devices[index]} (device {index})" if rank == self.audit.rank else f"device {index}"
+        return f"{device} of rank {rank}"
+
+    def error(self, update: int, devices: Sequence[torch.device]) -> FaultError:
+        """Return the error that names the place.
+
+        Args:
+            update: The number of updates that are done.
+            devices: The devices of this process.
+        """
+        rank, index = self.wrong[0] if self.wrong else (None, None)
+        device = None if index is None else str(devices[index]) if rank == self.audit.rank else f"device {index}"
+        return FaultError(
+            f"{self.text(update, devices)} The hardware is faulty, or the code depends on the place or the moment, "
+            "which `lockstep verify` tells. Nothing of the update was applied. Continue from this state or from a "
+            "snapshot without that device; a fault that passes is repeated with on_fault='repeat'.",
+            update=update,
+            shard=self.audit.shard.index,
+            rank=rank,
+            device=device,
+        )
+
+
+class Auditor:
+    """Chooses what is audited, and what follows.
+
+    Args:
+        every: The number of updates after which one is audited; None for the first only, 0 for none.
+        on_fault: What follows a wrong result. With ``every=None`` there is a warning instead.
+        seed: The seed of the run, which decides with the update which shard of a place is audited.
+
+    Raises:
+        TypeError: If the number of updates is no integer.
+        ValueError: If an argument is out of range.
+    """
+
+    def __init__(self, every: int | None, on_fault: OnFault, seed: int) -> None:
+        if every is not None:
+            check_integer("audit_every", every, minimum=0)
+        if on_fault not in get_args(OnFault):
+            raise ValueError(f"`on_fault` must be 'raise' or 'repeat', got {on_fault!r}.")
+        self._every, self._on_fault, self._seed = every, on_fault, seed
+        self._repeated: tuple[int, int] | None = None
+        self.has_warned = False
+        """Whether a dependency was warned of, after which a difference says nothing new."""
+        self.is_explained = False
+        """Whether another warning has named the cause of a dependency."""
+        self.next: float = math.inf
+        """The next update that is audited, as the number of updates before it; also while that one runs."""
+
+    def restart(self, update: int) -> None:
+        """Audit the next update.
+
+        Args:
+            update: The number of updates that are done.
+        """
+        self.next = math.inf if self._every == 0 else update
+
+    def is_due(self, update: int) -> bool:
+        """Return whether an update is audited, which is not before `next`.
+
+        Args:
+            update: The number of updates that are done.
+        """
+        if update > self.next:
+            self.next = -(-update // self._every) * self._every if self._every else math.inf
+        return update == self.next and not self.has_warned
+
+    def is_followed(self, update: int) -> bool:
+        """Return whether the update after another one is audited.
+
+        Args:
+            update: The number of updates that are done before that other one.
+        """
+        return bool(self._every) and (update + 1) % (self._every or 1) == 0
+
+    def choose(
+        self, everywhere: Sequence[Sequence[Sequence[Shard]]], rank: int, update: int, *, movable: bool = True
+    ) -> Audit:
+        """Choose a shard and the places that compute it. Places take turns, so that each is audited soon.
+
+        Args:
+            everywhere: The shards of each device of each rank.
+            rank: The rank of this process.
+            update: The number of updates that are done.
+            movable: Whether other ranks can load the samples of a shard, too.
+        """
+        places = [(each, index) for each, devices in enumerate(everywhere) for index in range(len(devices))]
+        working = [place for place in places if everywhere[place[0]][place[1]]]
+        turn, index = divmod(update // (self._every or 1), len(working))
+        place = working[index]
+        others = [each for each in places if each != place and (movable or each[0] == place[0])] or [place]
+        other = others[turn % len(others)]
+        spares = [each for each in others if each != other] or [place]
+        shards = everywhere[place[0]][place[1]]
+        shard = shards[crc32(f"{self._seed} {update}".encode()) % len(shards)]
+        return Audit(shard, place, other, spares[turn % len(spares)], rank)
+
+    def must_repeat(self, finding: Finding, update: int, computation: int, devices: Any) -> bool:
+        """Raise, warn or log if an audit has found a difference; return whether the attempt is made once more.
+
+        Args:
+            finding: What was found.
+            update: The number of updates that are done.
+            computation: The number of gradients that the update has computed before.
+            devices: The devices of this process.
+
+        Raises:
+            FaultError: If a place is wrong.
+        """
+        if self._every is None or not finding.is_repeatable:
+            self.has_warned = True
+            if self.is_explained:
+                return False
+            warnings.warn(f"{finding.text(update, devices)} {CAUSES}", DeterminismWarning, stacklevel=2)
+            return False
+        error = finding.error(update, devices)
+        if self._on_fault == "raise" or not finding.wrong or self._repeated == (update, computation):
+            raise error
+        # A place that is wrong twice in one update is not used any further.
+        self._repeated = update, computation
+        LOG.warning("%s The update is repeated.", finding.text(update, devices))
+        return True
+
+    def warn_of_buffers(self, left: dict[str, set[int]]) -> None:
+        """Warn of averaged buffers that shards leave different values in.
+
+        Args:
+            left: The checksums of what shards have left, by the names of buffers.
+        """
+        names = [name for name, found in left.items() if len(found) > 1]
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            warnings.warn(
+                f"The shards leave different values in the buffer {names[0]!r}{more}, and `buffers` has no rule for "
+                "it: the model gets their mean, weighted by samples. That is right for averages, and wrong for sums, "
+                f'extremes and counts. Say which it is, by buffers={{{names[0]!r}: "mean"}}, "sum" for one to which '
+                'every shard adds, "min", "max" or "first".',
+                DeterminismWarning,
+                stacklevel=2,
+            )

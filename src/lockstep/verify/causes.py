@@ -1,0 +1,91 @@
+"""Name what makes two runs differ, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.verify.comparison import Difference
+from lockstep.verify.ways import Way
+
+CURES: Final = {
+    "clock": "The result depends on the time. Derive the value from the number of the update, or leave it out.",
+    "state": "Something is kept from one shard to the next: a counter, a cache, a generator, an earlier loss. Draw "
+    "from PyTorch's default generator, return the value as a metric, or keep it with `Carried` or in a buffer.",
+    "resume": "Something is kept that no snapshot holds. Keep it in a buffer, in `Carried`, or in an extension.",
+    "thread": "The result depends on the thread. Take nothing from `threading`; share values by argument.",
+    "process": "The result depends on the process: the hash of a string, the order of a set, a process ID. Sort sets, "
+    "and take no seed from `hash`.",
+    "memory": "Memory is read before it is written. Use `torch.zeros` instead of `torch.empty`.",
+    "data": "The dataset returns other samples where it is read in another order or process. Let a sample depend on "
+    "its index only, and draw from the default generators, which have a stream for each sample.",
+    "sum": "All shards are equal, and what is made of them is not. Hooks of parameters may hold a state.",
+}
+"""What to do, by the kind of a cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What makes a run differ.
+
+    Attributes:
+        kind: A key of `CURES`.
+        operator: The first operator whose result differs; empty where none was found.
+        line: The line of the user's code that called it; empty in backward.
+        module: The module whose forward called it.
+    """
+
+    kind: str
+    operator: str = ""
+    line: str = ""
+    module: str = ""
+
+    def describe(self) -> str:
+        """Return the cause and the cure as text."""
+        where = f" in {self.module}" if self.module else ""
+        at = f" at {self.line}" if self.line else ""
+        first = f"{self.kind}: first in {self.operator}{where}{at}. " if self.operator else f"{self.kind}: "
+        return first + CURES[self.kind]
+
+
+def cause_of(way: Way, difference: Difference, ours: Sequence[Path], theirs: Sequence[Path]) -> Cause:
+    """Return the cause of a difference, from what its shard or step did in both runs.
+
+    Args:
+        way: The way that differs.
+        difference: The difference.
+        ours: The records of the first way, with its experiments.
+        theirs: The records of the other way's processes.
+    """
+    first = _traces(ours)
+    kind = first.get("kind", "")
+    if not kind:
+        is_placed = way.devices > 1 or way.reverse
+        kind = "resume" if way.resumes else "state" if is_placed else "process"
+        if difference.what == "step" and kind == "state":
+            kind = "sum"
+    for name, one, other in _differing(first, _traces(theirs)):
+        return Cause(kind, name, one["line"] or other["line"], one["module"])
+    return Cause(kind)
+
+
+def _traces(paths: Sequence[Path]) -> dict[str, Any]:
+    """Return what the process that had the shard has written about it."""
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            found = json.loads(line).get("trace")
+            if found is not None:
+                traced: dict[str, Any] = found
+                return traced
+    return {}
+
+
+def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Return the first pair of calls that differ, with the name of the operator; empty if there is none."""
+    for one, other in zip(first.get("calls", []), second.get("calls", []), strict=False):
+        if (one["operator"], one["made"]) != (other["operator"], other["made"]):
+            return [(one["operator"], one, other)]
+    return []

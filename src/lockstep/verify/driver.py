@@ -1,0 +1,291 @@
+"""Run a script in several ways, and compare what they compute."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from lockstep.verify.causes import Cause, cause_of
+from lockstep.verify.comparison import Difference, Run, first_difference, read_run
+from lockstep.verify.job import Job, Target
+from lockstep.verify.ways import REFERENCE, Way
+
+AT_ONCE: Final = 2
+"""The number of ways that run at the same time."""
+FEWEST: Final = 2
+"""The fewest updates that can be asked for: a run is killed after half of them, and resumed."""
+SECONDS: Final = 600.0
+"""The time after which a process is killed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result of one way.
+
+    Attributes:
+        way: The way.
+        difference: Where it differs from the first way; None if it does not.
+        skipped: Why it was not run; empty if it was.
+        updates: The number of updates that were compared.
+        cause: What makes it differ; None if it does not, or if nothing was found.
+    """
+
+    way: Way
+    difference: Difference | None = None
+    skipped: str = ""
+    updates: int = 0
+    cause: Cause | None = None
+
+    @property
+    def status(self) -> str:
+        """What came out: "equal", "differs" or "skipped"."""
+        return "skipped" if self.skipped else "equal" if self.difference is None else "differs"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` has found.
+
+    Attributes:
+        rows: The result of each way.
+        error: Why the first run could not be used; empty if it could.
+        updates: The number of updates of the first run.
+        notes: What was noted about the script.
+        seconds: The duration.
+        starts: The number of starts of Python.
+    """
+
+    rows: Sequence[Row]
+    error: str = ""
+    updates: int = 0
+    notes: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    starts: int = 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether the bits of all ways are equal."""
+        return not self.error and all(row.difference is None for row in self.rows)
+
+
+class Host:
+    """A process that forks the processes of jobs.
+
+    Args:
+        hash_seed: Its PYTHONHASHSEED, which a process cannot change.
+    """
+
+    def __init__(self, hash_seed: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "lockstep.verify.host"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+        )
+        self._stdin: Any = self._process.stdin
+        self._stdout: Any = self._process.stdout
+
+    def run(self, jobs: Sequence[Job], *, seconds: float = SECONDS) -> Iterator[tuple[str, int]]:
+        """Run jobs, and yield the name and exit code of each process when it ends.
+
+        Args:
+            jobs: The jobs.
+            seconds: The time after which a process is killed.
+        """
+        batch = {"jobs": [job.as_json() for job in jobs], "at_once": AT_ONCE, "seconds": seconds}
+        self._stdin.write(json.dumps(batch) + "\n")
+        self._stdin.flush()
+        for line in self._stdout:
+            said = json.loads(line)
+            if "batch" in said:
+                return
+            yield said["job"], said["code"]
+        raise RuntimeError(f"The process that runs the ways ended with exit code {self._process.wait()}.")
+
+    def close(self) -> None:
+        """End the process."""
+        self._stdin.close()
+        self._process.wait()
+        self._stdout.close()
+
+
+def check_arguments(script: Path, updates: int) -> None:
+    """Check what is to be run.
+
+    Args:
+        script: The path of the script.
+        updates: The number of updates.
+
+    Raises:
+        ValueError: If the script is no file, or there are fewer than two updates.
+    """
+    if updates < FEWEST:
+        raise ValueError(f"`updates` must be at least {FEWEST}, got {updates}.")
+    if not script.is_file():
+        raise ValueError(f"`script` must be a file, got {script}.")
+
+
+@contextmanager
+def hosts(ways: Sequence[Way]) -> Iterator[dict[str, Host]]:
+    """Start a process for each PYTHONHASHSEED of some ways; yield them by it."""
+    started = {seed: Host(seed) for seed in dict.fromkeys(way.hash_seed for way in (REFERENCE, *ways))}
+    try:
+        yield started
+    finally:
+        for host in started.values():
+            host.close()
+
+
+def verify(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    ways: Sequence[Way],
+    updates: int = 10,
+    folder: str | Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Run a script in several ways for some updates, and compare the bits of each update with the first way's.
+
+    Args:
+        script: The path of the script.
+        arguments: Its arguments.
+        ways: The ways to compare with the first one.
+        updates: The number of updates, at least 2.
+        folder: The folder for records; None for a temporary one.
+        say: Called with a line about the progress.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ValueError: If the script is no file, or there are fewer than two updates.
+    """
+    check_arguments(Path(script), updates)
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lockstep-verify-") as made:
+        kept = str(made if folder is None else Path(folder).resolve())
+        Path(kept).mkdir(parents=True, exist_ok=True)
+        with hosts(ways) as started:
+            verifier = Verifier(str(script), tuple(arguments), updates, kept, started, say)
+            report = verifier.report(ways)
+        return Report(
+            report.rows, report.error, report.updates, report.notes, time.monotonic() - begin, 1 + len(started)
+        )
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """Runs the ways of one script."""
+
+    script: str
+    arguments: tuple[str, ...]
+    updates: int
+    folder: str
+    hosts: dict[str, Host]
+    say: Callable[[str], None]
+
+    def job(self, way: Way, name: str = "", **options: Any) -> Job:
+        """Return a job of a way."""
+        return Job(name or way.name, way, self.script, self.arguments, self.folder, self.updates, **options)
+
+    def run(self, jobs: Sequence[Job]) -> Iterator[str]:
+        """Run jobs, and yield the names of the processes that ended."""
+        for seed, host in self.hosts.items():
+            given = [job for job in jobs if job.way.hash_seed == seed]
+            if given:
+                for name, _ in host.run(given):
+                    yield name
+
+    def report(self, ways: Sequence[Way]) -> Report:
+        """Run all ways, and compare them."""
+        begin = time.monotonic()
+        for _ in self.run([self.job(REFERENCE)]):
+            pass
+        reference = self.read(REFERENCE)[0]
+        if reference.error or not reference.updates:
+            reason = reference.error or "it made no update with an updater of lockstep or an optimizer of PyTorch"
+            return Report([], error=f"The script could not be run on one device: {reason}")
+        skipped = {way.name: reason for way in ways if (reason := why_skipped(way, reference))}
+        todo = [way for way in ways if way.name not in skipped]
+        processes = sum(len(stage) for way in todo for stage in self.job(way).stages(0))
+        each = time.monotonic() - begin
+        self.say(f"{processes} more runs of {len(reference.updates)} updates, about {each * processes / AT_ONCE:.0f} s")
+        rows: dict[str, Row] = {way.name: Row(way, skipped=skipped[way.name]) for way in ways if way.name in skipped}
+        for name in self.run([self.job(way) for way in todo]):
+            way = next((way for way in todo if name in {way.name, f"{way.name}-{way.ranks - 1}"}), None)
+            if way is not None:
+                rows[way.name] = row = self.compare(reference, way)
+                self.say(f"{way.name}: {row.status}")
+        ordered = self.with_causes([rows.get(way.name) or self.compare(reference, way) for way in ways])
+        return Report(ordered, updates=len(reference.updates), notes=reference.notes)
+
+    def with_causes(self, rows: Sequence[Row]) -> list[Row]:
+        """Return rows with the cause of each difference; equal differences of several ways are looked at once."""
+        known: dict[Target, Cause] = {}
+        found = []
+        for row in rows:
+            difference = row.difference
+            if difference is None or difference.what == "end":
+                found.append(row)
+                continue
+            if difference.what == "data":
+                found.append(replace(row, cause=Cause("data")))
+                continue
+            target = Target(difference.source, difference.update, difference.computation, difference.shard)
+            if target not in known:
+                self.say(f"{row.way.name}: looking for the cause")
+                known[target] = self.cause(row.way, difference, target)
+            found.append(replace(row, cause=known[target]))
+        return found
+
+    def cause(self, way: Way, difference: Difference, target: Target) -> Cause:
+        """Run the first way and another one up to a difference, and return its cause."""
+        ours = self.job(REFERENCE, f"cause-{REFERENCE.name}", target=target)
+        theirs = self.job(way, f"cause-{way.name}", target=target)
+        ours, theirs = (replace(each, updates=target.update) for each in (ours, theirs))
+        # The state to resume from has been written by the run that was killed.
+        made = max(1, self.updates // 2) if way.resumes else 0
+        stages = [[replace(theirs, resumes_at=made)]] if made else theirs.stages(0)
+        jobs = [replace(theirs, resumes_at=made)] if made else [theirs]
+        for _ in self.run([ours, *jobs]):
+            pass
+        return cause_of(way, difference, [ours.record], [job.record for job in stages[-1]])
+
+    def read(self, way: Way) -> list[Run]:
+        """Read the records of a way's processes."""
+        return read_run([job.record for job in self.job(way).stages(0)[-1]])
+
+    def compare(self, reference: Run, way: Way) -> Row:
+        """Compare the records of a way with those of the first one."""
+        made = self.job(way).stages(0)[-1][0].resumes_at
+        for rank, run in enumerate(self.read(way)):
+            found = first_difference(reference, run, made=made)
+            if found is not None:
+                if found.what == "end" and way.ranks > 1:
+                    found = Difference("end", text=f"rank {rank} {found.text}")
+                return Row(way, found)
+        return Row(way, updates=len(reference.updates) - made)
+
+
+def why_skipped(way: Way, reference: Run) -> str:
+    """Return why a way does not apply to a script; empty if it does."""
+    if way.workers and "iterator" not in reference.notes:
+        return "The script has no BatchIterator."
+    kinds = {record["kind"] for record in reference.updates.values()}
+    sources = {source for _, source in reference.updates}
+    if way.resumes and (kinds != {"updater"} or len(sources) > 1):
+        return "Only a run of one updater can be resumed."
+    if way.ranks > 1 and "updater" not in kinds:
+        return "Only updaters share their batches between processes."
+    return ""

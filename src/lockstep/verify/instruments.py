@@ -1,0 +1,351 @@
+"""Change a process so that it runs a script in one way, and records what its updates compute.
+
+`Instruments` replaces methods of lockstep's classes for the rest of the process, which runs one script and ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lockstep.data import BatchIterator
+from lockstep.extensions import Snapshot
+from lockstep.nest import map_tensors
+from lockstep.plan import Shard
+from lockstep.replicas import DataParallel, ReplicaGroup, ReplicaSet, ShardRunner, ShardStreams, parse_devices
+from lockstep.trainer import Trainer
+from lockstep.updaters import ParallelUpdater
+from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
+from lockstep.verify.job import Job
+from lockstep.verify.local import LOCAL
+from lockstep.verify.modes import FreshMemory, OperatorLog
+from lockstep.verify.recorder import Recorder, of_nest, of_parameters
+from lockstep.verify.ways import REFERENCE
+
+Call = Callable[..., Any]
+NO_CONTEXT: Final[AbstractContextManager[object]] = nullcontext()
+STATE: Final = "state.pt"
+"""The file for the state of an updater that no trainer runs."""
+
+
+def wrap(owner: type, name: str, wrapper: Call) -> None:
+    """Replace a method for the rest of the process.
+
+    Args:
+        owner: The class.
+        name: The name of the method.
+        wrapper: Called with the original method, the object, and the arguments.
+    """
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self, *args, **kwargs)
+
+    setattr(owner, name, method)
+
+
+@dataclass(eq=False)
+class ObservedTask:
+    """A shard task that records what each shard gets and computes."""
+
+    task: Any
+    instruments: Instruments
+    phase: str
+
+    def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
+        """Run the task on a shard, and record it."""
+        instruments, recorder, task = self.instruments, self.instruments.recorder, self.task
+        if instruments.is_to_die():
+            os.kill(os.getpid(), signal.SIGKILL)
+        recorder.name_parameters(runner.replicas.model)
+        computation = recorder.computation
+        read = getattr(task, "inputs", None)
+        batch = given if read is None else _inputs(read, shard, runner)
+        if batch is not None:
+            recorder.shard(computation, shard.index, data=of_nest(batch))
+        reports = getattr(task, "reports", None)
+        before = 0 if reports is None else len(reports)
+        LOCAL.shard = (computation, shard.index)
+        is_target = instruments.is_target(computation, shard.index)
+        kept = map_tensors(torch.clone, given) if is_target else None
+        try:
+            with instruments.modes(log=is_target) as log:
+                task.run(runner, shard, given)
+        finally:
+            LOCAL.shard = None
+        if is_target:
+            instruments.write_trace(
+                log, partial(kind_of_shard, runner, shard, kept, task) if reports is not None else None
+            )
+        if reports is not None and len(reports) > before:
+            recorder.shard(computation, shard.index, loss=float(reports[-1].loss).hex())
+
+
+def _inputs(inputs: Any, shard: Shard, runner: ShardRunner) -> Any:
+    """Return what the model of a group gets for a shard."""
+    given = inputs.shard_inputs(shard.samples, runner.device)
+    return [*given.args, given.kwargs]
+
+
+@dataclass(eq=False)
+class Instruments:
+    """What a job changes in its process.
+
+    Attributes:
+        job: The job.
+        recorder: Where records are written.
+        trainers: How many trainers the script has created.
+        trainer: The last of them, which saves the state of its updater; None if there is none.
+        snapshot: What writes the state at which another process resumes; None without one.
+        dying: Whether the process is to be killed in the next shard.
+        building: The updaters, groups and modules, by ``id``, whose constructors are running.
+        resumed: The updaters, by ``id``, whose state was loaded without a trainer.
+        notes: The lines about the script that were written.
+    """
+
+    job: Job
+    recorder: Recorder
+    trainers: int = 0
+    trainer: Trainer | None = None
+    snapshot: Snapshot | None = None
+    dying: bool = False
+    building: set[int] = field(default_factory=set)
+    resumed: set[int] = field(default_factory=set)
+    notes: set[str] = field(default_factory=set)
+
+    def install(self) -> None:
+        """Replace the methods."""
+        for owner in (ParallelUpdater, ReplicaGroup, DataParallel):
+            wrap(owner, "__init__", self.build)
+        wrap(BatchIterator, "__init__", self.build_iterator)
+        wrap(ParallelUpdater, "update", self.update)
+        wrap(Trainer, "__init__", self.build_trainer)
+        wrap(Trainer, "run", self.run_trainer)
+        wrap(ShardRunner, "run", self.run_shards)
+        wrap(ShardRunner, "pop_gradients", self.pop_gradients)
+        wrap(ShardStreams, "run", self.run_streams)
+        if self.job.way.reverse:
+            wrap(ReplicaSet, "run", _run_in_turn)
+            wrap(ReplicaSet, "_work", _work_reversed)
+        register_optimizer_step_pre_hook(self.before_step)
+        register_optimizer_step_post_hook(self.after_step)
+        if self.job.target is not None:
+            pin_clocks()
+            register_module_forward_pre_hook(_enter_module)
+            register_module_forward_hook(_leave_module, always_call=True)
+        if self.job.way.threads is not None:
+            torch.set_num_threads(self.job.way.threads)
+
+    def note(self, **noted: Any) -> None:
+        """Write a line about the script, once."""
+        text = repr(noted)
+        if text not in self.notes:
+            self.notes.add(text)
+            self.recorder.write({"note": noted})
+
+    def build(self, original: Call, built: Any, *args: Any, **options: Any) -> None:
+        """Create an updater, group or module on the devices of the way, with the shards of the script."""
+        if id(built) in self.building:
+            # The constructor of a class calls that of the class below.
+            original(built, *args, **options)
+            return
+        self.building.add(id(built))
+        positional = None
+        if not isinstance(built, ParallelUpdater) and len(args) > 1:
+            # `devices` is the second argument of a group and of a module.
+            positional, args = args[1], (args[0], *args[2:])
+        asked = options.get("devices", "auto") if positional is None else positional
+        places = parse_devices(asked)
+        if options.get("num_shards") is None:
+            self.note(no_num_shards=type(built).__name__, places=len(places))
+            options["num_shards"] = len(places)
+        if isinstance(options.get("workloads"), (list, tuple)):
+            options["workloads"] = None
+        first, count = places[0], self.job.way.devices
+        if first.type == "cpu":
+            options["devices"] = ["cpu"] * count
+        else:
+            number = torch.get_device_module(first).device_count()
+            options["devices"] = [torch.device(first.type, index % number) for index in range(count)]
+        try:
+            original(built, *args, **options)
+        finally:
+            self.building.discard(id(built))
+
+    def build_iterator(self, original: Call, built: BatchIterator, *args: Any, **options: Any) -> None:
+        """Create an iterator with the worker processes of the way."""
+        self.note(iterator=True)
+        original(built, *args, **{**options, "num_workers": self.job.way.workers})
+
+    def build_trainer(self, original: Call, trainer: Trainer, *args: Any, **options: Any) -> None:
+        """Create a trainer whose files are not those of the user's run."""
+        original(trainer, *args, **options)
+        self.trainers += 1
+        self.trainer = trainer
+
+    def run_trainer(self, original: Call, trainer: Trainer, *args: Any, **options: Any) -> None:
+        """Run a trainer in a folder of this job's way; resume there if this process is the second."""
+        job = self.job
+        trainer.out = Path(job.folder, f"out-{job.way.name}-{self.trainers}")
+        if job.dies_at or job.resumes_at:
+            self.snapshot = _snapshot_at(trainer, job.dies_at or job.resumes_at)
+        if job.resumes_at:
+            args, options = (), {**options, "resume": "auto"}
+        original(trainer, *args, **options)
+
+    def update(self, original: Call, updater: ParallelUpdater) -> Any:
+        """Run an update and record it."""
+        recorder, job = self.recorder, self.job
+        if self.trainer is None and (job.dies_at or job.resumes_at):
+            self._save_or_resume(updater)
+        recorder.count(updater, updater.iteration)
+        self.dying = bool(job.dies_at) and updater.iteration == job.dies_at
+        if self.dying and self.snapshot is not None:
+            # A thread writes the snapshot of the last update.
+            self.snapshot.wait()
+        LOCAL.owner = updater
+        recorder.inside += 1
+        try:
+            result = original(updater)
+        finally:
+            recorder.inside -= 1
+        training = updater._training  # noqa: SLF001 - the state of all updaters under its names
+        recorder.update(updater, "updater", training.tensors(), result.loss)
+        return result
+
+    def _save_or_resume(self, updater: ParallelUpdater) -> None:
+        """Save the state of an updater without a trainer, or load it."""
+        path = Path(self.job.folder, STATE)
+        if self.job.dies_at and updater.iteration == self.job.dies_at:
+            torch.save(updater.state_dict(), path)
+        elif self.job.resumes_at and not self.resumed:
+            self.resumed.add(id(updater))
+            updater.load_state_dict(torch.load(path, weights_only=False))
+
+    def is_to_die(self) -> bool:
+        """Whether this process is to be killed in the shard that begins."""
+        return self.dying
+
+    def run_shards(self, original: Call, runner: ShardRunner, work: Any, task: Any, streams: ShardStreams) -> None:
+        """Run shards, and record each."""
+        LOCAL.streams = streams
+        original(runner, work, ObservedTask(task, self, task.phase), streams)
+
+    def pop_gradients(self, original: Call, runner: ShardRunner) -> Any:
+        """Remove the gradients of a replica, and record those of a shard."""
+        gradients = original(runner)
+        shard = LOCAL.shard
+        if shard is not None and not LOCAL.experiment and any(gradient is not None for gradient in gradients):
+            self.recorder.shard(*shard, gradients=of_parameters(runner.replica, gradients))
+        return gradients
+
+    def run_streams(self, original: Call, streams: ShardStreams, *args: Any, **options: Any) -> Any:
+        """Count the computations of an update."""
+        self.recorder.computation += 1
+        return original(streams, *args, **options)
+
+    def is_target(self, computation: int | None, shard: int | None) -> bool:
+        """Whether a shard, or with None the step, is what to look at more closely."""
+        target = self.job.target
+        if target is None or (target.computation, target.shard) != (computation, shard):
+            return False
+        return self.recorder.updates_of(target.source) + 1 == target.update
+
+    @contextmanager
+    def modes(self, *, log: bool) -> Iterator[OperatorLog | None]:
+        """Fill fresh memory if the way does, and log operators if asked to; yield the log."""
+        with FreshMemory() if self.job.way.fills else NO_CONTEXT:
+            if not log:
+                yield None
+                return
+            with OperatorLog() as made:
+                yield made
+
+    def write_trace(self, log: OperatorLog | None, kind: Callable[[], str] | None) -> None:
+        """Write what a shard or step has called, and with the first way what it depends on.
+
+        Args:
+            log: The operators.
+            kind: The experiments; None where none can be made.
+        """
+        found = kind() if kind is not None and self.job.way == REFERENCE else ""
+        self.recorder.write({"trace": {"calls": [] if log is None else log.calls, "kind": found}})
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Prepare the step of an optimizer."""
+        del args, kwargs
+        if LOCAL.experiment:
+            return
+        is_target = self.is_target(None, None)
+        kind = kind_of_step(optimizer) if is_target and self.job.way == REFERENCE else ""
+        LOCAL.modes = stack = ExitStack()
+        log = stack.enter_context(self.modes(log=is_target))
+        if is_target:
+            stack.callback(lambda: self.write_trace(log, lambda: kind))
+
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Record the step of an optimizer that no updater calls."""
+        del args, kwargs
+        if LOCAL.experiment:
+            return
+        if LOCAL.modes is not None:
+            LOCAL.modes.close()
+            LOCAL.modes = None
+        if self.recorder.inside:
+            return
+        found: dict[str, torch.Tensor] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self.recorder.names.get(id(parameter), f"parameter {len(found)}")
+                found[name] = parameter
+                state = optimizer.state.get(parameter, {})
+                found |= {f"{key} of {name}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
+        self.recorder.update(optimizer, "optimizer", found)
+
+
+def _enter_module(module: nn.Module, inputs: Any) -> None:
+    """Remember which module runs."""
+    del inputs
+    LOCAL.modules = (*LOCAL.modules, f"a {type(module).__name__}")
+
+
+def _leave_module(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Forget the module that has run."""
+    del module, inputs, outputs
+    LOCAL.modules = LOCAL.modules[:-1]
+
+
+def _run_in_turn(original: Call, replicas: ReplicaSet, work: Callable[[int], None], **options: Any) -> None:
+    """Run the work of all devices one after another."""
+    original(replicas, work, **{**options, "parallel": False})
+
+
+def _work_reversed(original: Call, replicas: ReplicaSet, work: Callable[[int], None], place: int, at: Any) -> None:
+    """Run the work of the last device first."""
+    original(replicas, work, len(replicas.devices) - 1 - place, at)
+
+
+def _snapshot_at(trainer: Trainer, update: int) -> Snapshot:
+    """Change a trainer so that it writes a snapshot at one update only; return the extension."""
+    entries = trainer._entries  # noqa: SLF001 - a trainer has no way to move a trigger
+    held = [name for name, entry in entries.items() if isinstance(entry.extension, Snapshot)]
+    for name in held:
+        entry = entries.pop(name)
+        trainer._order.remove(entry)  # noqa: SLF001 - as above
+    snapshot = Snapshot()
+    trainer.extend(snapshot, name=held[0] if held else "Snapshot", trigger=(update, "iteration"))
+    return snapshot

@@ -1,0 +1,104 @@
+"""Dispatch modes that see every operator that a shard or an optimizer calls."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import sysconfig
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lockstep.verify.local import LOCAL
+from lockstep.verify.recorder import bits
+
+BORDER: Final = "verify/instruments.py"
+"""The end of the file below whose frames a shard or a step begins."""
+NOT_THE_USERS: Final = (
+    str(Path(torch.__file__).parent),
+    str(Path(__file__).parents[1]),
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    "<",
+)
+"""Beginnings of the names of files that are not the user's."""
+
+ALLOCATIONS: Final = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
+"""The operators that return memory without writing to it."""
+
+
+class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's base class has no types
+    """Fills the memory that operators leave unwritten, and chooses no other kernel by it.
+
+    Args:
+        value: The number to fill it with. In integers NaN becomes the largest one.
+    """
+
+    def __init__(self, value: float = float("nan")) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._value = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator, and fill what it has allocated."""
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ALLOCATIONS and isinstance(made, torch.Tensor) and not made.is_meta:
+            fill(made, self._value)
+        return made
+
+
+def fill(tensor: torch.Tensor, value: float) -> None:
+    """Fill a tensor with a number, and one of integers with 0 or the largest one.
+
+    Args:
+        tensor: Changed in place.
+        value: The number.
+    """
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(value)
+    elif tensor.dtype == torch.bool:
+        tensor.fill_(value != 0)
+    elif not tensor.is_quantized:
+        tensor.fill_(0 if value == 0 else torch.iinfo(tensor.dtype).max)
+
+
+class OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+    """Writes down every operator that is called: its name, a hash of what it returns, and the line that called it.
+
+    Attributes:
+        calls: The calls in order, as JSON values. ``"line"`` is empty where no code of the user is below the shard, as
+            in backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.calls: list[dict[str, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call an operator, and write it down."""
+        made = func(*args, **(kwargs or {}))
+        found = [bits(each) for each in tree_leaves(made) if isinstance(each, torch.Tensor)]
+        modules = LOCAL.modules
+        self.calls.append(
+            {"operator": str(func), "made": found, "line": users_line(), "module": modules[-1] if modules else ""}
+        )
+        return made
+
+
+def users_line() -> str:
+    """Return the innermost line of the user's code that leads to this call; empty if there is none in the shard."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - `inspect.stack` reads the source of every frame
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.endswith(BORDER):
+            return ""
+        if not name.startswith(NOT_THE_USERS):
+            text = linecache.getline(name, frame.f_lineno).strip()
+            return f"{Path(name).name}:{frame.f_lineno} in {frame.f_code.co_name}: {text}"
+        frame = frame.f_back
+    return ""

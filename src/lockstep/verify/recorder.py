@@ -1,0 +1,144 @@
+"""Write down the bits of every update: of its shards, of what is trained, and of its loss."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from lockstep.digest import tensor_digest
+from lockstep.nest import named_tensors
+
+DIGITS: Final = 16
+"""Hexadecimal digits of the hashes in a record."""
+
+
+class UpdatesMade(BaseException):
+    """Ends the script after the last update that is compared. It is no `Exception`, which a script may catch."""
+
+
+def bits(tensor: torch.Tensor) -> str:
+    """Return a hash of the bits of a tensor.
+
+    Args:
+        tensor: The tensor. One whose bits cannot be read, such as a tensor on the meta device, counts as its type.
+    """
+    try:
+        return tensor_digest(tensor.detach())[:DIGITS]
+    except (TypeError, RuntimeError, NotImplementedError):
+        return str(type(tensor))
+
+
+class Recorder:
+    """Collects what the shards of an update compute, and writes one line per update.
+
+    Args:
+        path: The file to write.
+        updates: The number of updates of an updater after which the script ends.
+
+    Attributes:
+        computation: The number of gradients computed since the last update.
+        inside: How many calls of ``update`` are running: those of updaters may be nested.
+        names: The names of the parameters of models, by ``id``.
+    """
+
+    def __init__(self, path: Path, updates: int) -> None:
+        self._file = path.open("w", encoding="utf-8")
+        self._updates = updates
+        self._lock = threading.Lock()
+        self._sources: dict[int, int] = {}
+        self._kept: list[object] = []
+        self._made: dict[int, int] = {}
+        self._shards: dict[str, dict[str, Any]] = {}
+        self.computation = 0
+        self.inside = 0
+        self.names: dict[int, str] = {}
+
+    def name_parameters(self, model: nn.Module) -> None:
+        """Remember the names of a model's parameters, for optimizers that are stepped without an updater."""
+        for name, parameter in model.named_parameters():
+            self.names.setdefault(id(parameter), name)
+
+    def source(self, owner: object) -> int:
+        """Return the number of an updater or optimizer, in the order in which they began."""
+        if id(owner) not in self._sources:
+            self._kept.append(owner)
+            self._sources[id(owner)] = len(self._sources)
+        return self._sources[id(owner)]
+
+    def updates_of(self, source: int) -> int:
+        """Return how many updates the updater or optimizer of a number has made."""
+        return self._made.get(source, 0)
+
+    def count(self, owner: object, made: int) -> None:
+        """Set the number of updates that an updater has made, some of them perhaps in an earlier process."""
+        self._made[self.source(owner)] = made
+
+    def shard(self, computation: int, shard: int, **measured: Any) -> None:
+        """Add what was measured of a shard.
+
+        Args:
+            computation: The number of the gradient since the last update.
+            shard: The index of the shard.
+            **measured: Hashes by name, or dicts of them.
+        """
+        with self._lock:
+            self._shards.setdefault(f"{computation}/{shard}", {}).update(measured)
+
+    def update(self, owner: object, kind: str, tensors: Mapping[str, torch.Tensor], loss: Any = None) -> None:
+        """Write the line of an update, and end the script after the last one.
+
+        Args:
+            owner: The updater or optimizer.
+            kind: "updater" or "optimizer".
+            tensors: What is trained, by name.
+            loss: The loss of the update, if it is known.
+
+        Raises:
+            UpdatesMade: If every updater and optimizer that has begun has made its updates.
+        """
+        source = self.source(owner)
+        number = self._made[source] = self._made.get(source, 0) + 1
+        with self._lock:
+            shards, self._shards, self.computation = self._shards, {}, 0
+        self.write(
+            {
+                "source": source,
+                "kind": kind,
+                "update": number,
+                "loss": None if loss is None else float(loss).hex(),
+                "tensors": {name: bits(tensor) for name, tensor in tensors.items()},
+                "shards": shards,
+            }
+        )
+        most = max(self._made.values())
+        if min(self._made.values()) >= self._updates or most >= 3 * self._updates:
+            raise UpdatesMade
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Write one line, and hand it to the system, which keeps it if the process is killed."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def of_nest(nest: Any) -> dict[str, str]:
+    """Return the hashes of the tensors in a batch, by the expressions that lead to them."""
+    return {name: bits(tensor) for name, tensor in named_tensors(nest)}
+
+
+def of_parameters(replica: nn.Module, gradients: Iterable[torch.Tensor | None]) -> dict[str, str]:
+    """Return the hashes of gradients by the names of their parameters.
+
+    Args:
+        replica: The replica that computed them.
+        gradients: The gradients of its parameters that require one, in order; None where there is none.
+    """
+    names = [name for name, parameter in replica.named_parameters() if parameter.requires_grad]
+    return {
+        name: "none" if gradient is None else bits(gradient) for name, gradient in zip(names, gradients, strict=False)
+    }

@@ -1,0 +1,75 @@
+"""`lockstep verify` runs a script with a trainer in all ways, and leaves the files of the user's runs alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli import main
+from lockstep.verify import WAYS, chosen
+
+SCRIPT = """
+import sys
+import torch
+import lockstep as ls
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.Linear(8, 2))
+updater = ls.ParallelUpdater(
+    ls.BatchIterator(data, 16, shuffle=True),
+    torch.optim.AdamW(model.parameters()),
+    model,
+    devices=2,
+    num_shards=4,
+    loss_fn=ls.supervised(torch.nn.functional.cross_entropy),
+)
+trainer = ls.Trainer(updater, until=(50, "iteration"), out=sys.argv[1])
+trainer.extend(ls.extensions.LogReport(), trigger=(1, "iteration"))
+trainer.extend(ls.extensions.Snapshot(), trigger=(1, "iteration"))
+trainer.run(resume="auto")
+"""
+
+
+def run_verify(*arguments: str) -> int:
+    return main(["verify", *arguments])
+
+
+def test_all_ways_of_a_script_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT, encoding="utf-8")
+    assert run_verify("--json", "--updates", "5", str(script), str(out)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["way"] for row in found["ways"]] == [way.name for way in WAYS]
+    assert [row["status"] for row in found["ways"]] == ["equal"] * len(WAYS)
+    # Half of the updates were made by the process that was killed.
+    assert [row["updates"] for row in found["ways"]] == [5] * (len(WAYS) - 1) + [3]
+    assert found["starts"] <= 8
+    assert not out.exists()
+
+
+def test_a_script_that_fails_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('no data')", encoding="utf-8")
+    assert run_verify("--only", "later", str(script)) == 1
+    assert "The script could not be run on one device: ValueError: no data" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "moon", __file__], "`only` must hold names of"),
+        (["--updates", "1", __file__], "`updates` must be at least 2, got 1."),
+        (["nothing.py"], "`script` must be a file, got nothing.py."),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_verify(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_way_left_is_refused() -> None:
+    with pytest.raises(ValueError, match="must leave at least one way, got none"):
+        chosen(only=["later"], skip=["later"])
