@@ -16,6 +16,15 @@ LARGE: Final = 2**18
 """Elements. The call of a hook takes longer than it takes to add a smaller tensor."""
 
 
+def can_be_merged(parameter: torch.Tensor) -> bool:
+    """Return whether it pays to add the gradient of a parameter to the sums during backward.
+
+    Args:
+        parameter: The parameter.
+    """
+    return parameter.numel() >= LARGE and parameter.device.type == "cpu" and parameter.requires_grad
+
+
 class GradientMerge:
     """Adds the gradients of one shard to the sums of a device, one parameter after another, and frees them.
 
@@ -50,7 +59,7 @@ class GradientMerge:
         handles = [
             each.register_post_accumulate_grad_hook(partial(self._merge, index))  # type: ignore[no-untyped-call]  # torch's gap
             for index, each in chosen
-            if each.numel() >= LARGE and each.device.type == "cpu" and each.requires_grad
+            if can_be_merged(each)
         ]
         try:
             yield

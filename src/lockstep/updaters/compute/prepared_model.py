@@ -21,6 +21,7 @@ from lockstep.replicas import (
     buffer_refs,
 )
 from lockstep.updaters.compute.lightning_logs import observe_logs
+from lockstep.updaters.compute.merging import can_be_merged
 from lockstep.updaters.setup import Recipe
 
 
@@ -38,6 +39,7 @@ class PreparedModel:
         runners: The runner of each replica.
         observers: For each replica, the modules under the names that they report by.
         writes: Refuses a model that writes to its parameters.
+        has_large: Whether there are gradients that are added to the sums during backward.
     """
 
     tree_sum: TreeSum
@@ -49,6 +51,7 @@ class PreparedModel:
     runners: Sequence[ShardRunner] = ()
     observers: Sequence[Observers] = ()
     writes: ParameterWrites = field(default_factory=ParameterWrites)
+    has_large: bool = False
 
     @classmethod
     def of(cls, replicas: ReplicaSet, recipe: Recipe) -> PreparedModel:
@@ -79,6 +82,7 @@ class PreparedModel:
             create_runners(replicas, recipe.buffers, trained=True),
             [Observers({"": replica}) for replica in replicas.replicas],
             ParameterWrites(replicas),
+            any(map(can_be_merged, parameters)),
         )
 
     def unwanted_indices(self, wanted: frozenset[int]) -> list[int]:

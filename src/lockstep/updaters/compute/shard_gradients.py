@@ -259,10 +259,13 @@ class DeviceGradientTask:
         runner.replicas.progress.enter_phase(runner.place, BACKWARD, shard)
         # Gradients that have still to be multiplied are not yet the values to send.
         if early_receiver is None or remaining_factor is not None:
-            merge = None if remaining_factor is not None else self._merge(shard)
-            with NO_CONTEXT if merge is None else merge.merging(runner.parameters):
+            merge = self._merge(shard) if self.context.merges and remaining_factor is None else None
+            if merge is None:
                 runner.backward(shard, (loss.value,), (initial,))
-            self.spoiled |= merge is not None and merge.spoiled
+                return remaining_factor
+            with merge.merging(runner.parameters):
+                runner.backward(shard, (loss.value,), (initial,))
+            self.spoiled |= merge.spoiled
         else:
             with early_receiver.sending(shard.index, self.gradients.partials, runner.parameters):
                 runner.backward(shard, (loss.value,), (initial,))
@@ -272,7 +275,7 @@ class DeviceGradientTask:
         """Return what adds the gradients of a shard to the sums during backward; None if they are needed after it."""
         context = self.context
         is_read = context.inspect_shard is not None and context.inspected in {None, shard.index}
-        if not context.merges or is_read or context.precision.held_dtype is not None:
+        if is_read or context.precision.held_dtype is not None:
             return None
         return GradientMerge(self.gradients, shard.index)
 

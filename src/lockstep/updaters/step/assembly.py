@@ -155,41 +155,30 @@ def assemble(
         # Each process loads only the samples of its own shards.
         for each in training.iterators.values():
             each.load_only(engine.own_samples)
-    if recipe.num_shards is None and engine.shards_per_batch > 1 and recipe.split == "contiguous":
-        warnings.warn(
-            f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
-            "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
-            "results that do not.",
-            stacklevel=4,
-        )
-    if communicator.rank == 0:
-        warn_of_idle_devices(recipe, training.iterator, devices=len(replicas.devices) * communicator.size)
+    _warn_of_shards(recipe, engine, communicator)
     coordinator = LocalCoordinator() if ranks is None else ranks.coordinator
     shared = share_out(
         training, communicator, shard_optimizer, coordinator, one_machine=ranks is None or ranks.one_machine
     )
     deferral = Deferral(recipe.on_overflow, communicator.size, training)
     skips = SkippedUpdates(training, recipe.max_skipped)
-    return Parts(
-        recipe,
-        networks,
-        training,
-        communicator,
-        coordinator,
-        engine,
-        OverflowRetry(engine, training, recipe, deferral, coordinator),
-        Committer(
-            engine,
-            training,
-            deferral,
-            skips,
-            auto_new_epoch=recipe.auto_new_epoch,
-            clip=recipe.clip_grad_norm,
-            shared=shared,
-        ),
-        deferral,
-        skips,
-    )
+    retry = OverflowRetry(engine, training, recipe, deferral, coordinator)
+    committer = Committer(engine, training, deferral, skips, shared=shared)
+    return Parts(recipe, networks, training, communicator, coordinator, engine, retry, committer, deferral, skips)
+
+
+def _warn_of_shards(recipe: Recipe, engine: GradientEngine, communicator: Communicator) -> None:
+    """Warn where the number of shards does not fit the devices."""
+    if recipe.num_shards is None and engine.shards_per_batch > 1 and recipe.split == "contiguous":
+        warnings.warn(
+            f"`num_shards` is not given, so each batch is cut into one shard per device ({engine.shards_per_batch}). "
+            "Random numbers, batch statistics and rounding then depend on the number of devices. Give num_shards for "
+            "results that do not.",
+            stacklevel=5,
+        )
+    if communicator.rank == 0:
+        devices = len(engine.replicas.devices) * communicator.size
+        warn_of_idle_devices(recipe, engine.training.iterator, devices=devices)
 
 
 def _prepare_hooks(optimizers: Mapping[str, Optimizer]) -> None:

@@ -154,13 +154,13 @@ def warn_of_idle_devices(recipe: Recipe, iterator: Iterator, *, devices: int) ->
         warnings.warn(
             f"`num_shards` is {shards}, but there are {devices} devices, of which some will have nothing to compute. "
             "Use fewer devices, or more shards, which is another result.",
-            stacklevel=5,
+            stacklevel=6,
         )
     if isinstance(iterator, BatchIterator) and shards > iterator.batch_size:
         warnings.warn(
             f"`num_shards` is {shards}, but a batch has only {iterator.batch_size} samples: each of them is a shard, "
             "and the others are empty. Use fewer shards or larger batches.",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

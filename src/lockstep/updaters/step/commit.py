@@ -41,8 +41,6 @@ class Committer:
         training: The training state.
         deferral: Decides whether a deferred check is read after all.
         skips: Notices updates that are skipped.
-        auto_new_epoch: Whether to notify optimizers that count epochs.
-        clip: The argument `clip_grad_norm` of the updater.
         shared: The steps of optimizers that the ranks share out, by name.
 
     Attributes:
@@ -56,11 +54,10 @@ class Committer:
         deferral: Deferral,
         skips: SkippedUpdates,
         *,
-        auto_new_epoch: bool,
-        clip: float | Mapping[str, float] | None,
         shared: Mapping[str, SharedStep],
     ) -> None:
-        norms = clipping_norms(clip, training.optimizers)
+        recipe = engine.recipe
+        norms = clipping_norms(recipe.clip_grad_norm, training.optimizers)
         self._clips = bool(norms)
         self._deferral = deferral
         self._skips = skips
@@ -77,7 +74,7 @@ class Committer:
             lambda functions: engine.first_updates.watching_steps(training.iteration, functions),
         )
         self.own_steps = OwnSteps()
-        self._epoch_listeners = EpochListeners(training.optimizers if auto_new_epoch else {})
+        self._epoch_listeners = EpochListeners(training.optimizers if recipe.auto_new_epoch else {})
 
     def assign_gradients(self, attempt: Attempt) -> None:
         """Store the gradients of an attempt where optimizers read them.

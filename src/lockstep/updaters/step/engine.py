@@ -209,7 +209,7 @@ class GradientEngine:
             shard_loss=request.shard_loss,
             is_first=is_first,
             reads_buffers=self.training.iteration == self.first_updates.start,
-            merges=self._merges,
+            merges=self._merges and self.prepared.has_large,
             inspected=None if attempt.audit is None else attempt.audit.shard.index,
         )
 
@@ -436,7 +436,8 @@ class GradientEngine:
         if attempt.gradient_context.is_first:
             check_first_shards(attempt, prepared, self.replicas.model)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
-        left_out = context.interrupts.check() or attempt.refuted or self._is_spoiled(attempt)
+        left_out = context.interrupts.check() or attempt.refuted
+        left_out |= attempt.gradient_context.merges and self._is_spoiled(attempt)
         self.watch.phase = "reduce"
         if self.ranks is not None:
             self.ranks.reduce(
