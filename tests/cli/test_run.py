@@ -65,7 +65,9 @@ def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(re.findall("<[^>]*>", done.stdout))  # two ranks may write into one line
 
 
-@pytest.mark.parametrize("launcher", [[*RUN, "-n", "2"], [*TORCHRUN, "--nproc-per-node", "2"]])
+@pytest.mark.parametrize(
+    "launcher", [[*RUN, "-n", "2"], pytest.param([*TORCHRUN, "--nproc-per-node", "2"], marks=pytest.mark.slow)]
+)
 def test_a_script_runs_on_two_processes(launcher: list[str], script: Path) -> None:
     done = finished([*launcher, script, "--option", "modules"], forked=False)
     assert done.returncode == 0, done.stderr

@@ -23,6 +23,7 @@ def _train(communicator: ls.ProcessCommunicator, work: Workload, devices: tuple[
     return train_on(work, devices, num_shards=5, communicator=communicator, **options)[0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("work", [MLP, CONVNET, WIDE], ids=repr)
 def test_ranks_with_two_devices_each_train_as_one_cpu(work: Workload, size: int) -> None:

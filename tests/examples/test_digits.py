@@ -86,7 +86,7 @@ def test_another_seed_gives_another_digest_and_several_a_mean(tmp_path, module, 
     assert float(mean) == pytest.approx(sum(accuracies) / 2, abs=0.0101)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_compare_says_that_the_digests_are_equal(tmp_path, module, capsys, precision):
     options = ["--compare", "--devices", "cpu,cpu", "--precision", precision]
     module.main([*options, "--epochs", "1", "--out", str(tmp_path)])

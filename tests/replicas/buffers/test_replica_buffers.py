@@ -124,6 +124,7 @@ RULES: dict[str, Any] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("pattern", ["11111", "00000", "10000", "00001", "01011", "00110"])
 def test_on_a_device_that_nobody_reads_buffers_become_the_same(pattern: str, rule: str) -> None:

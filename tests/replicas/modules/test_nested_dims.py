@@ -59,6 +59,7 @@ def gradients(model: nn.Module, *, batch_first: bool = True) -> list[torch.Tenso
 
 
 @pytest.mark.usefixtures("one_intra_op_thread")
+@pytest.mark.each_value
 @pytest.mark.parametrize("parallel_backward", [True, False])
 @pytest.mark.parametrize(
     "dim", [STATES, (0, 1), [0, (1, 1)], {"hx": (1, 1)}, {"hx": [1, -2]}, {"hx[0]": 1, "hx[1]": 1}]

@@ -73,7 +73,7 @@ def trained(
                     "result": [result.applied, result.tries, result.loss_scale, result.nonfinite],
                 }
             )
-        return ls.digest(state_digest(updater), updater.state_dict(), measured)
+        return ls.digest([state_digest(updater)], updater.state_dict(), measured)
 
 
 def measured_loss(model: nn.Module, x: torch.Tensor, target: torch.Tensor) -> ls.Loss:

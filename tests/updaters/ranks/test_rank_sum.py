@@ -89,7 +89,7 @@ def with_all_switches() -> Found:
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
 def ranks(request: pytest.FixtureRequest) -> list[Found]:
     return launch_on_ranks(with_all_switches, request.param)
 

@@ -211,6 +211,8 @@ class Auditor:
         self._repeated: tuple[int, int] | None = None
         self.has_warned = False
         """Whether a dependency was warned of, after which a difference says nothing new."""
+        self.is_explained = False
+        """Whether another warning has named the cause of a dependency."""
         self.next: float = math.inf
         """The next update that is audited, as the number of updates before it; also while that one runs."""
 
@@ -262,11 +264,11 @@ class Auditor:
         shard = shards[crc32(f"{self._seed} {update}".encode()) % len(shards)]
         return Audit(shard, place, other, spares[turn % len(spares)], rank)
 
-    def must_repeat(self, finding: Finding | None, update: int, computation: int, devices: Any) -> bool:
+    def must_repeat(self, finding: Finding, update: int, computation: int, devices: Any) -> bool:
         """Raise, warn or log if an audit has found a difference; return whether the attempt is made once more.
 
         Args:
-            finding: What was found; None for nothing.
+            finding: What was found.
             update: The number of updates that are done.
             computation: The number of gradients that the update has computed before.
             devices: The devices of this process.
@@ -274,10 +276,10 @@ class Auditor:
         Raises:
             FaultError: If a place is wrong.
         """
-        if finding is None:
-            return False
         if self._every is None or not finding.is_repeatable:
             self.has_warned = True
+            if self.is_explained:
+                return False
             warnings.warn(f"{finding.text(update, devices)} {CAUSES}", DeterminismWarning, stacklevel=2)
             return False
         error = finding.error(update, devices)

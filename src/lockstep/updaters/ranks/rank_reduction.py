@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from lockstep.communicators import Communicator
 from lockstep.replicas import BufferRef
-from lockstep.updaters.attempt import Attempt, Described
+from lockstep.updaters.attempt import Attempt, Described, Exchange
 from lockstep.updaters.compute import ShardAssignment, workloads_of
 from lockstep.updaters.ranks import rank_sum
 from lockstep.updaters.ranks.consistency import RankConsistency
@@ -93,6 +93,9 @@ class RankReduction:
         complete = len(attempt.device_shards) == 1 and attempt.gradient_context.precision.held_dtype is None
         key = json.dumps([position["computation"], position["batch sizes"]]) if complete else None
         attempt.gradient_context.early_receiver = self._sum.begin_sum(key, attempt.share, like)
+        if attempt.gradient_context.early_receiver is not None:
+            # Of an attempt after an overflow, whose gradients are sent before they could be compared.
+            attempt.audit = None
 
     def reduce(
         self,
@@ -103,6 +106,7 @@ class RankReduction:
         speeds: Sequence[float] | None,
         buffer_refs: Sequence[BufferRef],
         compares_buffers: bool,
+        refuted: Callable[[Sequence[Sequence[str | None]], Exchange], bool],
     ) -> None:
         """Exchange reports, and sum what the devices of all ranks have computed.
 
@@ -113,6 +117,7 @@ class RankReduction:
             speeds: The measured speeds of this rank's devices; None if they are not known.
             buffer_refs: References to the model's buffers.
             compares_buffers: Whether buffers that have no mean are compared with those of other ranks.
+            refuted: Whether an audit has found a wrong result, given what the ranks have computed for it.
 
         Raises:
             PeerError: If a rank failed.
@@ -136,12 +141,16 @@ class RankReduction:
             buffers.weights,
             buffers.described(buffer_refs) if compares_buffers else {},
             speeds if self.may_move else None,
+            None if attempt.audit is None else attempt.audit.to_plain(),
         )
         # All shards are computed by now but nothing has been summed, so ranks with other batches can raise here.
         plain_reports = self.coordinator.exchange_reports(position, self._batches, report.to_plain(), repeat=repeat)
-        attempt.complete = plain_reports is not None
-        if plain_reports is not None:
-            reports = list(map(RankReport.from_plain, plain_reports))
+        reports = [RankReport.from_plain(each) for each in plain_reports or ()]
+        audited = [report.audited for report in reports if report.audited is not None]
+        # All ranks have the same reports, so that all of them compute the shard again or none does.
+        is_refuted = bool(audited) and len(audited) == len(reports) and refuted(audited, self._communicator.exchange)
+        attempt.complete = plain_reports is not None and not is_refuted
+        if attempt.complete:
             self._add_up(attempt, reports)
             attempt.buffer_sums = (
                 [sum_buffers(self._communicator, buffers, reports, buffer_refs)] if buffer_refs else []
@@ -154,7 +163,7 @@ class RankReduction:
     def _add_up(self, attempt: Attempt, reports: Sequence[RankReport]) -> None:
         """Store what all ranks have computed in the attempt."""
         attempt.reports, attempt.buffer_weight = [], 0
-        contributions, steady = [], self._update_assignment(reports)
+        contributions, steady = [], self._update_assignment(reports) and attempt.may_send_early
         # In order of ranks, which is the order of shards: divisor and mean loss are the same on every rank.
         for report in reports:
             attempt.reports += report.shards

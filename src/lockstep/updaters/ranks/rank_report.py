@@ -30,6 +30,7 @@ class RankReport:
         changed_weights: For each buffer, the total weight of the shards that changed it.
         firsts: The digests of buffers that have no mean, by their numbers, where they are compared.
         speeds: The measured speeds of the rank's devices; None until they are known, or if they are not measured.
+        audited: What the rank has computed for the audit of the attempt; None if it is not audited.
     """
 
     shards: Sequence[ShardReport]
@@ -39,6 +40,7 @@ class RankReport:
     changed_weights: Sequence[float]
     firsts: Mapping[str, str]
     speeds: Sequence[float] | None
+    audited: Sequence[str | None] | None = None
 
     def to_plain(self) -> dict[str, Any]:
         """Convert the report to lists, numbers and text."""
@@ -57,6 +59,7 @@ class RankReport:
             "changed_weights": self.changed_weights,
             "firsts": self.firsts,
             "speeds": self.speeds,
+            "audited": self.audited,
         }
 
     @classmethod
@@ -77,6 +80,7 @@ class RankReport:
             plain["changed_weights"],
             plain["firsts"],
             plain["speeds"],
+            plain["audited"],
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from lockstep.communicators import Watch
-from lockstep.data import Samples
+from lockstep.data import Samples, draws_no_numbers
 from lockstep.digest import checksum
 from lockstep.nest import call_arguments, map_tensors
 from lockstep.plan import Shard
@@ -389,8 +389,9 @@ class GradientEngine:
             )
             if attempt.audit is not None and not self.replicas.stopping:
                 attempt.audit.run()
-        if attempt.audit is not None and self.ranks is None:
-            attempt.refuted = self._is_refuted(attempt.audit, request.computation)
+        if attempt.audit is not None:
+            self._auditor.warn_of_buffers(attempt.audit.left)
+            attempt.refuted = self.ranks is None and self._is_refuted(attempt)
         attempt.device_tasks = device_tasks  # type: ignore[assignment]  # every device has put its task there
         if self._speeds is not None:
             self._speeds.end_computation(device_shards)
@@ -442,6 +443,7 @@ class GradientEngine:
                 speeds=None if self._speeds is None else self._speeds.found,
                 buffer_refs=prepared.buffer_refs,
                 compares_buffers=attempt.gradient_context.is_first,
+                refuted=partial(self._is_refuted, attempt),
             )
             if attempt.complete:
                 attempt.slices_are_finite = [finish_whole(attempt.gradients, normalizer(attempt.reports))]
@@ -466,14 +468,16 @@ class GradientEngine:
         )
 
     def _is_refuted(
-        self, audit: Audit, computation: int, reports: Sequence[Any] = (), exchange: Exchange | None = None
+        self, attempt: Attempt, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None
     ) -> bool:
         """Return whether an audit has found a wrong result, and the attempt is to be made once more."""
+        finding = None if attempt.audit is None else attempt.audit.finding(reports, exchange)
+        if finding is None:
+            return False
         # A detector that names the tensor or the generator says more than the audit.
-        self._auditor.has_warned |= self.first_updates.has_warned
-        finding = None if self._auditor.has_warned else audit.finding(reports, exchange)
-        self._auditor.warn_of_buffers(audit.left)
-        return self._auditor.must_repeat(finding, self.training.iteration, computation, self.replicas.devices)
+        self._auditor.is_explained = self.first_updates.has_warned
+        update, computation = self.training.iteration, attempt.request.computation
+        return self._auditor.must_repeat(finding, update, computation, self.replicas.devices)
 
     def check(self, attempt: Attempt) -> None:
         """Check whether the gradient of a complete attempt is finite, or leave the check on the device.
@@ -568,4 +572,5 @@ class GradientEngine:
 
 def _draws(batches: Sequence[Any]) -> bool:
     """Return whether samples may draw from generators that an audit must not move, so that they are not read again."""
-    return any(type(batch) is Samples and batch.streams is None for batch in batches)
+    read = [batch for batch in batches if type(batch) is Samples and batch.streams is None]
+    return not all(draws_no_numbers(batch.dataset) for batch in read)
