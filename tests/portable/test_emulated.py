@@ -79,6 +79,7 @@ def native(arguments: Sequence[str]) -> dict[str, object]:
     return found
 
 
+@pytest.mark.timeout(2 * TIMEOUT)
 def test_the_cases_are_equal_on_haswell() -> None:
     """The start of the program compares them; `machine_problem` and the checks of settings pass there as well."""
     assert results_of(emulated("Haswell", ["cases"])) == native(["cases"])
