@@ -17,9 +17,17 @@ exclude_patterns = ["_build"]
 smartquotes_action = "qe"  # not dashes, which would turn the `--` of options into one
 html_theme = "furo"
 html_title = f"lockstep {release}"
-html_theme_options = {"navigation_with_keys": True}
+NO_UNDERLINES = {"color-link-underline": "transparent", "color-link-underline--visited": "transparent"}
+html_theme_options = {
+    "navigation_with_keys": True,
+    "light_css_variables": NO_UNDERLINES,
+    "dark_css_variables": NO_UNDERLINES,
+}
+html_logo = html_favicon = "_static/logo.svg"
+toc_object_entries_show_parents = "hide"  # long names would be broken in the middle of a word
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["sidebar.js"]
 
 myst_heading_anchors = 4
 
@@ -102,12 +110,22 @@ def link_names(app: Any, tree: Any, page: str) -> None:
             link.append(literal)
 
 
+HEADINGS = {"Positional Arguments": "Arguments", "Named Arguments": "Options", "Sub-commands": "Commands"}
+"""The headings of the page of the command line, in the words of its help."""
+
+
 def setup(app: Any) -> None:
-    """Register the steps that add the toctrees to the index, links to names, and dashes before descriptions."""
+    """Register the steps that add the toctrees to the index, links to names, headings, and dashes."""
 
     def add(_: object, page: str, source: list[str]) -> None:
         if page == "index":
             source[0] = toctrees(source[0])
+
+    def name_headings(_: object, tree: Any) -> None:
+        from docutils import nodes  # noqa: PLC0415 - as above
+
+        for title in [each for each in tree.findall(nodes.title) if each.astext() in HEADINGS]:
+            title.children = [nodes.Text(HEADINGS[title.astext()])]
 
     def draw_dashes(_: object, tree: Any, __: str) -> None:
         from docutils import nodes  # noqa: PLC0415 - as above
@@ -117,5 +135,6 @@ def setup(app: Any) -> None:
             text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
 
     app.connect("source-read", add)
+    app.connect("doctree-read", name_headings, priority=100)  # before the table of contents is collected
     app.connect("doctree-resolved", draw_dashes)
     app.connect("doctree-resolved", link_names)

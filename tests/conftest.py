@@ -30,6 +30,10 @@ settings.register_profile("same", settings.get_profile("search"), derandomize=Tr
 settings.load_profile("same")
 
 
+# Programs have no doctests. To import them here could change this process, as `lockstep.use_portable_kernels` does.
+collect_ignore = ["support/programs"]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run include some of the slow tests."""
     parser.addoption("--some-slow", type=int, default=0, metavar="N", help="run N of the slow tests, too")

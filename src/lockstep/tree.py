@@ -75,14 +75,26 @@ class ShardSum:
             following: The lowest number of a shard that may still arrive, here or on another device.
         """
         partials = self.partials
-        while len(partials) > 1:
-            left, right = partials[-2].shard, partials[-1].shard
-            height = subtree_height(left, right)
-            # A subtree that begins before `first` also contains shards of another device, so only `total` may add it.
-            begins_here = (left >> height) << height >= self.first
-            if not begins_here or height >= subtree_height(right, following):
-                return
+        while len(partials) > 1 and self._is_complete(partials[-2].shard, partials[-1].shard, following):
             add_into(partials[-2].tensors, partials.pop().tensors)
+
+    def count_after(self, shard: int) -> int:
+        """Return how many partial sums there are after the push of a shard, which must be the next one.
+
+        Args:
+            shard: The number of the shard.
+        """
+        shards = [*(partial.shard for partial in self.partials), shard]
+        while len(shards) > 1 and self._is_complete(shards[-2], shards[-1], shard + 1):
+            shards.pop()
+        return len(shards)
+
+    def _is_complete(self, left: int, right: int, following: int) -> bool:
+        """Return whether the subtree of two neighboring sums ends before a shard and begins on this device."""
+        height = subtree_height(left, right)
+        # A subtree that begins before `first` also contains shards of another device, so only `total` may add it.
+        begins_here = (left >> height) << height >= self.first
+        return begins_here and height < subtree_height(right, following)
 
 
 def subtree_height(left: int, right: int) -> int:

@@ -156,6 +156,21 @@ def test_a_resume_reads_at_most_a_block_of_each_section_again(
     assert 0 <= sum(counts) - num_bytes_read(log) <= NUM_SECTIONS * block
 
 
+def with_other_blocks(communicator: ls.Communicator, folder: Path) -> str:
+    path = folder / "0.jsonl"
+    made = updater(Parts([TextLines(path, block=3 + communicator.rank)], transform=sample), 1, 0, communicator)
+    try:
+        made.update()
+    except ls.DisagreementError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_read_other_blocks_are_refused(folder: Path) -> None:
+    for told in run_on_ranks(with_other_blocks, 2, folder):
+        assert "blocks and sections of `data.Parts`" in told
+
+
 def dealt_by_rank(communicator: ls.Communicator, folder: Path, log: Path) -> list[str]:
     """Deal files to ranks, as loaders of other libraries do: a section order that belongs to the number of ranks."""
     made = updater(corpus(folder, log, num_sections=communicator.size), 1, 0, communicator)

@@ -1,7 +1,9 @@
 """Portable kernels with one part left out give other bits in some case, so each part is needed.
 
 What differs natively depends on the processor: without one of the settings, a processor whose own kernels are those
-that the setting asks for gives the same bits. `test_emulated.py` runs other processors.
+that the setting asks for gives the same bits. `test_emulated.py` runs other processors. NNPACK is not among the parts,
+because the convolutions that replace torch's do not reach it. What refuses an operation is called by
+`test_portable_kernels.py`.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from lockstep.portable import PORTABLE_ENV, VARIABLES, ask_for_portable_kernels, machine_problem
 from lockstep.portable.cases import CASES
-from lockstep.portable.golden import DIGITS, FOLDER, file_of
+from lockstep.portable.golden import DIGITS, FOLDER, file_of, libc_version
 from lockstep.portable.record import merged
 from tests.support import zygote
 
@@ -232,3 +233,16 @@ def test_cases_that_depend_on_the_c_library_are_told_apart() -> None:
         "common": {"a": "1"},
         "C library": {"one": {"b": "2"}, "other": {"b": "3"}},
     }
+
+
+@needs_portable
+def test_the_digest_in_the_readme_is_that_of_portable_kernels(tmp_path: Path) -> None:
+    if not torch.__version__.startswith("2.13.") or libc_version() != "glibc 2.36":
+        pytest.skip(f"the README has the digest for torch 2.13 and glibc 2.36, not for {libc_version()}")
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    program = text.split("```python\n")[1].split("```\n")[0]
+    script = tmp_path / "train.py"
+    script.write_text(f"import lockstep\nlockstep.use_portable_kernels()\n{program}", encoding="utf-8")
+    done = zygote.run([sys.executable, script], env=PLAIN, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"`{done.stdout.splitlines()[-1][:12]}…`" in text

@@ -76,7 +76,10 @@ BAD_TYPES: dict[str, tuple[dict[str, Any], str]] = {
             "got a int. `BatchIterator` makes batches of a dataset."
         ),
     ),
-    "no optimizer": ({"optimizer": "sgd"}, "`optimizer` must be a torch.optim.Optimizer, got a str."),
+    "no optimizer": (
+        {"optimizer": "sgd"},
+        "`optimizer` must be a torch.optim.Optimizer, got a str. Create one from model.parameters().",
+    ),
     "no model": (
         {"model": len, "optimizer": torch.optim.SGD(nn.Linear(1, 1).parameters())},
         "`model` must be a torch.nn.Module, got a builtin_function_or_method.",

@@ -50,6 +50,43 @@ def test_all_ways_of_a_script_are_equal(tmp_path: Path, capsys: pytest.CaptureFi
     assert not out.exists()
 
 
+NOT_TRAINED = """
+import torch
+import lockstep as ls
+
+class Stuck(torch.optim.SGD):
+    def step(self, closure=None):
+        kept = [each.detach().clone() for each in self.param_groups[0]["params"][:1]]
+        super().step(closure)
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].copy_(kept[0])
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randint(2, (40,)))
+model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 2) for name in ("a", "b", "c")})
+
+def loss(model, images, labels):
+    return torch.nn.functional.cross_entropy(model["a"](images) + model["b"](images), labels)
+
+trained = [*model["a"].parameters(), *model["c"].parameters()]
+batches = ls.BatchIterator(data, 16, shuffle=True)
+updater = ls.ParallelUpdater(batches, Stuck(trained, lr=0.1), model, devices=1, num_shards=4, loss_fn=loss)
+while True:
+    updater.update()
+"""
+
+
+def test_parameters_that_are_not_trained_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(NOT_TRAINED, encoding="utf-8")
+    assert run_verify("--json", "--updates", "2", "--only", "later", str(script)) == 0
+    assert json.loads(capsys.readouterr().out)["findings"] == [
+        "2 parameters (b.weight, b.bias) require a gradient, and no optimizer holds them.",
+        "2 parameters (c.weight, c.bias) are held by an optimizer, and get no gradient in these updates.",
+        "1 parameters (a.weight) get a gradient, and no update changes them.",
+    ]
+
+
 def test_a_script_that_fails_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise ValueError('no data')", encoding="utf-8")

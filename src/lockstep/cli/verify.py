@@ -72,6 +72,7 @@ def _table(report: Report) -> str:
     lines = [f"{row.way.name:{width}}  {row.status:8} {_about(row)}" for row in report.rows]
     causes = dict.fromkeys(row.cause.describe() for row in report.rows if row.cause is not None)
     lines += ["", *causes] if causes else []
+    lines += ["", *report.findings] if report.findings else []
     equal = sum(row.status == "equal" for row in report.rows)
     run = sum(row.status != "skipped" for row in report.rows)
     end = f"{equal} of {run} ways have the bits of the first one, {report.seconds:.0f} s."
@@ -97,4 +98,4 @@ def _as_json(report: Report) -> dict[str, Any]:
         for row in report.rows
     ]
     about = {"passed": report.passed, "error": report.error, "updates": report.updates, "seconds": report.seconds}
-    return {**about, "starts": report.starts, "ways": rows}
+    return {**about, "findings": list(report.findings), "starts": report.starts, "ways": rows}

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lockstep._version import __version__
 from lockstep.communicators import kernel_class
+from lockstep.portable import PORTABLE_ENV, is_portable, machine_problem
 from lockstep.replicas import parse_devices, usable_cores
 
 Facts: TypeAlias = dict[str, str]
@@ -78,11 +79,19 @@ def _processor() -> Facts:
     return {
         "name": name[1] if name else platform.processor() or platform.machine(),
         "vector width": torch.backends.cpu.get_cpu_capability(),
+        "portable": _portable(),
         "cores usable": cores if quota is None else f"{cores}, limited to the time of {quota:g}",
         "memory": f"{int(free[1]) / 2**20:.1f} of {int(total[1]) / 2**20:.1f} GiB available"
         if total and free
         else UNKNOWN,
     }
+
+
+def _portable() -> str:
+    """Return whether this machine can compute with portable kernels; what they compute shows only when they start."""
+    if is_portable():
+        return "portable kernels are in use, and gave the bits that were recorded"
+    return machine_problem() or f"possible: start with {PORTABLE_ENV}=1 to check it and to use them"
 
 
 def read(path: Path) -> str:

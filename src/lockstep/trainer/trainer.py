@@ -152,7 +152,7 @@ class Trainer(Predicting):
 
     @property
     def is_main(self) -> bool:
-        """Whether this process prints and writes for the run: the only process, or rank 0."""
+        """Whether this process prints and writes for the run, as the only process or rank 0 does."""
         return self.updater.communicator.rank == 0
 
     @property

@@ -333,7 +333,7 @@ class ParallelUpdater(Updater):
 
     @property
     def updates_per_epoch(self) -> int:
-        """The number of updates per epoch, rounded up: batches of the main iterator over those of one update now.
+        """The number of updates per epoch, rounded up, with the current number of batches per update.
 
         Raises:
             TypeError: If the main iterator does not know its number of batches.
@@ -385,7 +385,7 @@ class ParallelUpdater(Updater):
 
     @property
     def shards_per_batch(self) -> int:
-        """The number of shards that a batch is cut into: `num_shards`, or by default the number of all devices."""
+        """The number of shards that a batch is cut into, which is `num_shards` or by default that of all devices."""
         return self._engine.shards_per_batch
 
     @property

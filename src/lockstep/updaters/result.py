@@ -155,7 +155,7 @@ class UpdateResult:
 
     @cached_property
     def weight(self) -> float:
-        """The total weight of the shards: the number of samples unless the loss function returned other weights."""
+        """The total weight of the shards, which is the number of samples unless the loss function returned others."""
         total = 0.0
         # Not by `sum`, which compensates for rounding from Python 3.12 on and would have other bits there.
         for report in self.reports:
@@ -164,7 +164,7 @@ class UpdateResult:
 
     @cached_property
     def loss(self) -> torch.Tensor:
-        """The loss of the update, not scaled: the mean or sum over all shards; NaN if no shard took part.
+        """The loss of the update, not scaled, as the mean or sum over all shards; NaN if no shard took part.
 
         It has no dimension and is in float64.
         """

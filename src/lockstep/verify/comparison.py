@@ -117,19 +117,21 @@ def first_difference(reference: Run, other: Run, *, made: int = 0) -> Difference
 
 def _difference(first: Mapping[str, Any], second: Mapping[str, Any], source: int, update: int) -> Difference | None:
     """Compare two records of one update: what shards get, what they compute, and what the step leaves."""
+    compared = [first_name(first[part], second[part], part) for part in ("tensors", "loss")]
+    differing = [name for name in compared if name]
+    if not differing:
+        return None
+    # Where one run has computed more, such as a batch once more after an overflow, shards cannot be paired.
+    are_alike = first["shards"].keys() == second["shards"].keys()
     for what, parts in (("data", ("data",)), ("shard", ("loss", "gradients"))):
-        for name in sorted(set(first["shards"]) & set(second["shards"]), key=_position):
+        for name in sorted(first["shards"], key=_position) if are_alike else ():
             ours, theirs = first["shards"][name], second["shards"][name]
             for part in parts:
                 tensor = first_name(ours.get(part), theirs.get(part), part)
                 if tensor and part in ours and part in theirs:
                     computation, shard = _position(name)
                     return Difference(what, source, update, tensor, computation, shard)
-    for part in ("tensors", "loss"):
-        tensor = first_name(first[part], second[part], part)
-        if tensor:
-            return Difference("step", source, update, tensor)
-    return None
+    return Difference("step", source, update, differing[0])
 
 
 def _position(name: str) -> tuple[int, int]:

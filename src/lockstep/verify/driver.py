@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from lockstep.verify.causes import Cause, cause_of
 from lockstep.verify.comparison import Difference, Run, first_difference, read_run
+from lockstep.verify.findings import findings
 from lockstep.verify.job import Job, Target
 from lockstep.verify.ways import REFERENCE, Way
 
@@ -62,6 +63,7 @@ class Report:
         notes: What was noted about the script.
         seconds: The duration.
         starts: The number of starts of Python.
+        findings: What is equal in all ways and probably wrong.
     """
 
     rows: Sequence[Row]
@@ -70,6 +72,7 @@ class Report:
     notes: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     starts: int = 0
+    findings: Sequence[str] = ()
 
     @property
     def passed(self) -> bool:
@@ -179,9 +182,7 @@ def verify(
         with hosts(ways) as started:
             verifier = Verifier(str(script), tuple(arguments), updates, kept, started, say)
             report = verifier.report(ways)
-        return Report(
-            report.rows, report.error, report.updates, report.notes, time.monotonic() - begin, 1 + len(started)
-        )
+        return replace(report, seconds=time.monotonic() - begin, starts=1 + len(started))
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class Verifier:
                 rows[way.name] = row = self.compare(reference, way)
                 self.say(f"{way.name}: {row.status}")
         ordered = self.with_causes([rows.get(way.name) or self.compare(reference, way) for way in ways])
-        return Report(ordered, updates=len(reference.updates), notes=reference.notes)
+        return Report(ordered, updates=len(reference.updates), notes=reference.notes, findings=findings(reference))
 
     def with_causes(self, rows: Sequence[Row]) -> list[Row]:
         """Return rows with the cause of each difference; equal differences of several ways are looked at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from lockstep.replicas import DataParallel, ReplicaGroup, ReplicaSet, ShardRunne
 from lockstep.trainer import Trainer
 from lockstep.updaters import ParallelUpdater
 from lockstep.verify.experiments import kind_of_shard, kind_of_step, pin_clocks
+from lockstep.verify.findings import describe_parameters
 from lockstep.verify.job import Job
 from lockstep.verify.local import LOCAL
 from lockstep.verify.modes import FreshMemory, OperatorLog
@@ -175,6 +176,9 @@ class Instruments:
             options["num_shards"] = len(places)
         if isinstance(options.get("workloads"), (list, tuple)):
             options["workloads"] = None
+        if isinstance(built, ParallelUpdater):
+            # An audit computes shards once more, and warns of what is looked for here.
+            options["audit_every"] = 0
         first, count = places[0], self.job.way.devices
         if first.type == "cpu":
             options["devices"] = ["cpu"] * count
@@ -218,13 +222,20 @@ class Instruments:
             # A thread writes the snapshot of the last update.
             self.snapshot.wait()
         LOCAL.owner = updater
+        models, optimizers = updater.get_all_models(), updater.get_all_optimizers()
+        if len(models) == 1:
+            self.note(parameters=describe_parameters(models.values(), optimizers.values()))
+        if not recorder.inside:
+            # What was computed between two updates, such as an evaluation, is not a part of this one.
+            recorder.forget_shards()
         recorder.inside += 1
         try:
             result = original(updater)
         finally:
             recorder.inside -= 1
         training = updater._training  # noqa: SLF001 - the state of all updaters under its names
-        recorder.update(updater, "updater", training.tensors(), result.loss)
+        rates = _rates(training.optimizers.values())
+        recorder.update(updater, "updater", training.tensors(), result.loss, rates=rates)
         return result
 
     def _save_or_resume(self, updater: ParallelUpdater) -> None:
@@ -315,6 +326,11 @@ class Instruments:
                 state = optimizer.state.get(parameter, {})
                 found |= {f"{key} of {name}": each for key, each in state.items() if isinstance(each, torch.Tensor)}
         self.recorder.update(optimizer, "optimizer", found)
+
+
+def _rates(optimizers: Iterable[Optimizer]) -> list[float]:
+    """Return the learning rates of all groups of parameters."""
+    return [float(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group]
 
 
 def _enter_module(module: nn.Module, inputs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,7 +90,19 @@ class Recorder:
         with self._lock:
             self._shards.setdefault(f"{computation}/{shard}", {}).update(measured)
 
-    def update(self, owner: object, kind: str, tensors: Mapping[str, torch.Tensor], loss: Any = None) -> None:
+    def forget_shards(self) -> None:
+        """Forget the shards since the last update."""
+        with self._lock:
+            self._shards, self.computation = {}, 0
+
+    def update(
+        self,
+        owner: object,
+        kind: str,
+        tensors: Mapping[str, torch.Tensor],
+        loss: Any = None,
+        rates: Sequence[float] = (),
+    ) -> None:
         """Write the line of an update, and end the script after the last one.
 
         Args:
@@ -98,6 +110,7 @@ class Recorder:
             kind: "updater" or "optimizer".
             tensors: What is trained, by name.
             loss: The loss of the update, if it is known.
+            rates: The learning rates of the update.
 
         Raises:
             UpdatesMade: If every updater and optimizer that has begun has made its updates.
@@ -114,6 +127,7 @@ class Recorder:
                 "loss": None if loss is None else float(loss).hex(),
                 "tensors": {name: bits(tensor) for name, tensor in tensors.items()},
                 "shards": shards,
+                "rates": list(rates),
             }
         )
         most = max(self._made.values())

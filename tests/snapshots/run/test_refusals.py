@@ -146,7 +146,7 @@ def test_a_changed_field_is_refused_with_both_values(field: str, saved: Path) ->
         ls.snapshots.restore(made, saved)
     _, old, new = CHANGES[field]
     assert f"{field} is {new!r} here and {old!r} in the snapshot" in str(raised.value)
-    assert "accept=(" in str(raised.value)
+    assert ("accept=(" in str(raised.value)) == (field != "optimizer.num_parameters" and not field.startswith("model."))
     assert ls.digest(made.state_dict()) == before
     differing = recipes.compare_fields(ls.snapshots.load(saved).recipe, made.recipe_fields())
     alone = {each.name for each in differing} - {field}

@@ -1,6 +1,7 @@
 """Train with portable kernels at several placements, and print what a test compares.
 
-Its arguments are optimizers, or "cases" for the digests of the cases that ship with lockstep.
+Its arguments are optimizers, "cases" for the digests of the cases that ship with lockstep, "larger" for
+those of larger ones, or "rank" and an optimizer for a rank of a run.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lockstep.communicators import kernel_class  # noqa: E402
 from lockstep.optim import hooks  # noqa: E402
 from lockstep.portable.cases import CASES  # noqa: E402
 from lockstep.portable.golden import digests_of  # noqa: E402
+from tests.support.portable_cases import LARGER  # noqa: E402
 from tests.support.runs import OPTIMIZERS, Placement, finalized, state_digest, updater_for  # noqa: E402
 from tests.support.workloads import CONVNET, MLP, RECURRENT, TRANSFORMER, Workload  # noqa: E402
 
@@ -64,8 +66,12 @@ def main(arguments: list[str]) -> None:
     """Print the results as JSON; among several ranks, only the first prints."""
     if arguments == ["cases"]:
         found: dict[str, Any] = digests_of(CASES)
+    elif arguments == ["larger"]:
+        found = digests_of(LARGER)
     elif arguments[0] == "rank":
         found = rank(arguments[1])
+        # A rank that ends first would be lost to one that is slower.
+        ls.find_communicator().barrier()
     else:
         found = results(arguments)
     if ls.find_communicator().rank == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from itertools import chain, pairwise
 from typing import Final, final
@@ -89,7 +91,8 @@ class SectionOrder:
         self._starts = self._lengths.cumsum(0) - self._lengths
         self._blocks = _block_order(torch.tensor(units, dtype=torch.int64), len(lengths), key)
         self._ends = self._lengths[self._blocks].cumsum(0)
-        self._size = int(self._ends[-1])
+        self._bounds: array[int] = array("q", self._ends.tolist())
+        self._size = self._bounds[-1]
         self._head = min(head, self._size)
         self.numbers = {"batch_size": batch_size, "num_sections": num_sections}
         """The numbers on which the order depends besides the dataset and the key."""
@@ -109,7 +112,8 @@ class SectionOrder:
     def __getitem__(self, part: slice) -> tuple[int, ...]:
         start, stop, step = part.indices(self._size)
         places = self._places(torch.arange(start, max(start, stop), step))
-        found = torch.searchsorted(self._ends, places, right=True)
+        # Not `torch.searchsorted`, whose threads wait for each other for milliseconds on a machine that is busy.
+        found = torch.tensor([bisect_right(self._bounds, place) for place in places.tolist()], dtype=torch.int64)
         blocks = self._blocks[found]
         offsets = places - (self._ends[found] - self._lengths[blocks])
         if self._key is not None:

@@ -12,8 +12,9 @@ from torch import nn
 from lockstep.replicas.buffers import as_bits
 from lockstep.replicas.pool import NULL_CONTEXT, ReplicaSet, hidden_parameters
 
-MOST_COPIED: Final = 2**26
-"""The number of elements up to which parameters are copied. The bits of more are only summed, which takes no memory."""
+MOST_COPIED: Final = 2**22
+"""The number of elements up to which parameters are copied. The bits of more are only summed, which takes no memory: a
+copy would be the largest that a run ever holds."""
 
 
 class ParameterWrites:
@@ -107,4 +108,6 @@ def _copied(parameter: torch.Tensor) -> torch.Tensor:
 
 def _summed(parameter: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits of a parameter."""
-    return as_bits(parameter.detach()).sum(dtype=torch.int64)
+    # In blocks, because each is converted to 64 bits first.
+    blocks = torch.split(as_bits(parameter.detach()).reshape(-1), 2**16)
+    return torch.stack([block.sum(dtype=torch.int64) for block in blocks]).sum()

@@ -22,6 +22,7 @@ from lockstep.plan import Shard
 from lockstep.precision import Precision, divide_, initial_gradient, multiply_, unscale_and_check_
 from lockstep.replicas import AnyBufferSum, ShardRunner, check_no_inner_backward, foreign_leaves
 from lockstep.tree import PartialSum, ShardSum, Tensors
+from lockstep.updaters.compute.merging import GradientMerge
 from lockstep.updaters.loss import Loss, LossFunction, check_loss, explained, loss_weight, metric_pairs
 from lockstep.updaters.result import ShardReport
 from lockstep.updaters.state import CarriedAttempt
@@ -83,6 +84,8 @@ class GradientContext:
         shard_loss: Returns the loss function of a shard; None if it is `loss_fn` for all of them.
         is_first: Whether this is one of the first updates, in which there are more checks.
         reads_buffers: Whether buffers are compared even where the host has to wait for a device.
+        merges: Whether large gradients are added to the sums of earlier shards during backward.
+        inspected: The only shard of which `inspect_shard` reads the gradients; None for all.
         foreign_leaves: Receives what gets a gradient beside the parameters of a replica, in the first updates.
     """
 
@@ -102,6 +105,8 @@ class GradientContext:
     shard_loss: Callable[[Shard], LossFunction] | None = None
     is_first: bool = False
     reads_buffers: bool = False
+    merges: bool = True
+    inspected: int | None = None
     foreign_leaves: list[ref[torch.Tensor]] = field(default_factory=list)
 
     def initial_gradient(self, loss: Loss, weight: float) -> tuple[torch.Tensor | None, float | torch.Tensor | None]:
@@ -157,6 +162,7 @@ class DeviceGradientTask:
         reports: What each shard that took part measured.
         buffer_weight: The weight of the sum of the buffers: the number of samples in these shards; 1 where a single
             shard makes up the update.
+        spoiled: Whether gradients were added in another order, so that the shards have to run again.
     """
 
     context: GradientContext
@@ -166,6 +172,7 @@ class DeviceGradientTask:
     buffer_sum: AnyBufferSum
     reports: list[ShardReport] = field(default_factory=list)
     buffer_weight: int = 0
+    spoiled: bool = False
     phase: ClassVar[str] = FORWARD
 
     def run(self, runner: ShardRunner, shard: Shard, given: Any, /) -> None:
@@ -252,11 +259,22 @@ class DeviceGradientTask:
         runner.replicas.progress.enter_phase(runner.place, BACKWARD, shard)
         # Gradients that have still to be multiplied are not yet the values to send.
         if early_receiver is None or remaining_factor is not None:
-            runner.backward(shard, (loss.value,), (initial,))
+            merge = None if remaining_factor is not None else self._merge(shard)
+            with NO_CONTEXT if merge is None else merge.merging(runner.parameters):
+                runner.backward(shard, (loss.value,), (initial,))
+            self.spoiled |= merge is not None and merge.spoiled
         else:
             with early_receiver.sending(shard.index, self.gradients.partials, runner.parameters):
                 runner.backward(shard, (loss.value,), (initial,))
         return remaining_factor
+
+    def _merge(self, shard: Shard) -> GradientMerge | None:
+        """Return what adds the gradients of a shard to the sums during backward; None if they are needed after it."""
+        context = self.context
+        is_read = context.inspect_shard is not None and context.inspected in {None, shard.index}
+        if not context.merges or is_read or context.precision.held_dtype is not None:
+            return None
+        return GradientMerge(self.gradients, shard.index)
 
     def _finish_gradients(self, gradients: Tensors, remaining_factor: float | torch.Tensor | None) -> None:
         """Convert gradients to the dtype they are summed in, and multiply them by the remaining factor."""

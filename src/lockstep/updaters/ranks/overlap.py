@@ -177,7 +177,6 @@ class EarlySend:
         self._share = share
         self._earlier: list[PartialSum] = []
         self._shard = 0
-        self._sent: dict[int, torch.Tensor | None] = {}
         self._missing = set[int]()
         self._spoiled = False
         self._error: BaseException | None = None
@@ -231,6 +230,8 @@ class EarlySend:
             return
         try:
             self._send(index, parameter.grad)
+            # The memory of the sum is that of an earlier shard, where there is one.
+            parameter.grad = None
         except BaseException as error:  # noqa: BLE001 - raised again once backward is over
             self._spoiled, self._error = True, error
 
@@ -240,6 +241,7 @@ class EarlySend:
         sums = ShardSum(self._share.start)
         for each in self._earlier:
             sums.push(each.shard, [each.tensors[index]])
+            each.tensors[index] = None
         sums.push(self._shard, [gradient])
         sums.merge_complete(self._share.stop)
         tensors = [each.tensors[0] for each in sums.partials]
@@ -249,7 +251,6 @@ class EarlySend:
             self._spoiled = True
             return
         self._missing.discard(index)
-        self._sent[index] = gradient
         self._pending.add(index, tensors)
 
     def _is_announced(self, index: int, shards: Sequence[int], tensors: Sequence[torch.Tensor | None]) -> bool:
@@ -275,8 +276,8 @@ class EarlySend:
             if index in self._missing:
                 if not self._spoiled:
                     self._send(index, gradient)
-            # A gradient that was not announced, or that was replaced after it had been sent.
-            elif self._sent.get(index) is not gradient:
+            # A gradient that was not announced, or that was added after it had been sent.
+            elif gradient is not None:
                 self._spoiled = True
         return True
 

@@ -71,6 +71,8 @@ class Recipe:
         check_choice("on_exhausted", self.on_exhausted, get_args(OnExhausted))
         check_rules(self.buffers)
         parse_precision(self.precision)
+        if self.converter is None:
+            raise TypeError("`converter` must be callable, got a NoneType.")
         check_functions(converter=self.converter, loss_fn=self.loss_fn, step_fn=self.step_fn)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from typing import Final, Protocol, runtime_checkable
@@ -186,7 +187,8 @@ class Committer:
                 gradient.__dict__[USED_VERSION] = gradient._version
         for masters in self._training.masters.values():
             masters.drop_gradients()
-        self.own_steps.begin(self._training.optimizers.values())
+        if self.own_steps.left:
+            self.own_steps.begin(self._training.optimizers.values())
 
     def _commit_several(
         self, names: Names, attempt: Attempt, settings: ThreadSettings, consumed: Mapping[str, int]
@@ -254,7 +256,8 @@ class Committer:
         """
         engine, found_inf = self._engine, attempt.overflow_check.found_inf
         engine.watch.phase = "optimizer"
-        self.own_steps.end()
+        if self.own_steps.watches:
+            self.own_steps.end()
         prepared, replicas = engine.prepared, engine.replicas
         num_devices = len(replicas.devices) if prepared.tree_sum.is_parallel else 1
         run = partial(replicas.run, settings=settings)
@@ -272,6 +275,23 @@ class Committer:
             self.store_buffers(attempt)
         if attempt.carried is not None:
             self._training.keep_carried(attempt.carried, unless=found_inf)
+        if self._training.schedulers:
+            late_errors += self._step_schedulers(names, draws)
+        return late_errors
+
+    def _step_schedulers(
+        self, names: Names, draws: Callable[[Sequence[object]], AbstractContextManager[None]]
+    ) -> list[BaseException]:
+        """Step the schedulers of optimizers that have moved weights.
+
+        Args:
+            names: The optimizers that have stepped.
+            draws: Opens the stream of what a function draws.
+
+        Returns:
+            The errors that they raised.
+        """
+        late_errors: list[BaseException] = []
         self.own_steps.check(self._training.schedulers)
         for scheduler in self._training.schedulers.values():
             if any(scheduler.optimizer is self._training.optimizers[name] for name in names):

@@ -120,6 +120,7 @@ class GradientEngine:
         """The model as prepared for the last attempt; empty before the first."""
         self._is_stale = True
         self._weighted = False
+        self._merges = True
         self.used_at: dict[int, int] = {}
         """The version of each parameter after the last update, by its ``id``."""
         self._announced_batches = self.batches_per_update
@@ -208,6 +209,8 @@ class GradientEngine:
             shard_loss=request.shard_loss,
             is_first=is_first,
             reads_buffers=self.training.iteration == self.first_updates.start,
+            merges=self._merges,
+            inspected=None if attempt.audit is None else attempt.audit.shard.index,
         )
 
     def _choose_audit(self, attempt: Attempt, context: UpdateContext) -> Audit | None:
@@ -433,7 +436,7 @@ class GradientEngine:
         if attempt.gradient_context.is_first:
             check_first_shards(attempt, prepared, self.replicas.model)
         # Over ranks the last point at which an interrupt is delivered: after the exchange all ranks commit together.
-        left_out = context.interrupts.check() or attempt.refuted
+        left_out = context.interrupts.check() or attempt.refuted or self._is_spoiled(attempt)
         self.watch.phase = "reduce"
         if self.ranks is not None:
             self.ranks.reduce(
@@ -466,6 +469,12 @@ class GradientEngine:
             normalizer(attempt.reports),
             context.settings,
         )
+
+    def _is_spoiled(self, attempt: Attempt) -> bool:
+        """Return whether gradients were added in another order; those of later attempts are not added that early."""
+        spoiled = any(task.spoiled for task in attempt.device_tasks)
+        self._merges = self._merges and not spoiled
+        return spoiled
 
     def _is_refuted(
         self, attempt: Attempt, reports: Sequence[Sequence[str | None]] = (), exchange: Exchange | None = None

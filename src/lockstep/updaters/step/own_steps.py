@@ -34,8 +34,10 @@ class OwnSteps:
     """Warns once if an optimizer steps again by the gradient of an update, and once if a scheduler steps twice."""
 
     def __init__(self) -> None:
-        self._left = WATCHED_UPDATES
-        self._handles: list[Any] = []
+        self.left = WATCHED_UPDATES
+        """The number of updates after which steps are still to be noticed."""
+        self.watches: list[Any] = []
+        """The handles of the hooks; empty while nothing is noticed."""
         self._positions: dict[int, int] = {}
         self._warned: set[str] = set()
 
@@ -46,16 +48,16 @@ class OwnSteps:
             optimizers: The optimizers of the updater.
         """
         self.end()
-        if self._left:
-            self._left -= 1
+        if self.left:
+            self.left -= 1
             check = _Check(self._check_gradients)
-            self._handles = [each.register_step_pre_hook(check) for each in optimizers]
+            self.watches = [each.register_step_pre_hook(check) for each in optimizers]
 
     def end(self) -> None:
         """Stop noticing, before optimizers step in an update."""
-        for handle in self._handles:
+        for handle in self.watches:
             handle.remove()
-        self._handles.clear()
+        self.watches.clear()
 
     def forget(self) -> None:
         """Forget where schedulers stood, because a state is loaded."""
