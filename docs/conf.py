@@ -46,8 +46,8 @@ napoleon_use_rtype = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-ENTRY = re.compile(r"\[(?P<title>[^\]]+)\]\((?P<page>[^):#]+)\.md\)")
-"""A link of the index to a page."""
+ENTRY = re.compile(r"^\* \[(?P<title>[^\]]+)\]\((?P<page>[^):#]+)\.md\)", re.MULTILINE)
+"""A page in a list of the index."""
 
 
 def toctrees(text: str) -> str:

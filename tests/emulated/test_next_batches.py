@@ -411,11 +411,13 @@ def test_data_on_the_device_is_read_after_it_was_written(*, planted: bool) -> No
     with pytest.MonkeyPatch.context() as patch:
         if planted:
             patch.setattr(CopyStreams, "start", lambda _: None)
-        # Comparing the parameters waits for the devices, which orders what streams do by itself.
+        # Comparing the parameters waits for the devices, as audits do, which orders what streams do by itself.
         patch.setattr(ParameterWrites, "watching", lambda _: nullcontext())
         pairs = TensorDataset(inputs.to("emulated:0"), target.to("emulated:0"))
         with (
-            finalized(updater_of(ls.BatchIterator(pairs, 4), ("emulated:0",), copy_ahead=True)) as updater,
+            finalized(
+                updater_of(ls.BatchIterator(pairs, 4), ("emulated:0",), copy_ahead=True, audit_every=0)
+            ) as updater,
             observed() as record,
         ):
             # On the stream that computes, without a wait of the host.

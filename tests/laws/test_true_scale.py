@@ -66,6 +66,7 @@ def test_a_loss_in_half_precision_starts_within_one_rounding(dtype: torch.dtype,
             num_shards=5,
             loss_fn=fn,
             loss_scale=loss_scale,
+            audit_every=0,
         )
         with finalized(updater):
             updater.update()

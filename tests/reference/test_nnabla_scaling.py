@@ -114,6 +114,7 @@ class Replay:
             ),
             on_overflow="next",
             max_tries=MAX_TRIES,
+            audit_every=0,
         )
         stack.callback(self.updater.finalize)
 
@@ -249,6 +250,7 @@ class Run:
             ),
             on_overflow="next",
             max_tries=MAX_TRIES,
+            audit_every=0,
         )
         stack.callback(self.updater.finalize)
 

@@ -69,8 +69,16 @@ def test_metrics_of_any_dtype_are_summed_over_shards(num_devices: int, total: to
     ("loss_fn", "kind", "rule"),
     [
         (complex_loss, TypeError, "`loss_fn` must return a real loss, got torch.complex64"),
-        (three_metrics, TypeError, r"`metrics\['a'\]` of a Loss must be a pair \(sum, weight\), got tensor"),
-        (lone_metric, TypeError, r"`metrics\['a'\]` of a Loss must be a pair \(sum, weight\), got 1.0"),
+        (
+            three_metrics,
+            TypeError,
+            r"`metrics\['a'\]` of a Loss must be a pair \(sum, weight\), such as \(correct, count\), got tensor",
+        ),
+        (
+            lone_metric,
+            TypeError,
+            r"`metrics\['a'\]` of a Loss must be a pair \(sum, weight\), such as \(correct, count\), got 1.0",
+        ),
     ],
 )
 def test_what_is_no_loss_is_refused(num_devices: int, loss_fn: Any, kind: type[Exception], rule: str) -> None:

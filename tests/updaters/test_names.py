@@ -256,7 +256,7 @@ def test_a_loss_function_gets_what_was_given() -> None:
 
     net = nn.Linear(3, 1)
     for model in (net, {"a": net}):
-        updater = ls.StandardUpdater(batches(), sgd(net), model, loss_fn=loss_fn)
+        updater = ls.StandardUpdater(batches(), sgd(net), model, loss_fn=loss_fn, audit_every=0)
         with finalized(updater):
             updater.update()
     assert [type(model) for model in given] == [nn.Linear, dict]
@@ -354,7 +354,7 @@ def test_other_networks_ask_for_no_gradient_in_the_meantime() -> None:
         asking.append((asks[0], asks[1]))
         return GanStep().judge_loss(nets, real)
 
-    with finalized(gan(placement=Placement(2), num_shards=2)) as updater:
+    with finalized(gan(placement=Placement(2), num_shards=2, audit_every=0)) as updater:
         batch = updater.get_iterator().peek()
         for name in ("dis", "gen", None):
             updater.compute_gradients(batch, loss_fn=loss_fn, optimizer=name)

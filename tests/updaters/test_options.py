@@ -39,6 +39,7 @@ def test_shards_may_be_dealt_round_robin() -> None:
             torch.optim.SGD(model.parameters(), lr=0.1),
             model,
             loss_fn=loss_fn,
+            audit_every=0,
             **options,
         )
 

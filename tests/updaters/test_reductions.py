@@ -278,7 +278,7 @@ def test_a_model_without_a_loss_in_its_dict_is_refused_by_name() -> None:
     [
         (lambda net: (net(X).sum(), {}), r"must return a tensor or a lockstep.Loss, got a tuple\. To report other"),
         (lambda _: {"accuracy": 1.0}, r"got a dict\. To report other numbers .* lockstep.Loss\(value, metrics="),
-        (lambda net: {"loss": net(X).sum()}, r"got a dict\. Pass loss_fn=lambda model, \*\*batch: model"),
+        (lambda net: {"loss": net(X).sum()}, r"got a dict\. Return its entry 'loss'"),
     ],
 )
 def test_what_is_no_loss_is_refused_with_the_cure(returned: Callable[[nn.Module], Any], message: str) -> None:

@@ -71,7 +71,7 @@ def test_shards_updates_and_tries_draw_their_own() -> None:
         drawn.setdefault(updater.iteration, []).append(torch.rand(()).item())
         return cross_entropy(model, x, target)
 
-    with finalized(updater_for(CONVNET, num_shards=4, loss_fn=loss_fn)) as updater:
+    with finalized(updater_for(CONVNET, num_shards=4, loss_fn=loss_fn, audit_every=0)) as updater:
         for _ in range(3):
             updater.update()
     numbers = [number for update in drawn.values() for number in update]
@@ -88,7 +88,13 @@ def test_a_short_last_group_of_batches_draws_what_nobody_drew_before() -> None:
     model = CONVNET.model()
     batches = ls.BatchIterator(CONVNET.data(25), 5, repeat=False)
     updater = ls.StandardUpdater(
-        batches, torch.optim.SGD(model.parameters()), model, loss_fn=loss_fn, num_shards=2, accumulate=2
+        batches,
+        torch.optim.SGD(model.parameters()),
+        model,
+        loss_fn=loss_fn,
+        num_shards=2,
+        accumulate=2,
+        audit_every=0,
     )
     with finalized(updater):
         for _ in range(3):

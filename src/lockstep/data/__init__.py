@@ -16,7 +16,6 @@ from lockstep.data.parts import (
     TextLines as TextLines,
     Tokens as Tokens,
 )
-from lockstep.data.sample_streams import draws_no_numbers as draws_no_numbers
 from lockstep.data.samples import MapDataset as MapDataset, Samples as Samples
 from lockstep.data.source import Source as Source
 from lockstep.data.split_by_rank import check_not_split_by_rank as check_not_split_by_rank

@@ -278,7 +278,7 @@ def test_a_models_own_hooks_go_with_it() -> None:
             self.owners.append(id(module))
 
     model = Counting()
-    with updater_of(model, torch.ones(4, 1), devices=2, num_shards=4) as updater:
+    with updater_of(model, torch.ones(4, 1), devices=2, num_shards=4, audit_every=0) as updater:
         updater.update()
         assert model.owners == []
         assert sum(len(replica.owners) for replica in updater._engine.replicas.replicas) == 4

@@ -87,6 +87,7 @@ def updated(
         loss_fn=mean,
         accumulate=len(sizes),
         communicator=communicator,
+        audit_every=0,
         **(options or {}),
     )
     with finalized(updater):

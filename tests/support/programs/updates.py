@@ -139,6 +139,7 @@ def loaded(folder: str, num_workers: int, accumulate: int) -> dict[str, Any]:
         num_shards=4,
         accumulate=accumulate,
         loss_fn=cross_entropy,
+        audit_every=0,
     )
     with finalized(updater):
         for _ in range(2 // accumulate):

@@ -40,7 +40,13 @@ def updater_of(
 ) -> ls.ParallelUpdater:
     loss_fn = loss_fn or ls.supervised(cross_entropy)
     return ls.ParallelUpdater(
-        batches, optimizer, model, devices=["cpu"] * devices, num_shards=num_shards, loss_fn=loss_fn, **options
+        batches,
+        optimizer,
+        model,
+        devices=["cpu"] * devices,
+        num_shards=num_shards,
+        loss_fn=loss_fn,
+        **options | {"audit_every": 0},
     )
 
 

@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 
 from lockstep.communicators import Watch
-from lockstep.data import Samples, draws_no_numbers
+from lockstep.data import Samples
+from lockstep.data.sample_streams import draws_no_numbers
 from lockstep.digest import checksum
 from lockstep.nest import call_arguments, map_tensors
 from lockstep.plan import Shard
