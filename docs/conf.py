@@ -46,8 +46,13 @@ napoleon_use_rtype = False
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
 
-ENTRY = re.compile(r"^\* \[(?P<title>[^\]]+)\]\((?P<page>[^):#]+)\.md\)", re.MULTILINE)
-"""A page in a list of the index."""
+ENTRY = re.compile(r"\[(?P<title>[^\]]+)\]\((?P<page>[^):#]+)\.md\)")
+"""A link of the index to a page."""
+
+
+def entries(text: str) -> list[re.Match[str]]:
+    """Return the links in the lists of the index, which the sidebar shows."""
+    return [entry for line in text.splitlines() if line.startswith("* ") for entry in ENTRY.finditer(line)]
 
 
 def toctrees(text: str) -> str:
@@ -63,7 +68,7 @@ def toctrees(text: str) -> str:
 
 
 def _toctree(section: str) -> str:
-    pages = [f"{entry['title']} <{entry['page']}>" for entry in ENTRY.finditer(section)]
+    pages = [f"{entry['title']} <{entry['page']}>" for entry in entries(section)]
     if not pages or not section.startswith("## "):
         return ""
     caption = section.splitlines()[0].removeprefix("## ")

@@ -70,7 +70,7 @@ def test_the_public_namespaces_are_those_that_lockstep_lists() -> None:
 
 def test_every_page_is_in_the_index_once() -> None:
     index = (DOCS / "index.md").read_text(encoding="utf-8")
-    listed = [entry["page"] for entry in re.finditer(runpy.run_path(str(DOCS / "conf.py"))["ENTRY"], index)]
+    listed = [entry["page"] for entry in runpy.run_path(str(DOCS / "conf.py"))["entries"](index)]
     pages = [path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")]
     assert sorted(listed) == sorted(page for page in pages if page != "index" and not page.startswith("_build"))
 
