@@ -5,7 +5,7 @@ from lockstep.triggers.early_stopping import EarlyStopping as EarlyStopping
 from lockstep.triggers.interval import Interval as Interval
 from lockstep.triggers.manual_schedule import ManualSchedule as ManualSchedule
 from lockstep.triggers.once import Once as Once
-from lockstep.triggers.position import position as position
+from lockstep.triggers.position import position as position, reached as reached
 from lockstep.triggers.spec import TriggerSpec as TriggerSpec, get_trigger as get_trigger
 from lockstep.triggers.time import Time as Time
 from lockstep.triggers.trigger import (
