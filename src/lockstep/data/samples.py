@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, final, overload, runtime_checkable
 
-from lockstep.data.sample_streams import SampleStreams, load_in_streams
+from lockstep.data.sample_streams import SampleStreams, draws_no_numbers, load_in_streams
 
 NOT_FETCHED: Final = object()
 """A placeholder for a sample that was not loaded in advance, because this process was not expected to read it."""
@@ -96,6 +96,11 @@ class Samples(Sequence[Any]):
             return iter(self.fetch())
         # Not the iterator of `Sequence`, which would take an IndexError of the dataset for the end.
         return (self[position] for position in range(len(self)))
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether loading may draw from the generators of the process, so that it must not be repeated."""
+        return self.streams is None and not draws_no_numbers(self.dataset)
 
     def __repr__(self) -> str:
         return f"Samples({type(self.dataset).__name__}, {self.indices})"

@@ -13,7 +13,6 @@ import torch
 
 from lockstep.communicators import Watch
 from lockstep.data import Samples
-from lockstep.data.sample_streams import draws_no_numbers
 from lockstep.digest import checksum
 from lockstep.nest import call_arguments, map_tensors
 from lockstep.plan import Shard
@@ -583,5 +582,4 @@ class GradientEngine:
 
 def _draws(batches: Sequence[Any]) -> bool:
     """Return whether samples may draw from generators that an audit must not move, so that they are not read again."""
-    read = [batch for batch in batches if type(batch) is Samples and batch.streams is None]
-    return not all(draws_no_numbers(batch.dataset) for batch in read)
+    return any(type(batch) is Samples and batch.may_draw for batch in batches)
