@@ -1,5 +1,7 @@
 """Ranks with other code under the same names are refused, and ranks with the same code never are."""
 
+# ruff: noqa: ARG005 - functions take what their callers give them
+
 from __future__ import annotations
 
 import functools
