@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import SnapshotError
+from lockstep.program import PROGRAM, describe_program
 from lockstep.snapshots.commit import Buffers, remove, stage, write_folder
 from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.run.collect import Collector
@@ -58,7 +59,7 @@ def _save(updater: Updater, target: Path) -> None:
     staged = stage(content, ["saved by a call"])
     disk, temporary = Disk(), target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
-        write_folder(disk, temporary, staged, Buffers().copy(staged.tensors), {})
+        write_folder(disk, temporary, staged, Buffers().copy(staged.tensors), {PROGRAM: describe_program()})
         disk.rename(temporary, target)
     except BaseException:
         with suppress(OSError):

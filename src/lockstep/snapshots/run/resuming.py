@@ -13,11 +13,12 @@ import torch
 
 from lockstep.communicators import Communicator, kernel_class
 from lockstep.errors import SnapshotError
+from lockstep.program import describe_program
 from lockstep.snapshots.content import DAMAGED, UNVERIFIED, Parent
 from lockstep.snapshots.files import snapshots_in
 from lockstep.snapshots.manifest import Limits, read_manifest
-from lockstep.snapshots.run.restoring import check_kernels, check_recipe, fitting, updater_state
-from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
+from lockstep.snapshots.run.restoring import check_kernels, check_program, check_recipe, fitting, updater_state
+from lockstep.snapshots.snapshot import Snapshot, load, newest_whole, read_program
 from lockstep.updaters import Updater
 
 
@@ -103,6 +104,7 @@ def prepare(
     changes = check_recipe(snapshot.path, snapshot.recipe, updater.recipe_fields(), accept)
     with fitting(snapshot.path):
         state = updater_state(snapshot, updater, changes)
+    check_program(snapshot.path, read_program(snapshot.path), describe_program())
     return Resumption(
         path=snapshot.path,
         run_id=snapshot.run_id,

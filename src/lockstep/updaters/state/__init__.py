@@ -12,7 +12,11 @@ from lockstep.updaters.state.checkpoint import (
     load_state as load_state,
     state_of as state_of,
 )
-from lockstep.updaters.state.descriptions import code_text as code_text, module_text as module_text
+from lockstep.updaters.state.descriptions import (
+    code_text as code_text,
+    module_text as module_text,
+    name_of as name_of,
+)
 from lockstep.updaters.state.recipe_fields import (
     CODE as CODE,
     UNKNOWN_SHAPE as UNKNOWN_SHAPE,
