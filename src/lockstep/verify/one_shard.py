@@ -230,7 +230,7 @@ def _uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def _use_running_statistics(module: Any) -> None:
-    """Let a batch normalization compute each sample for itself."""
+    """Switch a batch normalization to running statistics, with which it computes each sample for itself."""
     module.eval()
     if module.running_mean is None:
         module.running_mean, module.running_var = torch.zeros(module.num_features), torch.ones(module.num_features)
