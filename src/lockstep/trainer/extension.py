@@ -10,6 +10,7 @@ import inspect
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -266,3 +267,14 @@ def make_extension(
         finalize=finalize,
         on_error=on_error,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class ExtensionEntry:
+    """An extension of a trainer, with the name, the trigger and the priority it was added with."""
+
+    name: str
+    extension: Extension
+    trigger: Trigger
+    priority: int
+    call_before_training: bool

@@ -1,15 +1,53 @@
-"""What was found in a file by reading all of it once, kept in a file of its own."""
+"""What was found in a part by reading all of it once, kept in a file of its own."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from lockstep.data.parts.part import Part
 from lockstep.errors import StateError
+from lockstep.integers import check_integer
+
+
+class IndexedPart(Part):
+    """The base class of parts that are read once to count their samples and to find where blocks begin.
+
+    Args:
+        name: The name of the part in errors.
+        block: The number of samples that are read at once, at least 1.
+        index: The path of the index; it is written if it does not exist. None to count in every process.
+    """
+
+    counted: ClassVar[str] = "samples"
+    """What the samples are called in the index."""
+
+    def __init__(self, name: str, block: int, index: str | os.PathLike[str] | None) -> None:
+        check_integer("block", block, minimum=1)
+        self._name = name
+        self.block = block
+        self.index = index
+
+    @property
+    def name(self) -> str:
+        """The name of the part, which for a file is its path."""
+        return self._name
+
+    @property
+    @abstractmethod
+    def _index(self) -> dict[str, Any]:
+        """What the index holds: the number of samples under `counted`, and what `read` needs."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The number of samples of each block."""
+        starts = range(0, self._index[self.counted], self.block)
+        return [min(self.block, self._index[self.counted] - start) for start in starts]
 
 
 def indexed(path: str | os.PathLike[str] | None, key: Mapping[str, Any], count: Callable[[], Any]) -> Any:
