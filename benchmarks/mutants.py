@@ -82,7 +82,7 @@ MUTANTS = {
         ("updaters/test_overflow.py",),
     ),
     "metrics: a mean of means": Mutant(
-        "metrics/mean.py",
+        "metrics/observed.py",
         "return Mean(self.total + other.total, self.weight + other.weight)",
         "return Mean(self.total * other.weight + other.total * self.weight, self.weight * other.weight)",
         ("metrics/test_metrics.py",),
@@ -106,7 +106,7 @@ MUTANTS = {
         ("extensions/test_snapshot.py",),
     ),
     "triggers: a resumed run counts its periods anew": Mutant(
-        "triggers/interval.py",
+        "triggers/times.py",
         "        if self._previous is None:\n            self._previous = position(progress, self.unit)",
         "        self._previous = 0",
         ("triggers/test_trigger_table.py",),

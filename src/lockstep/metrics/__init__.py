@@ -3,9 +3,15 @@
 from lockstep.metrics.accuracy import Accuracy as Accuracy
 from lockstep.metrics.average import Average as Average
 from lockstep.metrics.interval_means import IntervalMeans as IntervalMeans
-from lockstep.metrics.mean import Mean as Mean, merge as merge
 from lockstep.metrics.metric import Mergeable as Mergeable, Metric as Metric
-from lockstep.metrics.observed import Observed as Observed, as_mean as as_mean, read as read, read_means as read_means
+from lockstep.metrics.observed import (
+    Mean as Mean,
+    Observed as Observed,
+    as_mean as as_mean,
+    merge as merge,
+    read as read,
+    read_means as read_means,
+)
 from lockstep.metrics.reports import (
     Observers as Observers,
     WeightedSum as WeightedSum,

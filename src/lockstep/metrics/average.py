@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from lockstep.metrics.mean import Mean
-from lockstep.metrics.observed import Observed, as_mean, read
+from lockstep.metrics.observed import Mean, Observed, as_mean, read
 from lockstep.state import Stateful, check_keys
 
 MAX_HELD = 1024

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from lockstep.metrics.mean import Mean
-from lockstep.metrics.observed import Observed
+from lockstep.metrics.observed import Mean, Observed
 
 MAX_NUMBERS: Final = 1000
 """The largest number of entries of one value that are observed."""

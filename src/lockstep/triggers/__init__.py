@@ -2,12 +2,9 @@
 
 from lockstep.triggers.best_value import BestValue as BestValue, MaxValue as MaxValue, MinValue as MinValue
 from lockstep.triggers.early_stopping import EarlyStopping as EarlyStopping
-from lockstep.triggers.interval import Interval as Interval
-from lockstep.triggers.manual_schedule import ManualSchedule as ManualSchedule
-from lockstep.triggers.once import Once as Once
 from lockstep.triggers.position import position as position, reached as reached
 from lockstep.triggers.spec import TriggerSpec as TriggerSpec, get_trigger as get_trigger
-from lockstep.triggers.time import Time as Time
+from lockstep.triggers.times import Interval as Interval, ManualSchedule as ManualSchedule, Once as Once, Time as Time
 from lockstep.triggers.trigger import (
     AllOf as AllOf,
     AnyOf as AnyOf,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from lockstep.triggers.interval import Interval
+from lockstep.triggers.times import Interval
 from lockstep.triggers.trigger import Never, Progress, Trigger, Unit
 
 TriggerSpec: TypeAlias = Trigger | tuple[float, Unit] | Callable[[Progress], bool] | None

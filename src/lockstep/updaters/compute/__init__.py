@@ -1,7 +1,11 @@
 """Compute the part of an update that belongs to this process: from shards to partial sums."""
 
-from lockstep.updaters.compute.clock import Clock as Clock, Times as Times
-from lockstep.updaters.compute.measured_speeds import MeasuredSpeeds as MeasuredSpeeds, workloads_of as workloads_of
+from lockstep.updaters.compute.clock import (
+    Clock as Clock,
+    MeasuredSpeeds as MeasuredSpeeds,
+    Times as Times,
+    workloads_of as workloads_of,
+)
 from lockstep.updaters.compute.prepared_model import (
     PreparedModel as PreparedModel,
     create_runners as create_runners,
