@@ -94,13 +94,13 @@ MUTANTS = {
         ("snapshots/test_crash_states.py", "snapshots/test_io_errors.py"),
     ),
     "snapshots: one too many is kept": Mutant(
-        "snapshots/retention.py",
+        "snapshots/writer.py",
         "*ordered[-self.keep :]",
         "*ordered[-self.keep - 1 :]",
         ("extensions/test_snapshot.py", "snapshots/test_writer.py"),
     ),
     "snapshots: of equal values the last one is the best": Mutant(
-        "snapshots/retention.py",
+        "snapshots/writer.py",
         'return value > than[self.best] if self.mode == "max"',
         'return value >= than[self.best] if self.mode == "max"',
         ("extensions/test_snapshot.py",),

@@ -1,8 +1,7 @@
 """Metrics, means that can be merged, and reports from inside a model or loss function."""
 
 from lockstep.metrics.accuracy import Accuracy as Accuracy
-from lockstep.metrics.average import Average as Average
-from lockstep.metrics.interval_means import IntervalMeans as IntervalMeans
+from lockstep.metrics.average import Average as Average, IntervalMeans as IntervalMeans
 from lockstep.metrics.metric import Mergeable as Mergeable, Metric as Metric
 from lockstep.metrics.observed import (
     Mean as Mean,
@@ -16,6 +15,7 @@ from lockstep.metrics.reports import (
     Observers as Observers,
     WeightedSum as WeightedSum,
     collecting as collecting,
+    flatten_value as flatten_value,
     report as report,
 )
 from lockstep.metrics.shard_metrics import (
@@ -29,4 +29,3 @@ from lockstep.metrics.torchmetrics_states import (
     is_collection as is_collection,
     is_torchmetric as is_torchmetric,
 )
-from lockstep.metrics.values import flatten_value as flatten_value

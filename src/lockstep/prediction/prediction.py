@@ -13,8 +13,7 @@ from lockstep import nest
 from lockstep.data import BatchIterator, Iterator, MapDataset, Parts, check_not_split_by_rank
 from lockstep.nest import call_arguments
 from lockstep.plan import Shard
-from lockstep.prediction.batches import in_held_precision
-from lockstep.prediction.data_pass import DataPass
+from lockstep.prediction.batches import DataPass, in_held_precision
 from lockstep.prediction.rank_exchange import RankExchange
 from lockstep.replicas import BatchDim, ShardForward, read_outputs
 from lockstep.updaters import Converter, InferenceRunner

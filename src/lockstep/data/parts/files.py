@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TypeAlias, cast, final
 
-from lockstep.data.parts.index import IndexedPart, indexed
+from lockstep.data.parts.part import IndexedPart, indexed
 
 _CHUNK: Final = 2**20
 """The number of bytes that are searched for lines at once."""

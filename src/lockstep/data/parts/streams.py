@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from torch.utils.data._utils import worker as worker_module
 
-from lockstep.data.parts.index import IndexedPart, indexed
+from lockstep.data.parts.part import IndexedPart, indexed
 from lockstep.data.source import Resumable
 
 _MOST_OPEN: Final = 16

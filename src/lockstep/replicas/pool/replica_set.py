@@ -18,20 +18,19 @@ from torch.nn.utils import parametrize
 
 from lockstep import plan
 from lockstep.errors import OrderError
-from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model, hidden_parameters
+from lockstep.replicas.pool.copies import ModelChangeDetector, copy_model, hidden_parameters, refuse_wrapped
 from lockstep.replicas.pool.deterministic import warn_of_kernels
 from lockstep.replicas.pool.devices import NULL_CONTEXT, Devices, device_context, parse_devices
-from lockstep.replicas.pool.forward_mode import serialize_forward_mode
 from lockstep.replicas.pool.progress import DeviceProgress
 from lockstep.replicas.pool.settings import (
     REFUSING_CACHE,
     ComputeMode,
     InheritedSettings,
     ThreadSettings,
+    serialize_forward_mode,
     warn_of_kept,
 )
 from lockstep.replicas.pool.worker import Timeout, Worker, keep_freed_memory, seconds_of
-from lockstep.replicas.pool.wrapped import refuse_wrapped
 
 Layout: TypeAlias = "tuple[int, torch.dtype, torch.Size, tuple[int, ...]]"
 """The address, dtype, shape and strides of a tensor."""

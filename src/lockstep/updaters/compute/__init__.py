@@ -11,14 +11,12 @@ from lockstep.updaters.compute.prepared_model import (
     create_runners as create_runners,
     without_gradients as without_gradients,
 )
-from lockstep.updaters.compute.shard_forwards import (
-    DeviceForwards as DeviceForwards,
-    ShardFunction as ShardFunction,
-    ShardResult as ShardResult,
-)
 from lockstep.updaters.compute.shard_gradients import (
+    DeviceForwards as DeviceForwards,
     DeviceGradientTask as DeviceGradientTask,
     GradientContext as GradientContext,
+    ShardFunction as ShardFunction,
+    ShardResult as ShardResult,
 )
 from lockstep.updaters.compute.shares import (
     RankShare as RankShare,
