@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from lockstep.program import describe_program
 from tests.support import zygote
 from tests.support.emulated.pool import POOL as EMULATED_POOL
 from tests.support.rank_pool import POOL
@@ -90,6 +91,12 @@ def pooled_ranks() -> Iterator[None]:
     POOL.close()
     EMULATED_POOL.close()
     zygote.ZYGOTE.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def described() -> None:
+    """Let git describe the script here, which a process does once, and not in the first test that needs it."""
+    describe_program()
 
 
 @pytest.fixture(autouse=True)

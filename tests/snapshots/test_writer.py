@@ -283,7 +283,7 @@ def test_options_are_checked(tmp_path: Path, options: dict[str, object], error: 
         SnapshotWriter(tmp_path, run_id=RUN, **options)  # type: ignore[arg-type]
 
 
-def test_about_names_the_host_and_is_never_read(tmp_path: Path) -> None:
+def test_about_names_the_host_and_a_snapshot_is_whole_without_it(tmp_path: Path) -> None:
     [folder] = write(tmp_path, small_content(), about={"placement": [["cpu"]]})
     assert '"placement": [["cpu"]]' in (folder / "about.json").read_text()
     (folder / "about.json").unlink()

@@ -21,6 +21,7 @@ FOLDERS = {"laws": "laws", "reference": "reference", "examples": "programs"}
 USES = {
     "processes": {
         "NotebookClient",
+        "fork",
         "hosts",
         "launch",
         "multiprocessing",

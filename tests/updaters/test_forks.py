@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_a_module_starts_threads_of_its_own() -> None:
         expected = gradient()
         assert in_a_fork(gradient) == expected
         assert gradient() == expected
+    finally:
+        module.release()
+
+
+@pytest.mark.slow
+def test_the_first_backward_of_a_fork_is_safe_in_threads() -> None:
+    """Torch builds its autograd engine anew in a fork, without a lock: one process in a hundred ended by a signal."""
+    module = ls.DataParallel(nn.Linear(3, 2), devices=["cpu", "cpu"])
+
+    def backward() -> int:
+        module(torch.arange(12.0).view(4, 3)).square().sum().backward()
+        return 0
+
+    try:
+        for _ in range(400):
+            backward()
+            child = os.fork()
+            if child == 0:
+                os._exit(backward())
+            assert os.waitpid(child, 0)[1] == 0
     finally:
         module.release()
 

@@ -7,10 +7,12 @@ from lockstep.communicators.communicator import (
     PendingSum as PendingSum,
 )
 from lockstep.communicators.comparison import (
+    Difference as Difference,
     StateComparer as StateComparer,
     check_fields as check_fields,
     compare as compare,
     first_difference as first_difference,
+    gather as gather,
 )
 from lockstep.communicators.environment import (
     BRIEF_ENV as BRIEF_ENV,

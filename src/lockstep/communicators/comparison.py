@@ -98,12 +98,23 @@ def compare(communicator: Communicator, values: Mapping[str, Any]) -> Difference
     Returns:
         How the first rank that differs from rank 0 does so, the same on every rank; None if all values are equal.
     """
+    found = gather(communicator, values)
+    return None if found is None else first_difference(found)
+
+
+def gather(communicator: Communicator, values: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the values of all ranks in the order of ranks; None if they are equal. Every rank must call this.
+
+    Args:
+        communicator: The communicator that connects the ranks.
+        values: The values of this rank, which must be JSON values. Their order does not count.
+    """
     sorted_text = json.dumps(values, sort_keys=True).encode()
     # All ranks see the same digests, so all of them make the second exchange or none does.
     if len(set(communicator.exchange(hashlib.sha256(sorted_text).digest()))) == 1:
         return None
-    # The values are not sorted here, so that the error lists the names in the order of rank 0.
-    return first_difference([json.loads(each) for each in communicator.exchange(json.dumps(values).encode())])
+    # The values are not sorted here, so that an error lists the names in the order of rank 0.
+    return [json.loads(each) for each in communicator.exchange(json.dumps(values).encode())]
 
 
 def check_fields(communicator: Communicator, fields: Mapping[str, str], *, what: str, remedy: str) -> None:

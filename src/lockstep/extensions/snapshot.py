@@ -26,6 +26,7 @@ from lockstep.errors import (
 )
 from lockstep.integers import check_integer
 from lockstep.metrics import as_mean, read_means
+from lockstep.program import PROGRAM, describe_program
 from lockstep.stopping import STOP
 from lockstep.trainer import Extension, Trainer, any_rank, reason_of, wait_for_writers, write_emergency
 from lockstep.triggers import TriggerSpec
@@ -419,9 +420,10 @@ def _digest_of(values: Any) -> str:
 
 
 def _about(trainer: Trainer) -> dict[str, Any]:
-    """Describe where a snapshot is written, for people."""
+    """Describe where and by which program a snapshot is written."""
     updater = trainer.updater
     return {
+        PROGRAM: describe_program(),
         "devices": [str(device) for device in updater.devices],
         "processes": updater.communicator.size,
     }

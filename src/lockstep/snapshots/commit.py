@@ -168,7 +168,7 @@ def write_snapshot(
         parent: The folder of the snapshots, which must exist.
         staged: The snapshot.
         copies: The copies of its tensors.
-        about: JSON values about the machine, which are never read back.
+        about: JSON values about the machine and the program, which are in no digest.
 
     Raises:
         OSError: If a call fails. What was written is removed, and earlier snapshots are as before.
@@ -203,7 +203,7 @@ def write_folder(
         folder: The folder, which must not exist.
         staged: The snapshot.
         copies: The copies of its tensors.
-        about: JSON values about the machine, which are never read back.
+        about: JSON values about the machine and the program, which are in no digest.
 
     Raises:
         OSError: If a call fails. What was written remains.

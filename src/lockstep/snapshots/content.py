@@ -3,7 +3,7 @@
 out/snapshots/00001200/model.safetensors    parameters and persistent buffers (model-NAME.safetensors for several)
                        state.safetensors    every other tensor
                        snapshot.json        the manifest, written last
-                       about.json           host, clock and placement; never read back
+                       about.json           host, clock, placement and program; in no digest
                        verified.json        that all ranks had the same bits, once they have compared them
 """
 

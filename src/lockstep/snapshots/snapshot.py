@@ -15,9 +15,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from lockstep.digest import BLOCK
-from lockstep.errors import SnapshotError, SnapshotWarning
-from lockstep.snapshots.content import DAMAGED, MANIFEST, VERIFIED, Parent, update_of
-from lockstep.snapshots.files import opened, read_file, read_into, snapshots_in
+from lockstep.errors import SnapshotError, SnapshotWarning, printable
+from lockstep.program import PROGRAM
+from lockstep.snapshots.content import ABOUT, DAMAGED, MANIFEST, VERIFIED, Parent, update_of
+from lockstep.snapshots.files import kind_of, opened, read_file, read_into, snapshots_in
 from lockstep.snapshots.manifest import Limits, Manifest, StoredTensor, read_manifest, with_tensors
 from lockstep.snapshots.tensor_file import blocks_of, file_order, header, memory_of, swapped
 
@@ -177,6 +178,23 @@ def load(path: str | Path, *, limits: Limits | None = None) -> Snapshot:
     snapshot = Snapshot(folder, manifest, files)
     snapshot.check()
     return snapshot
+
+
+def read_program(path: Path) -> dict[str, Any]:
+    """Return the description of the program that wrote a snapshot; empty if the snapshot has none.
+
+    Args:
+        path: The folder of the snapshot.
+    """
+    if not kind_of(path / ABOUT):
+        return {}
+    try:
+        return dict(json.loads(read_file(path, ABOUT, Limits().manifest_bytes)).get(PROGRAM, {}))
+    except (SnapshotError, AttributeError, RecursionError, TypeError, ValueError) as error:
+        # The snapshot is whole without this file.
+        message = f"{path / ABOUT} does not say which program wrote the snapshot: {printable(str(error))}"
+        warnings.warn(message, SnapshotWarning, stacklevel=2)
+        return {}
 
 
 def verify(path: str | Path, *, limits: Limits | None = None) -> Manifest:

@@ -134,7 +134,7 @@ class SnapshotWriter(BackgroundWriter):
         best: The metric by which one more snapshot is kept; None for no such snapshot.
         mode: Whether the largest ("max") or the smallest ("min") value of `best` is the best one.
         required: Whether three failed attempts in a row, or a failed last one, raise instead of only warning.
-        about: JSON values about the machine, which are never read back.
+        about: JSON values about the machine and the program, which are in no digest.
         disk: The calls of the operating system.
 
     Attributes:
@@ -349,7 +349,7 @@ def write_beside(
         out: The folder of the run.
         content: The content.
         reasons: Why the snapshot is written.
-        about: JSON values about the machine, which are never read back.
+        about: JSON values about the machine and the program, which are in no digest.
         disk: The calls of the operating system.
 
     Returns:

@@ -12,6 +12,7 @@ import pytest
 import lockstep as ls
 from lockstep.errors import StateError
 from lockstep.extensions import CSVLogger, LogReport
+from lockstep.program import describe_program
 from lockstep.trainer import Trainer
 from tests.extensions.loggers.runs import CONFIG, UPDATES, Curves, build, check_curves, stopped_run, whole_run
 from tests.support.plain_updaters import CountingUpdater
@@ -48,6 +49,7 @@ def test_the_configuration_and_the_digest(tmp_path: Path) -> None:
     assert config["hyperparameters"] == {**CONFIG, "shape": "(1, 2)"}
     assert config["recipe"] == trainer.updater.recipe_fields()
     assert len(config["recipe_digest"]) == 64
+    assert config["program"] == describe_program()
     model = trainer.updater.get_all_models()["main"]
     assert config["summary"] == {"update": 13, "digest": {"main": ls.digest(model)}}
 

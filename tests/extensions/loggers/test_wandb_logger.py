@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.extensions import WandbLogger
+from lockstep.program import describe_program
 from tests.extensions.loggers.runs import CONFIG, Curves, check_curves, stopped_run, whole_run
 
 wandb = pytest.importorskip("wandb")
@@ -82,4 +83,5 @@ def test_the_configuration_and_the_digest(tmp_path: Path) -> None:
     assert json.loads(config["width"]) == 8
     assert json.loads(config["recipe"])["num_shards"] == 4
     assert "recipe_digest" in config
+    assert json.loads(config["program"]) == describe_program()
     assert any("digest" in name for name in summary)

@@ -11,6 +11,7 @@ import pytest
 import lockstep as ls
 from lockstep.communicators import Communicator, kernel_class
 from lockstep.extensions import RunRecord
+from lockstep.program import describe_program
 from tests.support.plain_updaters import CountingUpdater
 from tests.support.ranks import run_on_ranks
 from tests.support.recorded import recorded_run
@@ -33,6 +34,7 @@ def test_a_session_its_intervals_and_its_end(tmp_path: Path) -> None:
     assert kinds(tmp_path) == expected
     (_, session), *intervals, (_, end) = lines(tmp_path)
     assert session["recipe"] == trainer.updater.recipe_fields()
+    assert session["program"] == describe_program()
     assert session["kernel_class"] == kernel_class(trainer.updater.devices)
     assert [rank["devices"] for rank in session["ranks"]] == [["cpu", "cpu"]]
     assert [each["measured"] for _, each in intervals] == [2, 2, 1]

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 from lockstep.digest import digest
 from lockstep.extensions.unobserved import Unobserved, check_names
 from lockstep.metrics import IntervalMeans
+from lockstep.program import PROGRAM, describe_program
 from lockstep.side_files import report_unwritten
 from lockstep.state import check_keys
 from lockstep.trainer import READER, Extension, Trainer
@@ -59,7 +60,7 @@ class Logger(Extension):
     of an interval is written when the run ends without an error.
 
     The configuration of the run is written once: your hyperparameters, the recipe (`Updater.recipe_fields`) and its
-    SHA-256. At the end follows the digest of each model.
+    SHA-256, and the program that runs. At the end follows the digest of each model.
 
     A run that is resumed continues the curves. Updates that it repeats are not written again, because they are equal
     by the determinism guarantee. Where that does not hold, after a resume with fields that `accept` names or with other
@@ -130,7 +131,8 @@ class Logger(Extension):
         """Write the configuration of the run.
 
         Args:
-            config: ``"hyperparameters"`` and ``"recipe"``, JSON values by name, and ``"recipe_digest"``.
+            config: ``"hyperparameters"``, ``"recipe"`` and ``"program"``, JSON values by name, and
+                ``"recipe_digest"``.
         """
 
     @abstractmethod
@@ -277,7 +279,8 @@ def _configuration(trainer: Trainer, hyperparameters: Mapping[str, Any]) -> dict
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in hyperparameters.items()
     }
-    return {"hyperparameters": given, "recipe": recipe, "recipe_digest": recipe_digest(recipe)}
+    found = {"hyperparameters": given, "recipe": recipe, "recipe_digest": recipe_digest(recipe)}
+    return {**found, PROGRAM: describe_program()}
 
 
 def recipe_digest(recipe: Mapping[str, object]) -> str:

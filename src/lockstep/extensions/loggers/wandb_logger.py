@@ -70,9 +70,9 @@ class WandbLogger(Logger):
         return int(known["update"])
 
     def configure(self, config: Mapping[str, Any]) -> None:
-        """Write the hyperparameters as the configuration, beside the recipe and its digest."""
-        given = dict(config["hyperparameters"])
-        self._run.config.update({**given, "recipe": config["recipe"], "recipe_digest": config["recipe_digest"]})
+        """Write the hyperparameters as the configuration, beside the recipe, its digest and the program."""
+        beside = {name: value for name, value in config.items() if name != "hyperparameters"}
+        self._run.config.update({**config["hyperparameters"], **beside})
 
     def write(self, update: int, values: Mapping[str, float]) -> None:
         """Log the values at the step of the update."""

@@ -16,6 +16,7 @@ from lockstep.communicators import kernel_class
 from lockstep.digest import digest
 from lockstep.extensions.loggers import recipe_digest
 from lockstep.integers import check_integer
+from lockstep.program import PROGRAM, describe_program
 from lockstep.side_files import SideFile
 from lockstep.trainer import READER, Extension, Trainer
 from lockstep.triggers import TriggerSpec
@@ -31,10 +32,11 @@ class RunRecord(Extension):
     """Writes ``run.jsonl``, from which ``lockstep report`` shows the recipe, the kernel class, retries and times.
 
     Each start or resume of the run adds an object with the key ``"session"``: the recipe and its SHA-256, the kernel
-    class, the devices of each rank, versions and the time. Each interval adds one with the key ``"interval"``: the loss
-    scale, the number of retries in it, the number of updates that changed the weights, and the seconds that the updates
-    that were measured took, by phase for each rank and by phase for each device. At the end of a session follows one
-    with the key ``"end"``: how it ended, and the digest of each model if it ended without an error.
+    class, the devices of each rank, versions, the program that runs and the time. Each interval adds one with the key
+    ``"interval"``: the loss scale, the number of retries in it, the number of updates that changed the weights, and the
+    seconds that the updates that were measured took, by phase for each rank and by phase for each device. At the end of
+    a session follows one with the key ``"end"``: how it ended, and the digest of each model if it ended without an
+    error.
 
     A run that resumes continues the file; a new run in the folder of an old one starts a new file. Rank 0 writes, from
     the first update on. What cannot be written is a `SideFileWarning`, and is written with a later line.
@@ -99,6 +101,7 @@ class RunRecord(Extension):
                 "lockstep": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
+                PROGRAM: describe_program(),
                 "time": _now(),
                 "update": updater.iteration,
                 "resumed_from": None if resumption is None else str(resumption.path),

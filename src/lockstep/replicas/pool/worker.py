@@ -11,6 +11,7 @@ two cores this took a tenth of the time of an update, which `keep_freed_memory` 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 import sys
@@ -95,6 +96,7 @@ class Worker:
     """
 
     def __init__(self, name: str) -> None:
+        _renew_autograd_engine(os.getpid())
         self._mailbox = Mailbox()
         # Not a daemon: a daemon thread that is inside a kernel when Python exits aborts the process. The thread is
         # told to end before Python joins it, which is earlier than `atexit` functions run. concurrent.futures uses
@@ -176,6 +178,20 @@ def keep_freed_memory() -> bool:
     settings = ((M_TRIM_THRESHOLD, TRIM_THRESHOLD), (M_TOP_PAD, TOP_PAD), (M_MMAP_THRESHOLD, MMAP_THRESHOLD))
     answers = [mallopt(name, value) for name, value in settings]
     return answers == [1, 1, 1]
+
+
+@functools.cache
+def _renew_autograd_engine(process: int) -> None:  # noqa: ARG001 - the key of the cache
+    """Make autograd ready for several threads in a process that was forked.
+
+    After a fork torch destroys its engine and builds another one when an operation first asks for it, without a lock.
+    Two threads that ask at the same time end the process (`PythonEngine::get_python_engine`,
+    torch/csrc/autograd/python_engine.cpp, torch 2.13).
+
+    Args:
+        process: The ID of this process, for which this is done once.
+    """
+    torch.autograd.Variable._execution_engine.is_checkpoint_valid()  # noqa: SLF001 - torch offers no public way
 
 
 def _serve(mailbox: Mailbox) -> None:

@@ -114,6 +114,26 @@ def check_kernels(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) 
     return not changes
 
 
+def check_program(path: Path, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Compare the program of a run with the one that wrote a snapshot, and warn if they differ.
+
+    A package that only one of them had imported is no difference, because a program imports some of them late.
+
+    Args:
+        path: The folder of the snapshot.
+        saved: The description of the program that wrote it.
+        own: The description of this program.
+    """
+    changes = [each for each in compare_fields(saved, own) if MISSING not in (each.saved, each.own)]
+    if changes:
+        warnings.warn(
+            f"Resuming from {path} with other code: {_listed(changes)}. The run continues, but its result need not be "
+            "that of an uninterrupted run.",
+            DeterminismWarning,
+            stacklevel=2,
+        )
+
+
 def compare_fields(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[Change]:
     """List the fields that differ, in the order of the snapshot; fields without a shape yet equal any shape.
 

@@ -14,14 +14,15 @@ import torch
 
 from lockstep.communicators import Communicator, kernel_class
 from lockstep.errors import SnapshotError
+from lockstep.program import PROGRAM, describe_program
 from lockstep.snapshots.commit import Buffers, remove, stage, write_folder
 from lockstep.snapshots.content import DAMAGED, UNVERIFIED, Parent
 from lockstep.snapshots.disk import Disk
 from lockstep.snapshots.files import snapshots_in
 from lockstep.snapshots.manifest import Limits, read_manifest
 from lockstep.snapshots.run.collect import Collector
-from lockstep.snapshots.run.restoring import check_kernels, check_recipe, fitting, updater_state
-from lockstep.snapshots.snapshot import Snapshot, load, newest_whole
+from lockstep.snapshots.run.restoring import check_kernels, check_program, check_recipe, fitting, updater_state
+from lockstep.snapshots.snapshot import Snapshot, load, newest_whole, read_program
 from lockstep.updaters import Updater
 
 
@@ -107,6 +108,7 @@ def prepare(
     changes = check_recipe(snapshot.path, snapshot.recipe, updater.recipe_fields(), accept)
     with fitting(snapshot.path):
         state = updater_state(snapshot, updater, changes)
+    check_program(snapshot.path, read_program(snapshot.path), describe_program())
     return Resumption(
         path=snapshot.path,
         run_id=snapshot.run_id,
@@ -255,7 +257,7 @@ def _save(updater: Updater, target: Path) -> None:
     staged = stage(content, ["saved by a call"])
     disk, temporary = Disk(), target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
-        write_folder(disk, temporary, staged, Buffers().copy(staged.tensors), {})
+        write_folder(disk, temporary, staged, Buffers().copy(staged.tensors), {PROGRAM: describe_program()})
         disk.rename(temporary, target)
     except BaseException:
         with suppress(OSError):

@@ -20,6 +20,7 @@ from lockstep.digest import fingerprint
 from lockstep.errors import DisagreementError
 from lockstep.replicas import SINGLE_THREAD, ComputeMode, held_tensors
 from lockstep.updaters.detectors import OutsideState
+from lockstep.updaters.ranks.same_code import check_code, describe_code
 from lockstep.updaters.setup import Recipe
 from lockstep.updaters.state import TrainingState, code_text, module_text
 
@@ -60,6 +61,7 @@ class RankConsistency:
             return
         check_fields(self._communicator, self._kernels(), what="kernel class", remedy=KERNELS_REMEDY)
         check_fields(self._communicator, describe_run(self._training, self._recipe), what="recipe", remedy=CODE_REMEDY)
+        check_code(self._communicator, describe_code(self._training, self._recipe))
         self._compare_state()
         found = compare(self._communicator, _fingerprints(self._outside()))
         if found is not None:

@@ -18,6 +18,7 @@ from lockstep.updaters.state.recipe_fields import (
     RecipeFields as RecipeFields,
     code_text as code_text,
     module_text as module_text,
+    name_of as name_of,
     recipe_fields as recipe_fields,
 )
 from lockstep.updaters.state.savepoint import Savepoint as Savepoint, copy_state as copy_state

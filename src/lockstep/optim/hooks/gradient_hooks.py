@@ -1,8 +1,4 @@
-"""Hooks that change gradients between their computation and the step.
-
-Each hook works with lockstep's optimizers, ``optimizer.add_hook(hook)``, and with any other torch optimizer,
-``optimizer.register_step_pre_hook(hook)``.
-"""
+"""Penalties, clipping, noise and layer-wise rates, as hooks that change gradients before the step."""
 
 from __future__ import annotations
 
